@@ -174,15 +174,19 @@ def latest(root: Path) -> str | None:
 
 
 def find(root: Path, step: int | None, flag: str = "--load", *, repair: bool = True) -> Path | None:
-    """The checkpoint to load: that of `step`, or the latest. None where the folder holds none at all.
+    """Find the checkpoint to load: that of `step`, or the latest. Return None if the folder holds none at all.
 
-    The latest is what the tracker names, without one the last complete iteration.
+    The latest is the one that the tracker names or, without a tracker, the last complete one.
 
-    A checkpoint's own folder may be given too. `repair` undoes an interrupted publication first; without it nothing is
-    changed, for a folder that another process may be saving into.
+    Args:
+        root: folder of checkpoints, or a checkpoint's own folder.
+        step: iteration of the checkpoint; None for the latest.
+        flag: flag that names the folder, for messages.
+        repair: undo an interrupted publication first. Otherwise nothing is changed, as is right for a folder into
+            which another process may be saving.
 
     Raises:
-        ValueError: a checkpoint is named and is not there, or not complete; `root` is another one than that of `step`.
+        ValueError: the checkpoint does not exist or is not complete, or `root` is the folder of another step.
     """
     if (root / METADATA).is_file():
         if step is not None and root.name != iteration_dir(root, step).name:
@@ -195,7 +199,7 @@ def find(root: Path, step: int | None, flag: str = "--load", *, repair: bool = T
     name = latest(root) if step is None else str(step)
     source = str(root / TRACKER) if step is None else f"--ckpt-step {step}"
     if name is None:
-        # A first save that was stopped between its folder's name and the tracker has left a whole checkpoint.
+        # A first save that was stopped between naming its folder and writing the tracker leaves a whole one.
         steps = saved_iterations(root)
         return iteration_dir(root, steps[-1]) if steps else None
     folder = root / RELEASE if name == RELEASE else iteration_dir(root, int(name))

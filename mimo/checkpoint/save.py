@@ -143,16 +143,16 @@ class _Pending:
 
 
 class Saver:
-    """Saves the checkpoints of a run. Every method is collective over the world, its construction too.
+    """Saves the checkpoints of a run. The constructor and every method are collective over the world.
 
     Args:
-        state: what is saved.
-        watchdog: told about waits; a save may take as long as it takes.
+        state: the state to save.
+        watchdog: told about waits, under the limit for files.
 
     Attributes:
-        last_iteration: iteration of the last save begun; None before the first.
-        last_stall_s: seconds the last `save` kept the caller.
-        last_bytes: bytes of tensors this rank wrote in it.
+        last_iteration: iteration of the last `save`; None before the first.
+        last_stall_s: seconds for which the last `save` blocked the caller.
+        last_bytes: bytes of tensors that this rank wrote in the last `save`.
 
     Raises:
         ValueError: a rank cannot write in the folder, or another run saves there.
@@ -175,7 +175,8 @@ class Saver:
         self.last_stall_s = 0.0
         self.last_bytes = 0
         self._unlock: Callable[[], object] | None = None
-        with watchdog.on_files("folder of --save", folder=str(self.root)):  # which waits for the lock of a lost machine
+        # This may wait until the lock of a lost machine has expired.
+        with watchdog.on_files("folder of --save", folder=str(self.root)):
             self._check_folder()
 
     @property
@@ -192,11 +193,11 @@ class Saver:
         return pending.write.is_running or pending.publication is not None and pending.publication.is_running
 
     def save(self, progress: Progress) -> None:
-        """Save the run as it stands; with --async-save the files are written after this returns.
+        """Save the present state of the run. With --async-save the files are written after this returns.
 
         Raises:
-            ValueError: the folder cannot be written, or a data stream's state is not plain data; no checkpoint that was
-                there before is touched.
+            ValueError: the folder cannot be written, or a data stream's state is not plain data. Earlier checkpoints
+                are not touched.
         """
         began = time.perf_counter()
         with self._watchdog.on_files("checkpoint", iteration=progress.iteration):
@@ -213,10 +214,10 @@ class Saver:
         self.last_stall_s = time.perf_counter() - began
 
     def poll(self, any_writing: bool) -> None:
-        """Move a checkpoint that is written in the background to its next stage, once every rank is ready for that.
+        """Move a checkpoint that is written in the background to its next stage, if every rank is ready for that.
 
         Args:
-            any_writing: `is_writing` of any rank, agreed by all.
+            any_writing: whether `is_writing` is true on any rank; the same on every rank.
 
         Raises:
             ValueError: as `finish`.
@@ -243,7 +244,7 @@ class Saver:
             self._unlock()
 
     def _advance(self) -> None:
-        """Complete the stage that the pending checkpoint is in; nothing is pending after the last, or an error."""
+        """Complete the present stage of the pending checkpoint. After the last stage, or an error, none is pending."""
         pending, self._pending = self._pending, None
         assert pending is not None
         grids = self._state.grids
@@ -262,7 +263,7 @@ class Saver:
         logger.info("saved checkpoint of iteration %d in %s", pending.iteration, self.root)
 
     def _check_folder(self) -> None:
-        """Refuse a folder that some rank cannot write, at the start of a run and not at its first save."""
+        """Refuse a folder that some rank cannot write, at the start of a run instead of at its first save."""
         grids, error = self._state.grids, None
         try:
             if grids.rank == 0:
@@ -278,11 +279,11 @@ class Saver:
         except OSError as problem:
             error = f"--save {self.root}: rank {grids.rank} cannot write there: {problem}"
             if not self.root.is_dir():
-                error += "; rank 0 has made it, so the ranks do not share this folder"
+                error += "; rank 0 has created it, so the ranks do not share this folder"
         raise_on_any_rank(grids, error)
 
     def _prepare(self, progress: Progress) -> tuple[Write, dict[str, Any]]:
-        """Make the folder and the plan. All that the ranks exchange for a save is in one message."""
+        """Make the folder and the plan. The ranks exchange everything for a save in one message."""
         state, grids, iteration = self._state, self._state.grids, progress.iteration
         objects: dict[str, Any] = {"loader": self._stream_objects()}
         if self._flags.save_rng:
@@ -309,21 +310,22 @@ class Saver:
         return write, common_state(state, progress, steps)
 
     def _tensors(self) -> dict[str, Any]:
-        """Weights and what the optimizers hold; notes where all of it lies."""
+        """Return weights and optimizer state, and remember where all of it lies in memory."""
         saved = self._state.saved()
         tensors: dict[str, Any] = {"model": model_entries(self._state, saved)}
         if self._flags.save_optim:
             self._held = self._state.held(saved)
-            steps_of(self._held)  # counts differ nowhere inside a part, so one of each is asked from now on
+            # This checks that counts are equal inside a part. From now on one parameter of each part is asked.
+            steps_of(self._held)
             self._counted = list({(one.saved.module, one.saved.part): one for one in self._held}.values())
             tensors["optimizer"] = optimizer_entries(self._held)
         self._places = self._tensor_places()
         return tensors
 
     def _tensor_places(self) -> list[int]:
-        """Identities and addresses of everything that is saved: equal lists, the same tensors in the same memory.
+        """Return identities and addresses of everything that is saved. Equal lists mean the same tensors and memory.
 
-        No address can have gone to another tensor meanwhile: the plan keeps the memory of its tensors.
+        No address can belong to another tensor by now, because the plan keeps the memory of its tensors.
         """
         places = []
         for module in self._state.built.model.modules():
@@ -354,7 +356,7 @@ class Saver:
                 for name, value in streams.items()}
 
     def _agree(self, iteration: int, error: str | None) -> None:
-        """Stop every rank if one could not write; what was written is removed, a full disk has room again."""
+        """Stop every rank if one could not write. Incomplete files are removed, because the disk may be full."""
         grids = self._state.grids
         if error is not None:
             error = f"rank {grids.rank} could not save iteration {iteration}: {error}"
@@ -369,7 +371,7 @@ class Saver:
 
 
 def _merged(by_rank: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:
-    """Step counts of all ranks. A rank may hold no element of a part; those that do agree."""
+    """Merge the step counts of all ranks. Ranks that hold elements of the same part must agree on its count."""
     merged: dict[str, dict[str, int]] = {}
     for steps in by_rank:
         for module, parts in steps.items():
@@ -380,7 +382,7 @@ def _merged(by_rank: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, int
 
 
 def _plain_data_error(name: str, value: Any) -> str | None:
-    """Why a stream's state could not be loaded again, or None."""
+    """Return why a stream's state could not be loaded again, or None."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)

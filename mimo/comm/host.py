@@ -1,4 +1,4 @@
-"""Python objects and errors from rank to rank, through host memory. What stops one rank stops all of them."""
+"""Sends Python objects from rank to rank through host memory, and raises an error of one rank on all of them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def gather(grids: Grids, value: Any) -> list[Any]:
 
 
 def gather_results(grids: Grids, make: Callable[[], Any]) -> list[Any]:
-    """Call a function on every rank and return what all of them got, in rank order. Collective over the world.
+    """Call a function on every rank and return all results, in rank order. Collective over the world.
 
     An error on one rank stops all ranks at once.
 
     Raises:
-        ValueError: `make` raised it; as `raise_on_any_rank`.
+        ValueError: `make` raised it, see `raise_on_any_rank`.
         ReportedElsewhereError: `make` raised it, or another error, on another rank.
         Exception: whatever else `make` raised on this rank.
     """
@@ -35,7 +35,7 @@ def gather_results(grids: Grids, make: Callable[[], Any]) -> list[Any]:
         value = make()
     except ValueError as problem:
         error = str(problem)
-    except Exception as unknown:  # whatever it is, the others wait for this rank
+    except Exception as unknown:  # The other ranks wait for this one, so they have to learn of any error.
         gather(grids, (None, f"{type(unknown).__name__}: {unknown}"))
         raise
     everyone = gather(grids, (value, error))
@@ -54,14 +54,14 @@ def raise_on_any_rank(grids: Grids, error: str | None) -> None:
     """Raise on every rank if any has an error.
 
     Raises:
-        ValueError: on the first rank that has one; with what the others say where that differs.
+        ValueError: on the first rank that has one, followed by different errors of the others.
         ReportedElsewhereError: on the other ranks.
     """
     raise_known_errors(grids, gather(grids, error))
 
 
 def raise_known_errors(grids: Grids, errors: list[str | None]) -> None:
-    """Raise as `raise_on_any_rank`, for errors in rank order that every rank knows already."""
+    """Raise like `raise_on_any_rank`, with errors in rank order that every rank knows already."""
     found = [rank for rank, message in enumerate(errors) if message is not None]
     if not found:
         return
@@ -71,18 +71,15 @@ def raise_known_errors(grids: Grids, errors: list[str | None]) -> None:
     raise ValueError(message)
 
 
-# Messages between ranks over the host.
-
-
 class HostChannel:
-    """Python objects from rank to rank, in order for each pair. One thread of a rank uses it.
+    """Sends Python objects from rank to rank, in order for each pair. Only one thread of a rank may use it.
 
     Args:
-        group: a gloo group of the whole world.
-        tag: tells the messages of this channel from those of others on the group; the same on all ranks.
+        group: gloo group of the whole world.
+        tag: distinguishes this channel from others on the group; the same on all ranks.
 
     Attributes:
-        waits_for: ranks that have to send or take a message now, for whoever asks why nothing goes on.
+        waits_for: ranks for which this rank waits now, for stall reports.
     """
 
     def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
@@ -110,7 +107,7 @@ class HostChannel:
         self.waits_for = ()
 
     def receive(self, rank: int) -> Any:
-        """The next message of `rank`; waits for it."""
+        """Wait for the next message of `rank` and return it."""
         self.waits_for = (rank,)
         size = torch.empty(1, dtype=torch.int64)
         dist.recv(size, rank, group=self._group, tag=self._tag)

@@ -1,7 +1,7 @@
 """Sums and maxima over all ranks on the host, node by node.
 
-gloo's all-reduce is a ring: at 800 ranks 1600 messages one after the other, in every iteration. Here the ranks of a
-node give theirs to its first one, and only those exchange them.
+gloo's all-reduce is a ring. With 800 ranks it would send 1600 messages one after the other in every iteration. Here the
+ranks of a node send their values to the node's first rank, and only the first ranks exchange them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch.distributed as dist
 class NodeGroups:
     """Groups of a node's ranks, and of the first ranks of all nodes. Collective over the world.
 
-    Nodes are as torchrun has started them. Where they have different numbers of ranks, or there is only one, or one
-    rank on each, everything goes over `host`.
+    A node has the ranks that torchrun has started there. If nodes have different numbers of ranks, if there is only one
+    node, or if each has one rank, `host` is used for everything.
 
     Args:
         host: gloo group of the world.
-        timeout: of the groups.
+        timeout: time limit of the groups.
 
     Attributes:
-        groups: what was made here, for whoever destroys them.
+        groups: the groups that were made here; the caller has to destroy them.
     """
 
     def __init__(self, host: dist.ProcessGroup, timeout: timedelta) -> None:
@@ -41,11 +41,11 @@ class NodeGroups:
             self._node = self._make(list(range(first, first + size)), timeout) or self._node
 
     def reduce(self, maxima: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The maximum of each of `maxima` over all ranks, and the sum of each of `sums`; the same bits on every rank.
+        """Return the maxima of `maxima` and the sums of `sums` over all ranks. All ranks get the same bits.
 
         Args:
-            maxima: float64 `[n]`, `n` the same everywhere.
-            sums: float64 `[m]`, which may be 0.
+            maxima: float64 `[n]`, with the same `n` on every rank.
+            sums: float64 `[m]`, with the same `m` on every rank. `m` may be 0.
         """
         if self._node is None:
             maxima, sums = maxima.clone(), sums.clone()
@@ -67,7 +67,7 @@ class NodeGroups:
         return own[: len(maxima)], own[len(maxima) :]
 
     def _make(self, ranks: list[int], timeout: timedelta) -> dist.ProcessGroup | None:
-        """A group, which every rank has to make; None on ranks that are not in it."""
+        """Make a group. Every rank has to call this; ranks that are not in the group get None."""
         group = dist.new_group(ranks, timeout=timeout, backend="gloo")
         if dist.get_rank() not in ranks:
             return None
@@ -81,7 +81,7 @@ def _reduce(rows: list[torch.Tensor], num_maxima: int) -> torch.Tensor:
 
 
 def _ranks_of_a_node(host: dist.ProcessGroup) -> int:
-    """Ranks of each node; 1 where nodes differ or ranks are not numbered node by node."""
+    """Return the number of ranks of each node; 1 if nodes differ or ranks are not numbered node by node."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if int(os.environ.get("LOCAL_RANK", "0")) != rank % size:

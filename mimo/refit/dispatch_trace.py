@@ -1,8 +1,8 @@
-"""Watches a loader write: every in-place operation is noted, by the tensors it reads and writes, and none is done.
+"""Traces a loader: records which tensors every in-place operation would read and write, without performing any.
 
-A storage tells which tensor a view belongs to. The storages of the checkpoint's tensors and of the model's are known
-from the start; the results of copies (`clone`, `contiguous`, `to`) stay the tensor they copy, the results of anything
-else are computed from the names they read.
+The storage of a view shows which tensor it belongs to. The storages of the checkpoint's tensors and of the model's are
+known from the start. The result of a copy (`clone`, `contiguous`, `to`) counts as the tensor that it copies. The result
+of any other operation counts as computed from the checkpoint tensors that the operation read.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Target:
     """A tensor of the model.
 
     Attributes:
-        path: first name of it.
+        path: its first name.
         whole: its layout in its storage.
-        dtype: of its elements.
+        dtype: dtype of its elements.
     """
 
     path: str
@@ -44,11 +44,11 @@ class Write:
     """Write of an operation into a tensor of the model.
 
     Attributes:
-        names: checkpoint tensors whose values it read, none for a constant.
-        path: the tensor.
-        region: where, counted from its first element; None for an unknown part.
-        copied: the box it copied, if that is all it did.
-        value: of a constant, where it is known.
+        names: checkpoint tensors whose values were read; none for a constant.
+        path: path of the tensor that was written.
+        region: the part that was written, counted from the tensor's first element; None if it is not known.
+        copied: the box that was copied, if the operation did nothing else.
+        value: the constant that was written, if it is known.
     """
 
     names: frozenset[str]
@@ -60,7 +60,7 @@ class Write:
 
 @dataclass(frozen=True)
 class _Source:
-    """A whole tensor: a checkpoint's, or a copy of a view of another."""
+    """A whole tensor: one of the checkpoint, or a copy of a view of another source."""
 
     whole: View
     dtype: torch.dtype
@@ -70,19 +70,19 @@ class _Source:
 
 
 class Tracer(TorchDispatchMode):
-    """A mode under which a loader runs without effect on the model.
+    """Dispatch mode in which a loader runs without effect on the model.
 
     Args:
         targets: path and tensor of everything that the loader may write.
 
     Attributes:
-        writes: what it would have written, in the order of the operations.
+        writes: what the loader would have written, in the order of the operations.
     """
 
     def __init__(self, targets: Iterable[tuple[str, torch.Tensor]]) -> None:
         super().__init__()
         self.writes: list[Write] = []
-        self._kept: dict[int, torch.UntypedStorage] = {}  # the address of a freed storage would be given out again
+        self._kept: dict[int, torch.UntypedStorage] = {}  # A freed address could be given to another storage.
         self._targets: dict[int, list[Target]] = {}
         self._sources: dict[int, _Source] = {}
         self._computed: dict[int, frozenset[str]] = {}
@@ -96,7 +96,7 @@ class Tracer(TorchDispatchMode):
         return self._names(self._pending)
 
     def watch(self, name: str, tensor: torch.Tensor) -> None:
-        """Make a tensor known as the checkpoint's of that name."""
+        """Register a tensor as the checkpoint's tensor of this name."""
         key = self._keep(tensor)
         self._computed.pop(key, None)
         self._sources[key] = _Source(view_of(tensor), tensor.dtype, name)
@@ -141,7 +141,7 @@ class Tracer(TorchDispatchMode):
         return frozenset(names)
 
     def _copy(self, func: Callable[..., torch.Tensor], tensor: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        if tensor.is_meta:  # stays so, whatever device the loader wants it on
+        if tensor.is_meta:  # It stays on the meta device, whatever device the loader asks for.
             kwargs = {name: tensor.device if name == "device" else value for name, value in kwargs.items()
                       if name not in ("pin_memory", "non_blocking")}
         result = func(tensor, **kwargs)
@@ -170,7 +170,7 @@ class Tracer(TorchDispatchMode):
                 self._computed[key] = self._names(read)
                 self._sources.pop(key, None)
         if all(storage_key(tensor) in self._computed and not tensor.is_meta for tensor in written):
-            return func(*args, **kwargs)  # the loader's own work space
+            return func(*args, **kwargs)  # These are the loader's own temporary tensors.
         return written[0] if returns_something(func) else None
 
     def _note(self, func: Any, tensor: torch.Tensor, args: Any, read: list[torch.Tensor]) -> None:
@@ -190,7 +190,7 @@ class Tracer(TorchDispatchMode):
         self.writes.append(Write(names, target.path, region, part))
 
     def _region(self, tensor: torch.Tensor) -> tuple[Target, View | None]:
-        """The model's tensor that a view belongs to, and where in it."""
+        """Return the tensor of the model that a view belongs to, and the view's layout in it, if it is known."""
         view, known = view_of(tensor), self._targets[storage_key(tensor)]
         target = next((one for one in known if one.whole.offset <= view.offset < one.whole.end), known[0])
         if tensor.dtype != target.dtype:
@@ -198,7 +198,7 @@ class Tracer(TorchDispatchMode):
         return target, View(view.offset - target.whole.offset, view.sizes, view.strides)
 
     def _slice(self, source: torch.Tensor, target: Target, region: View) -> TensorSlice | None:
-        """The box that a copy copies; None if it does anything else."""
+        """Return the box that a copy copies; None if it does anything else."""
         origin = self._sources.get(storage_key(source))
         view, dtypes = view_of(source), []
         if origin is None or origin.dtype != source.dtype:
@@ -222,7 +222,7 @@ class Tracer(TorchDispatchMode):
 
 
 def _exact(dtypes: Iterable[torch.dtype], first: torch.dtype, last: torch.dtype) -> bool:
-    """Whether casts in between keep all that the first or the last dtype can hold."""
+    """Whether casts through `dtypes` keep every value that the first or the last dtype can hold."""
     return all(dtype in (torch.promote_types(dtype, first), torch.promote_types(dtype, last)) for dtype in dtypes)
 
 

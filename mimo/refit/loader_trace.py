@@ -1,9 +1,9 @@
 """Traces what each checkpoint tensor becomes in a vLLM worker, by running the worker's own loader. Imports vLLM.
 
 The model's `load_weights` runs once on meta tensors, on a model whose tensors have the shapes that they had when they
-were loaded. A mode notes every copy and performs none (`mimo.refit.dispatch_trace`). So vLLM itself determines which
-box of which tensor this worker wants, and where: with fused projections, stacks of experts, every kind of parallelism
-and padding of the vocabulary.
+were loaded. A dispatch mode records every copy and performs none (`mimo.refit.dispatch_trace`). So vLLM itself shows
+which box of which tensor this worker wants, and where it puts it. This covers fused projections, stacks of experts,
+every kind of parallelism and padding of the vocabulary.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from mimo.refit.dispatch_trace import Tracer, Write
 from mimo.refit.messages import view_of
 from mimo.refit.tensor_slices import TensorMeta, TensorSlice
 
-# Errors of loaders about a name, a shape or a value. All are reported under the name.
+# Errors that loaders raise about a name, a shape or a value. Each is reported with the name.
 LOADER_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-MESSAGE_CHARACTERS = 200  # vLLM lists every parameter after a name that it does not know
+MESSAGE_CHARACTERS = 200  # For an unknown name, vLLM's message lists all parameters.
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,18 @@ class Layout:
 
 @dataclass(frozen=True)
 class Recording:
-    """Trace of one worker's loader, name by name; each name is in one of the first four.
+    """Trace of one worker's loader. Each name is in one of `slices`, `computed`, `untaken` and `refused`.
 
     Attributes:
-        slices: of names that are copied as they are, the boxes, in the order of the entries.
+        slices: boxes of each name that is copied unchanged, in the order of the entries.
         copies: the writes behind these slices.
-        computed: of names that the loader computes with (loader only), what they and others write together.
-        untaken: names that write nothing here: another pipeline stage's, another rank's experts, or unknown ones that
-            the loader ignores. Which of it, only all workers together can say.
-        refused: of names that the loader cannot take, the error.
-        constants: writes that read no checkpoint tensor: padding rows.
-        layouts: of every tensor that a loader may write, by path; one path for tensors that are shared.
+        computed: for each name that the loader computes with, the writes that depend on it. Such names have to go
+            through the loader.
+        untaken: names that write nothing on this worker. They belong to another pipeline stage or another rank's
+            experts, or the loader ignores them because it does not know them. Only all workers together show which.
+        refused: error for each name that the loader cannot load.
+        constants: writes that read no checkpoint tensor, such as padding rows.
+        layouts: layout of every tensor that a loader may write, by path. Shared tensors have one path.
     """
 
     slices: dict[str, tuple[TensorSlice, ...]]
@@ -75,13 +76,14 @@ class Recording:
 def record(model: torch.nn.Module, entries: Sequence[TensorMeta], max_refused: int | None = None) -> Recording:
     """Run a model's loader without any effect on the model.
 
-    A name on which the loader raises does not hide the others: it is tried alone, on a meta tensor and then on zeros
-    (a loader may read values), and is loader only if that works, else refused.
+    If the loader raises an error on a name, that name is tried alone, on a meta tensor and then on zeros, because a
+    loader may read values. If zeros work, the name has to go through the loader; if they do not, it is refused. The
+    other names are loaded as usual.
 
     Args:
         model: a live vLLM model, or one that is only built.
         entries: whole tensors of the checkpoint. Names are unique.
-        max_refused: gives up at so many refused names; the other names may then be missing from the result.
+        max_refused: number of refused names at which to give up; other names may then be missing from the result.
     """
     assert len({entry.name for entry in entries}) == len(entries), "names of entries are not unique"
     with loading_time(model), torch.no_grad():
@@ -106,7 +108,7 @@ class _Run:
         self.inexact: set[str] = set()
 
     def batch(self, entries: list[TensorMeta]) -> list[list[TensorMeta]]:
-        """Load names together; return those that have to be loaded again."""
+        """Load names together. Return groups of names that have to be loaded again."""
         if len(entries) < 2:
             for entry in entries:
                 self.alone(entry)
@@ -117,15 +119,15 @@ class _Run:
         names = {entry.name for entry in entries}
         blamed = (self.tracer.failed & names) or {last}
         innocent = all([self.alone(entry) for entry in entries if entry.name in blamed])
-        # What was written before the error stands. If the blamed names load alone, some combination of names is at
-        # fault, so the rest is tried in halves.
+        # Writes before the error are kept. If the blamed names load alone, some combination of names is at fault, so
+        # the rest is tried in halves.
         done = blamed.union(*(write.names for write in self.tracer.writes))
         rest = [entry for entry in entries if entry.name not in done]
         middle = len(rest) // 2 if innocent else 0
         return [part for part in (rest[:middle], rest[middle:]) if part]
 
     def alone(self, entry: TensorMeta) -> bool:
-        """Load one name; return whether the loader takes it without looking at its values."""
+        """Load one name. Return whether the loader can do so without reading its values."""
         self.tracer.forget([entry.name])
         error, _ = self.load([entry])
         if error is None:
@@ -140,7 +142,7 @@ class _Run:
         return False
 
     def load(self, entries: Sequence[TensorMeta], device: str = "meta") -> tuple[Exception | None, str | None]:
-        """Run the loader; return the error it raised and the name that it had taken last."""
+        """Run the loader. Return the error that it raised and the last name that it had asked for."""
         taken: list[str] = []
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -185,7 +187,7 @@ def _recording(entries: Sequence[TensorMeta], run: _Run, layouts: dict[str, Layo
 
 
 def _overwritten(constant: Write, writes: Sequence[Write], layouts: dict[str, Layout]) -> set[str]:
-    """Return names of earlier writes that a constant overwrites: these tensors have to go through the loader."""
+    """Return the names of earlier writes that a constant overwrites. These tensors have to go through the loader."""
     earlier = itertools.takewhile(lambda write: write is not constant, writes)
     box = target_box(constant, layouts)
     names: set[str] = set()
@@ -199,7 +201,7 @@ def _overwritten(constant: Write, writes: Sequence[Write], layouts: dict[str, La
 
 
 def target_box(write: Write, layouts: dict[str, Layout]) -> Box | None:
-    """Return the box that a write fills in its target tensor; None if it fills no box."""
+    """Return the box that a write fills in its target tensor; None if the written part is not a box."""
     view = layouts[write.path].view
     if write.region is None:
         return None
@@ -209,11 +211,11 @@ def target_box(write: Write, layouts: dict[str, Layout]) -> Box | None:
 
 @contextmanager
 def loading_time(model: torch.nn.Module) -> Iterator[None]:
-    """Give a model's modules the tensors, on the meta device, and the loaders that they had when it was loaded.
+    """Context in which a model's modules have the tensors, on the meta device, and loaders from when it was loaded.
 
-    Processing after loading repacks, frees or replaces parameters. vLLM keeps what they were for its own reloading;
-    where it has kept nothing (a model that is only built), they are as they are. What vLLM never moves to meta stays
-    live. Everything in the modules is as before at the end.
+    Processing after loading repacks, frees or replaces parameters. vLLM keeps their original form for its own
+    reloading. If it has kept nothing, because the model is only built, the present tensors are used. Tensors that vLLM
+    never moves to the meta device stay live. On exit, everything in the modules is as before.
     """
     saved = [_Saved(module) for module in model.modules()]
     kept = any(one.module in layerwise.LAYERWISE_INFO for one in saved)
@@ -221,7 +223,7 @@ def loading_time(model: torch.nn.Module) -> Iterator[None]:
     try:
         for one in saved:
             info = layerwise.LAYERWISE_INFO.get(one.module)
-            # A module that vLLM does not know came after loading, with nothing that could be loaded.
+            # A module without an entry was added after loading, and has nothing to load.
             metas: Any = info.restore_metadata if info else ({}, {}) if kept else capture_layer_to_meta(one.module)
             for place, live, meta in zip(one.tables, one.contents, metas, strict=True):
                 for name in [name for name in place if name not in SKIP_TENSORS]:
@@ -229,7 +231,7 @@ def loading_time(model: torch.nn.Module) -> Iterator[None]:
                 for name, tensor in meta.items():
                     vars(one.module).pop(name, None)
                     place[name] = _restored(one.module, tensor, live.get(name), shared)
-        vars(model)["_do_torchao_reload"] = False  # else load_weights quantizes what it has loaded
+        vars(model)["_do_torchao_reload"] = False  # Otherwise load_weights quantizes the weights.
         yield
     finally:
         for one in saved:
@@ -272,7 +274,7 @@ def _restored(module: torch.nn.Module, meta: torch.Tensor, live: torch.Tensor | 
     return tensor
 
 
-# Proof, before any byte moves, that a worker's tensors are written whole: each element once, none left as it was.
+# Checks, before any byte moves, that every element of a worker's tensors is written exactly once.
 
 
 def check_coverage(model: torch.nn.Module, recording: Recording) -> None:
@@ -289,11 +291,11 @@ def check_coverage(model: torch.nn.Module, recording: Recording) -> None:
         needed = layout.parameter or _is_loadable_buffer(model, path, layout)
         faults += _faults(path, layout, writes.get(path, []), needed, recording.layouts)
     if faults:
-        raise ValueError("the engine's weights are not all written once: " + "; ".join(faults))
+        raise ValueError("not all of the engine's weights are written exactly once: " + "; ".join(faults))
 
 
 def _writes(recording: Recording) -> dict[str, list[tuple[Write, bool]]]:
-    """Return the writes to each tensor, and whether each has to be the only one to its box."""
+    """Return the writes to each tensor, each with whether it has to be the only one to its box."""
     writes: dict[str, list[tuple[Write, bool]]] = {}
     for write in recording.copies:
         writes.setdefault(write.path, []).append((write, True))
@@ -310,7 +312,7 @@ def _faults(path: str, layout: Layout, writes: list[tuple[Write, bool]], needed:
     for write, alone in writes:
         box = target_box(write, layouts)
         if box is None:
-            return []  # a part that only the loader knows; it is written by the loader
+            return []  # Only the loader knows this part, and the loader writes it.
         left, removed = subtract(left, box)
         if alone and removed < box.numel:
             twice += box.numel - removed

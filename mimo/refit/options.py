@@ -1,4 +1,4 @@
-"""How a refit runs, as plain data; and what it did."""
+"""Options and report of a refit, as plain data."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from typing import Any
 
 from mimo.refit.tensor_slices import DTYPE_BYTES
 
-# Routes that may be asked for: each tensor as fast as it can go, or all through the engine's own loading.
+# Known routes: `auto` sends each tensor the fastest way, `loader` sends all through the engine's own loading.
 ROUTES = ("auto", "loader")
 BACKENDS = ("gloo", "nccl", "ipc")
 
 
 @dataclass(frozen=True)
 class RefitOptions:
-    """How weights travel.
+    """Options that say how weights travel.
 
     Attributes:
-        backend: of the wire: `nccl`, `gloo`, or `ipc` for an engine on the trainer's own GPUs.
-        dtype: of weights on the wire, the engine's: `bfloat16`, `float16` or `float32`; what must stay float32 does.
+        backend: `nccl`, `gloo`, or `ipc` for an engine on the trainer's own GPUs.
+        dtype: dtype of weights on the wire, which is the engine's: `bfloat16`, `float16` or `float32`. Tensors that
+            must stay float32 keep it.
         route: `auto`, or `loader` for every tensor.
-        chunk_bytes: of whole tensors in one chunk, at most; two chunks are under way at a time.
+        chunk_bytes: largest size of the whole tensors in one chunk. Two chunks are under way at a time.
         timeout_s: seconds that one wait may take.
-        verify: compare checksums of every box on both sides, at every sync (`WeightSender.verify` can switch it): as
-            sent, as it came, and as read back from where it was written to (see `mimo.refit.messages`).
+        verify: compare checksums of every box at every sync, as it was sent, as it arrived, and as it is read back
+            from its target (see `mimo.refit.messages`). `WeightSender.verify` can switch it later.
     """
 
     backend: str
@@ -49,15 +50,15 @@ class RefitOptions:
 
 @dataclass
 class RefitReport:
-    """Result of one sync on this rank; seconds are of its own clock.
+    """Result of one sync on this rank, with seconds of its own clock.
 
     Attributes:
         version: policy version that the engine serves now.
-        sent_bytes: that this rank sent.
-        wire_bytes: that all workers received (on the first rank).
-        direct_bytes: of those, written straight into live parameters.
-        seconds: by part: `pause` (engine stopped taking requests), `pack`, `wire` (waiting for transfers), `install`
-            (the slowest worker's unpacking and loading), `total`.
+        sent_bytes: bytes that this rank sent.
+        wire_bytes: bytes that all workers received (on the first rank).
+        direct_bytes: the part of `wire_bytes` that was written directly into live parameters.
+        seconds: seconds by part: `pause` (until the engine has stopped taking requests), `pack`, `wire` (waiting for
+            transfers), `install` (the slowest worker's unpacking and loading), `total`.
     """
 
     version: str
@@ -67,14 +68,14 @@ class RefitReport:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-# What vLLM loads in each of its processes, by the entry point `vllm.general_plugins` in pyproject.toml.
-
-
 BACKEND = "mimo"
 
 
 def register() -> None:
-    """Make `WeightTransferConfig(backend="mimo")` known; more than once is as good as once."""
+    """Register the backend `mimo` of `WeightTransferConfig`. Later calls do nothing.
+
+    vLLM calls this in each of its processes, through the entry point `vllm.general_plugins` in pyproject.toml.
+    """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from mimo.refit.compat import is_engine_registered

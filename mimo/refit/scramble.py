@@ -1,12 +1,15 @@
-"""Changes of the trainer's weights that can be undone bit by bit: scrambled ones for a test refit, and rounded ones.
+"""Scrambles or rounds the trainer's weights in a way that can be undone bit by bit, to verify refits.
 
 A refit that leaves out a tensor, or exchanges two, hardly shows in the log-probs of a policy that has moved little
 since the last refit, or whose tensors are alike. Scrambled weights have nothing in common with the real ones: the sign
 of about half of the elements is changed, and matrices of an untrained model are scaled up so that each layer
-contributes. Whatever an engine did not take in, or took for something else, then changes its log-probs. Embeddings are
-scaled above what the layers add to them, so that a layer's rounding errors hardly change what the next layers compute.
-Routers are scaled so that few tokens are undecided between two experts. Both make the rounding noise smaller next to
-the effect of a fault. Rounded weights say how far log-probs move when nothing differs but the precision.
+contributes. Every tensor that an engine misses or confuses then changes its log-probs.
+
+Two further scalings make rounding noise small compared with the effect of a fault. Embeddings become larger than what
+the layers add to them, so that a layer's rounding errors hardly change what the next layers compute. Routers are scaled
+so that few tokens are undecided between two experts.
+
+Rounded weights show how far log-probs move if only the precision differs.
 """
 
 from __future__ import annotations
@@ -24,23 +27,23 @@ from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
 from mimo.weights.match import ModelPiece, module_pieces
 
-# Integers of the same size, and bits of the mantissa; the exponent lies above it, and the sign is the highest bit.
+# Integer dtype of the same size, and number of mantissa bits. The exponent is above them, the sign is the highest bit.
 FORMATS = {torch.bfloat16: (torch.int16, 7), torch.float16: (torch.int16, 10), torch.float32: (torch.int32, 23),
            torch.float64: (torch.int64, 52)}
-# dtypes whose exponents (8 bits) have room for scaling; largest power of two to scale by.
+# dtypes whose exponents (8 bits) have room for scaling, and the largest power of two to scale by.
 SCALED_DTYPES = frozenset({torch.bfloat16, torch.float32})
 EXPONENT_BITS = 8
 MAX_POWER = 20
-# Further powers of two: elements of an embedding come to a size of 4 to 8, router logits to one of 4 to 8.
+# Additional powers of two, which bring elements of an embedding, and router logits, to a size of 4 to 8.
 EMBEDDING_POWER = 2
 ROUTER_POWER = 2
-# Elements that are changed at a time, so that masks of a large embedding take little memory.
+# Number of elements that are changed at a time, so that masks of a large embedding take little memory.
 BLOCK_ELEMENTS = 1 << 24
 
 
 @contextmanager
 def scrambled(built: BuiltModel, grids: Grids) -> Iterator[None]:
-    """Scramble the weights while the block runs. Collective; refits and forward passes may run in it, but no step.
+    """Context with scrambled weights, for refits and forward passes but no step. Collective.
 
     Ranks that hold the same part of a tensor scramble it alike: signs depend on a tensor's global name and place.
 
@@ -65,12 +68,12 @@ def scrambled(built: BuiltModel, grids: Grids) -> Iterator[None]:
 
 @contextmanager
 def rounded(built: BuiltModel, grids: Grids, mantissa_bits: int) -> Iterator[None]:
-    """Change the last bit of about half of the weights while the block runs. Collective as `scrambled`.
+    """Context in which about half of the weights differ in their last bit. Collective like `scrambled`.
 
     Args:
         built: this rank's model, its weights not offloaded.
         grids: process groups.
-        mantissa_bits: the last bit is that of a mantissa with this many bits, such as 7 for bfloat16.
+        mantissa_bits: length of the mantissa whose last bit is changed, such as 7 for bfloat16.
     """
     with torch.no_grad():
         parts = _parts(built, grids)
@@ -89,10 +92,10 @@ class _Part:
     """A part of one tensor on this rank.
 
     Attributes:
-        name: of the tensor, its module included.
-        piece: where the part lies in the tensor; its values.
+        name: name of the tensor, with its module.
+        piece: place of the part in the tensor, and its values.
         words: the same memory as integers.
-        mantissa_bits: of a value.
+        mantissa_bits: number of mantissa bits of a value.
     """
 
     name: str
@@ -106,7 +109,7 @@ class _Part:
 
 
 def _parts(built: BuiltModel, grids: Grids) -> list[_Part]:
-    """Every floating part of this rank's tensors, each memory once; numbers without an axis stay as they are."""
+    """Return every floating-point part of this rank's tensors, without scalars. Shared memory is listed once."""
     built.finish_gathers("a refit")
     found: dict[tuple[int, tuple[int, ...]], _Part] = {}
     for module, owner in named_modules_of(built.model):
@@ -115,14 +118,14 @@ def _parts(built: BuiltModel, grids: Grids) -> list[_Part]:
             if tensor.dtype not in FORMATS or not tensor.numel() or not tensor.ndim:
                 continue
             integers, mantissa_bits = FORMATS[tensor.dtype]
-            # A tied embedding is there twice; changed twice, it would be as before.
+            # A tied embedding occurs twice. Changing its signs twice would restore them.
             found.setdefault((tensor.data_ptr(), tuple(tensor.shape)),
                              _Part(f"{module} {piece.name}", piece, tensor.view(integers), mantissa_bits))
     return list(found.values())
 
 
 def _has_tied_embeddings(built: BuiltModel) -> bool:
-    """Tell whether the output layer of the language model, on whatever stage, uses the weights of its embedding."""
+    """Whether the output layer of the language model uses the weights of its embedding, on any stage."""
     return any(isinstance(module, LanguageModule) and module.share_embeddings_and_output_weights
                for module in built.model.modules())
 
@@ -130,7 +133,7 @@ def _has_tied_embeddings(built: BuiltModel) -> bool:
 def _powers(parts: list[_Part], is_tied: bool) -> list[int]:
     """Return the power of two by which each part is scaled up so that inputs of size 1 give outputs of size 1 to 2.
 
-    The power is 0 for parts that are no matrices. A tied embedding is scaled as an output layer.
+    The power is 0 for parts that are not matrices. A tied embedding is scaled as an output layer.
     """
     matrices = [part for part in parts if part.piece.tensor.ndim > 1 and part.piece.tensor.dtype in SCALED_DTYPES]
     if not matrices:
@@ -142,9 +145,9 @@ def _powers(parts: list[_Part], is_tied: bool) -> list[int]:
         gain = norm / math.sqrt(part.piece.tensor.numel())
         further = 0
         if part.name.endswith("word_embeddings.weight") and not is_tied:
-            further = EMBEDDING_POWER  # a row is looked up: its elements are the outputs
+            further = EMBEDDING_POWER  # The elements of a row are the outputs.
         else:
-            gain *= math.sqrt(math.prod(part.piece.shape[1:]))  # of an output, in the whole tensor
+            gain *= math.sqrt(math.prod(part.piece.shape[1:]))  # size of an output of the whole tensor
             if part.name.endswith("router.weight"):
                 further = ROUTER_POWER
         if gain > 0 and math.isfinite(gain):
@@ -153,7 +156,7 @@ def _powers(parts: list[_Part], is_tied: bool) -> list[int]:
 
 
 def _scale(part: _Part, power: int) -> None:
-    """Multiply by a power of two, in the exponents, so that it can be undone; zeros and subnormals stay."""
+    """Add to the exponents, which can be undone exactly. Zeros and subnormal numbers stay as they are."""
     if not power:
         return
 
@@ -165,13 +168,13 @@ def _scale(part: _Part, power: int) -> None:
 
 
 def _flip(part: _Part, purpose: str, bit: int) -> None:
-    """Flip a bit where the random bits of an element's row, column and so on have an odd sum."""
+    """Flip a bit of each element for which the random bits of its row, column and so on have an odd sum."""
     seed = hashlib.sha256(f"{purpose} {part.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(seed[:8], "big") >> 1)
-    # One bit for each place on each axis of the whole tensor, of which this rank may hold a part.
+    # There is one random bit for each index on each axis of the whole tensor. This rank may hold a part of the tensor.
     axes = [torch.randint(0, 2, (size,), generator=generator, dtype=part.words.dtype)[held].to(part.words.device)
             for size, held in zip(part.piece.shape, part.piece.box.slices, strict=True)]
-    # In the integers' own range: the sign bit is their lowest value.
+    # The integers are signed, so the value of the sign bit is negative.
     size = 8 * part.words.element_size()
     value = -(1 << bit) if bit == size - 1 else 1 << bit
 

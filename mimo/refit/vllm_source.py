@@ -1,4 +1,4 @@
-"""The trainer's weights as vLLM's own weight-transfer trainers take them. Imports vLLM, which a trainer may lack."""
+"""The trainer's weights in the form that vLLM's own weight-transfer trainers need. Imports vLLM."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mimo.refit.messages import torch_dtype
 
 
 class MegatronSource(WeightSource):
-    """Whole tensors of a running trainer; every rank of the world iterates, and the first is vLLM's sender.
+    """Whole tensors of a running trainer. Every rank of the world iterates, and the first is vLLM's sender.
 
-    The other ranks get tensors of the right dtype and shape on the meta device, which vLLM's NCCL trainer passes over.
-    Its IPC trainer reads those of every rank: there `WholeTensors` has `everywhere=True`.
+    The other ranks get tensors of the right dtype and shape on the meta device, which vLLM's NCCL trainer ignores. For
+    its IPC trainer, which reads the tensors of every rank, make `WholeTensors` with `everywhere=True`.
 
     Args:
-        tensors: of this rank's model.
+        tensors: tensors of this rank's model.
     """
 
     def __init__(self, tensors: WholeTensors) -> None:
@@ -26,17 +26,17 @@ class MegatronSource(WeightSource):
         self._metadata = [ParamMeta(entry.name, torch_dtype(entry.dtype), entry.shape) for entry in tensors.entries]
 
     def metadata(self) -> list[ParamMeta]:
-        """Name, dtype on the wire and shape of every tensor, in order; known without communication or memory."""
+        """Return name, dtype on the wire and shape of every tensor, in order, without communication."""
         return list(self._metadata)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor as it is now, one at a time. Collective over the world.
+        """Yield the present values of every tensor, one at a time. Collective over the world.
 
         Raises:
             RuntimeError: a tensor is not what `metadata` says.
         """
         for (entry, tensor), announced in zip(self._tensors, self._metadata, strict=True):
             if ParamMeta(entry.name, tensor.dtype, tuple(tensor.shape)) != announced:
-                raise RuntimeError(f"{entry.name} {tensor.dtype} {list(tensor.shape)} comes where {announced} was "
-                                   "announced")
+                raise RuntimeError(f"the tensor {entry.name} {tensor.dtype} {list(tensor.shape)} differs from its "
+                                   f"metadata, {announced}")
             yield entry.name, tensor

@@ -1,8 +1,8 @@
-"""A vLLM engine that takes its weights from a trainer: one thin adapter for the versions in use (0.26 on GPUs, 0.32).
+"""A vLLM engine that takes its weights from a trainer: a thin adapter for vLLM 0.26 (on GPUs) and 0.32.
 
-It answers the four calls of vLLM's weight-transfer protocol itself, so it can be handed to `WeightSender` as it is, and
-adds what that protocol leaves to its caller: caches that hold results of old weights are emptied, the policy version
-goes with every answer, and nothing is generated while weights are missing.
+It has the four calls of vLLM's weight-transfer protocol, so that `WeightSender` can call it directly. It also does what
+the protocol leaves to the caller: it empties caches with results of old weights, adds the policy version to every
+answer, and refuses to generate while weights are missing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from mimo.refit.compat import forget_weight_update
 from mimo.refit.rendezvous import RefitError
 
-# Read by vLLM when it is imported or when its engine starts.
+# vLLM reads these variables when it is imported or when its engine starts.
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 
 
@@ -26,15 +26,15 @@ class EngineOptions:
     """Configuration of a rollout engine.
 
     Attributes:
-        model: folder with config.json, and tokenizer and processor where prompts are text or images; the weights in it
-            are read only with another `load_format`.
-        dtype: of weights and activations.
-        tensor_parallel_size, pipeline_parallel_size: workers of one replica.
-        enable_expert_parallel: experts are spread whole over the workers, not cut.
-        max_model_len: tokens of prompt and answer, at most.
-        max_num_seqs: sequences at a time.
-        load_format: vLLM's; `dummy`: made-up weights, which are never served.
-        seed: of vLLM's own generators.
+        model: folder with config.json, and with tokenizer and processor if prompts are text or images. Weights in it
+            are read only if `load_format` says so.
+        dtype: dtype of weights and activations.
+        tensor_parallel_size, pipeline_parallel_size: sizes of one replica.
+        enable_expert_parallel: distribute whole experts over the workers instead of cutting each.
+        max_model_len: most tokens of prompt and answer together.
+        max_num_seqs: most sequences at a time.
+        load_format: vLLM's load format. `dummy` makes up weights, which are never served.
+        seed: seed of vLLM's own generators.
         extra: further arguments of `vllm.LLM`.
         environment: further environment variables of the engine's process.
     """
@@ -53,7 +53,7 @@ class EngineOptions:
 
     @property
     def num_workers(self) -> int:
-        """Workers that take in weights."""
+        """Number of workers that take in weights."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
@@ -62,11 +62,11 @@ class Rollout:
     """One generated answer.
 
     Attributes:
-        token_ids: of the answer.
+        token_ids: tokens of the answer.
         logprobs: natural logarithm of each token's probability under the weights that generated it.
         version: policy version of those weights.
-        finish_reason: `stop`, or `length` where the limit cut it.
-        prompt_length: tokens that the engine made of the prompt, those of images included; None: it does not say.
+        finish_reason: `stop`, or `length` if the limit cut it off.
+        prompt_length: number of tokens that the engine made of the prompt and its images; None if it is not known.
     """
 
     token_ids: tuple[int, ...]
@@ -78,13 +78,14 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn.
+    """Parameters for sampling answers.
 
     Attributes:
-        max_tokens: of an answer.
-        temperature: 0: the likeliest token.
-        top_p, top_k: of the likeliest tokens alone, with this much probability, and this many; 1 and 0: of all.
-        n: answers to each prompt.
+        max_tokens: most tokens of an answer.
+        temperature: divisor of the logits; 0 always chooses the likeliest token.
+        top_p, top_k: sample only from the likeliest tokens, up to this total probability and this number. 1 and 0
+            sample from all.
+        n: number of answers to each prompt.
         stop_token_ids: tokens that end an answer.
         ignore_eos: go on after the model's own end token.
     """
@@ -99,10 +100,10 @@ class Sampling:
 
 
 class RolloutEngine:
-    """A vLLM engine in this process; its workers may be others.
+    """A vLLM engine in this process. Its workers may be other processes.
 
     Args:
-        options: what it is.
+        options: configuration of the engine.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -128,23 +129,23 @@ class RolloutEngine:
 
     @property
     def num_workers(self) -> int:
-        """Workers that take in weights."""
+        """Number of workers that take in weights."""
         return self.options.num_workers
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Meet the trainer. Raises RefitError where the two do not fit."""
+        """Connect with the trainer and agree on a plan. Raises RefitError if the two do not fit."""
         self._rpc("init_weight_transfer_engine", init_info=init_info)
 
     def start_weight_update(self) -> None:
-        """Serve nothing from now on; an update that was broken off is forgotten."""
+        """Stop serving until the update is finished. An earlier update that was interrupted is forgotten."""
         self.version = None
-        # Blocks of old weights' keys and values must not answer for the new ones, even if the update fails.
+        # Keys and values computed with old weights must not be used with new ones, even if the update fails.
         self._reset_caches()
         self._rpc(forget_weight_update)
         self._rpc("start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Take in weights. Raises RefitError; the engine then refuses to generate."""
+        """Receive weights. After a RefitError the engine refuses to generate."""
         self._rpc("update_weights", update_info=update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -157,16 +158,16 @@ class RolloutEngine:
         """Take in weights that `mimo.refit.transport.disk.DiskWriter` has written to a folder.
 
         Args:
-            folder: the writer's.
-            version: policy version to wait for; None: the newest there is.
+            folder: folder of the writer.
+            version: policy version to wait for; None for the newest.
             timeout_s: seconds to wait for it.
 
         Returns:
             The version that is served now.
 
         Raises:
-            RefitError: there are no complete weights in time, or they are not this model's: the engine serves what it
-                served before. Or loading them broke off: it refuses to generate until a refit succeeds.
+            RefitError: there are no complete weights in time, or they do not belong to this model; then the engine
+                keeps its weights. Or loading failed; then it refuses to generate until a refit succeeds.
         """
         from mimo.refit.transport import disk_worker
         from mimo.refit.transport.disk import read_manifest, wait_for_weights
@@ -189,9 +190,10 @@ class RolloutEngine:
         """Generate completions of each prompt.
 
         Args:
-            prompts: vLLM's: `{"prompt_token_ids": [...]}` or `{"prompt": text}`, with `multi_modal_data` for images.
-            sampling: how.
-            seeds: one for each prompt, from which its answers are drawn; none: from the engine's own generator.
+            prompts: prompts in vLLM's form: `{"prompt_token_ids": [...]}` or `{"prompt": text}`, with
+                `multi_modal_data` for images.
+            sampling: parameters of sampling.
+            seeds: a seed for each prompt. If empty, the engine's own generator is used.
 
         Raises:
             RefitError: the engine has no complete weights.
@@ -229,14 +231,14 @@ class RolloutEngine:
                 for output in outputs]
 
     def sleep(self) -> None:
-        """Give the device's memory back; needs `enable_sleep_mode`. Weights are lost until the next refit."""
+        """Free the device's memory. This needs `enable_sleep_mode`. Weights are lost until the next refit."""
         self.version = None
         self._reset_caches()
         with self._turn:
             self._llm.sleep(level=2)
 
     def wake_up(self, *tags: str) -> None:
-        """Take memory for `weights`, for `kv_cache`, or for both, once more. A refit needs that for weights."""
+        """Allocate memory for `weights`, for `kv_cache`, or for both, again. A refit needs memory for weights."""
         with self._turn:
             self._llm.wake_up(tags=list(tags) or None)
 
@@ -254,11 +256,11 @@ class RolloutEngine:
                 return returned
         except RefitError:
             raise
-        except Exception as error:  # whatever a worker raises, in its own process or this one
+        except Exception as error:  # A worker may raise anything, in its own process or in this one.
             raise RefitError(f"{method if isinstance(method, str) else method.__name__}: {error}") from error
 
     def _reset_caches(self) -> None:
-        """Empty the caches of what old weights computed: keys and values, inputs of images, outputs of encoders."""
+        """Empty the caches of keys and values, of preprocessed images, and of encoder outputs."""
         if self._llm.reset_prefix_cache() is False:
             raise RefitError("the engine did not empty its cache of keys and values: requests still hold blocks")
         self._llm.llm_engine.reset_mm_cache()

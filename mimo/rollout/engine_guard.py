@@ -1,7 +1,7 @@
 """A process that ends an engine whose starter is gone.
 
-`python engine_guard.py PID` has a pipe from the starter as standard input, which ends with the starter, however that
-happens. A stopped or hung engine does not notice that, and neither do stopped workers of it.
+`python engine_guard.py PID` reads from a pipe whose other end the starter holds, so that standard input ends when the
+starter ends, for whatever reason. An engine or worker that hangs or was stopped would not notice this by itself.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import sys
 
 import psutil
 
-# Seconds between looks at which processes the engine has started.
+# Seconds between searches for processes that the engine has started.
 LOOK_S = 5.0
-# Seconds in which processes may end by themselves once the starter is gone.
+# Seconds in which processes may end by themselves after the starter is gone.
 GRACE_S = 3.0
 
 
@@ -27,13 +27,13 @@ def guard(pid: int) -> None:
             break
     _, left = psutil.wait_procs(family, timeout=GRACE_S)
     for process in left:
-        # Compares start times, too: another process may have the number by now.
+        # This also compares start times, because another process may have the same id by now.
         if process.is_running():
             process.kill()
 
 
 def _family(pid: int) -> set[psutil.Process]:
-    """The engine's process and all that it has started."""
+    """Return the engine's process and all processes that it has started."""
     try:
         engine = psutil.Process(pid)
         return {engine, *engine.children(recursive=True)}

@@ -1,6 +1,6 @@
-"""A rollout engine in a process of its own, and handles to it that travel to other processes.
+"""A rollout engine in a process of its own, and handles to it that can be sent to other processes.
 
-A call takes as long as it takes, up to a limit, and an engine that has died or is stuck is an error that says so.
+Calls have a time limit, and an engine that has died or hangs causes an error that says so.
 
 The process is not an actor of a local Ray, because starting Ray takes longer: an engine that does nothing was up after
 25 s instead of 4 s (medians of three starts on two busy cores). Of these, 11 s are Ray's own:
@@ -32,61 +32,53 @@ from mimo.rollout.engine import EngineOptions, Rollout, RolloutEngine, Sampling
 
 
 class EngineCalls(ABC):
-    """The methods of an engine that is somewhere else, by one way to call any of them."""
+    """The methods of `RolloutEngine` for an engine in another process. A subclass implements `call`."""
 
     @abstractmethod
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call any method of the engine. Raises RefitError if it raises, has ended, or does not answer in time."""
+        """Call any method of the engine. Raises RefitError if that fails, or if there is no answer in time."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Do as the engine does."""
         self.call("init_weight_transfer_engine", init_info)
 
     def start_weight_update(self) -> None:
-        """Do as the engine does."""
         self.call("start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Do as the engine does."""
         self.call("update_weights", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Do as the engine does."""
         self.call("finish_weight_update", weight_version)
 
     def load_from_disk(self, folder: str, version: str | None = None, timeout_s: float = 600.0) -> str:
-        """Do as the engine does; the call itself takes no longer than others."""
+        """Call `load_from_disk`. `timeout_s` does not extend the time limit of the call."""
         loaded: str = self.call("load_from_disk", folder, version, timeout_s)
         return loaded
 
     def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling,
                  seeds: Sequence[int] = ()) -> list[list[Rollout]]:
-        """Do as the engine does."""
         answers: list[list[Rollout]] = self.call("generate", prompts, sampling, seeds)
         return answers
 
     def sleep(self) -> None:
-        """Do as the engine does."""
         self.call("sleep")
 
     def wake_up(self, *tags: str) -> None:
-        """Do as the engine does."""
         self.call("wake_up", *tags)
 
     def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
-        """Do as the engine does."""
         logprobs: list[list[float]] = self.call("prompt_logprobs", prompts)
         return logprobs
 
 
 @dataclass(frozen=True)
 class EngineHandle(EngineCalls):
-    """Calls an engine in another process; has its methods. Can be pickled; each call has a connection of its own.
+    """Calls an engine in another process. It can be pickled, because each call opens a connection of its own.
 
     Attributes:
-        address: host and port that it listens at.
-        key: without which it answers nobody.
-        num_workers: that take in weights.
+        address: host and port at which the engine listens.
+        key: secret that a caller has to know.
+        num_workers: number of workers that take in weights.
         timeout_s: seconds that a call may take.
     """
 
@@ -123,39 +115,40 @@ class EngineHandle(EngineCalls):
 
 
 class EngineProcess:
-    """Starts an engine in a child process; `close` it. Several start faster with `start_processes`.
+    """Starts an engine in a child process. End it with `close`. `start_processes` starts several at once.
 
     Args:
-        options: what it is.
-        start_timeout_s: seconds that it may take to come up.
+        options: configuration of the engine.
+        start_timeout_s: seconds that the start may take.
         call_timeout_s: seconds that a call may take.
-        setup: called in the child before the engine is made; importable.
-        is_awaited: return when it is up; else call `wait_until_up`.
+        setup: importable function that the child calls before it makes the engine.
+        is_awaited: whether to return only after the start; otherwise call `wait_until_up`.
 
     Raises:
-        RefitError: it did not come up, with its own traceback.
+        RefitError: the engine did not start, with its own traceback.
     """
 
     def __init__(self, options: EngineOptions, start_timeout_s: float = 600.0, call_timeout_s: float = 600.0,
                  setup: Callable[[], None] | None = None, is_awaited: bool = True) -> None:
         context = multiprocessing.get_context("spawn")
         self._options, self._start_timeout_s, self._call_timeout_s = options, start_timeout_s, call_timeout_s
-        # Open as long as this process lives: the child ends with it.
+        # The child ends when this pipe closes, as it does when this process ends.
         self.starter, there = context.Pipe()
         self._key = os.urandom(32)
         # Not a daemon: an engine of several workers starts processes itself.
         self.process = context.Process(target=_serve, args=(options, self._key, there, setup))
         self.process.start()
-        # In a session of its own, as a launcher ends all of this process's. Its standard input ends with this process.
+        # The guard has a session of its own, because a launcher ends all processes of this one's session. Its standard
+        # input ends with this process.
         self._guard = subprocess.Popen([sys.executable, "-P", engine_guard.__file__, str(self.process.pid)],
                                        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
-        atexit.register(self.close)  # else the end of this process waits for that of the engine, which never comes
+        atexit.register(self.close)  # Otherwise this process would wait for the engine's end at exit, for ever.
         there.close()
         if is_awaited:
             self.wait_until_up(start_timeout_s)
 
     def wait_until_up(self, patience_s: float) -> None:
-        """Wait for the start so much longer; `handle` is there then. Raises RefitError where it failed or is late."""
+        """Wait for the start, then set `handle`. Raises RefitError if the start failed or took too long."""
         try:
             address, error = self.starter.recv() if self.starter.poll(patience_s) else (None, "no answer in time")
         except EOFError:
@@ -168,14 +161,14 @@ class EngineProcess:
         self.handle = EngineHandle(address, self._key, self._options.num_workers, self._call_timeout_s)
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """End the engine's process and all processes that it has started."""
         atexit.unregister(self.close)
         self.process.terminate()
         self.process.join(10)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
-        # It ends what the engine has left behind.
+        # The guard ends processes that the engine has left behind.
         assert self._guard.stdin is not None
         self._guard.stdin.close()
         self._guard.wait()
@@ -186,13 +179,13 @@ def start_processes(options: Sequence[EngineOptions], start_timeout_s: float = 6
     """Start replicas of an engine at the same time.
 
     Args:
-        options: of each.
-        start_timeout_s: seconds that all of them may take to come up.
+        options: configuration of each replica.
+        start_timeout_s: seconds that the start of all of them may take.
         call_timeout_s: seconds that a call may take.
-        setup: as for `EngineProcess`.
+        setup: see `EngineProcess`.
 
     Raises:
-        RefitError: one did not come up; it is named, and the others are ended.
+        RefitError: one did not start. The error names it, and the others are ended.
     """
     deadline = time.monotonic() + start_timeout_s
     processes: list[EngineProcess] = []
@@ -202,7 +195,7 @@ def start_processes(options: Sequence[EngineOptions], start_timeout_s: float = 6
         left = set(range(len(processes)))
         while left:
             spoke = wait([processes[number].starter for number in left], max(0.0, deadline - time.monotonic()))
-            # Where time is up, the first that is left says so.
+            # If time is up, the first of those that are left raises the error.
             for number in [each for each in sorted(left) if processes[each].starter in spoke] or sorted(left):
                 left.remove(number)
                 try:
@@ -217,9 +210,9 @@ def start_processes(options: Sequence[EngineOptions], start_timeout_s: float = 6
 
 
 def _connected(address: tuple[str, int], timeout_s: float) -> Connection:
-    """A connection on which nothing waits longer than so many seconds: an engine that is stopped accepts, too."""
+    """Connect with a time limit for every read and write, because even a stopped engine accepts connections."""
     with socket.create_connection(address, timeout_s) as opened:
-        opened.settimeout(None)  # the limits below are the kernel's; Python's own would make the socket non-blocking
+        opened.settimeout(None)  # Python's timeout would make the socket non-blocking, so the kernel's is set.
         _send_at_once(opened)
         limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -228,13 +221,13 @@ def _connected(address: tuple[str, int], timeout_s: float) -> Connection:
 
 
 def _send_at_once(opened: socket.socket) -> None:
-    """Turn off Nagle's algorithm: waiting to fill packets costs each small call tens of milliseconds."""
+    """Turn off Nagle's algorithm, which delays each small call by tens of milliseconds."""
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """Request to the engine, and where its answer goes."""
+    """Request to the engine, with the connection for its answer."""
 
     connection: Connection
     method: str
@@ -246,10 +239,11 @@ def _serve(options: EngineOptions, key: bytes, starter: Connection, setup: Calla
     try:
         engine = make_engine(options, setup)
         listener = Listener(("127.0.0.1", 0), backlog=64)
-    except Exception:  # of any kind: it is told to who started this process
+    except Exception:  # Any error is reported to the process that started this one.
         starter.send((None, traceback.format_exc()))
         return
-    # An engine takes no two calls at once, and all on one thread; callers that are slow to speak wait on their own.
+    # The engine processes one call at a time, all on this thread. Requests are read on other threads, so that a slow
+    # caller does not delay others.
     calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
     threading.Thread(target=_accept, args=(listener, key, calls), daemon=True).start()
     starter.send((listener.address, ""))
@@ -264,7 +258,7 @@ def _accept(listener: Listener, key: bytes, calls: queue.SimpleQueue[_Call]) -> 
         try:
             connection = listener.accept()
         except OSError:
-            continue  # a caller that left at once
+            continue  # The caller has disconnected already.
         threading.Thread(target=_hear, args=(connection, key, calls), daemon=True).start()
 
 
@@ -276,18 +270,18 @@ def _hear(connection: Connection, key: bytes, calls: queue.SimpleQueue[_Call]) -
         answer_challenge(connection, key)
         method, arguments = connection.recv()
     except (EOFError, OSError, multiprocessing.AuthenticationError):
-        connection.close()  # a caller that left before it said anything, or that has no key
+        connection.close()  # The caller has disconnected, or does not know the key.
     else:
         calls.put(_Call(connection, method, arguments))
 
 
 def _answer(engine: RolloutEngine, call: _Call) -> None:
     if call.connection.poll():
-        return  # nothing more comes from a caller but its end: it did not wait for its turn
+        return  # The caller has disconnected: it sends nothing after its request.
     try:
         call.connection.send(answer_of(engine, call.method, call.arguments))
     except OSError:
-        return  # the caller did not wait
+        return  # The caller has disconnected.
 
 
 def make_engine(options: EngineOptions, setup: Callable[[], None] | None) -> RolloutEngine:
@@ -298,15 +292,15 @@ def make_engine(options: EngineOptions, setup: Callable[[], None] | None) -> Rol
 
 
 def answer_of(engine: RolloutEngine, method: str, arguments: Sequence[Any]) -> tuple[bool, Any]:
-    """Call an engine; return whether it succeeded, and its result or the error in words."""
+    """Call an engine. Return whether that succeeded, and the result or the error as text."""
     try:
         return True, getattr(engine, method)(*arguments)
-    except Exception as error:  # of any kind: it is told to who called
+    except Exception as error:  # Any error is reported to the caller.
         return False, str(error) if isinstance(error, RefitError) else traceback.format_exc()
 
 
 def _end_with(starter: Connection) -> None:
-    """End this process when the one that started it does: nobody is left to end it."""
+    """End this process when the one that started it ends."""
     try:
         starter.recv()
     except (EOFError, OSError):

@@ -1,6 +1,6 @@
-"""Replicas of an engine under Ray: a placement group that keeps each on one node, and an actor for each, its process.
+"""Replicas of an engine under Ray: an actor for each, and a placement group that keeps each on one node.
 
-Ray decides where; it has no part in a refit, whose bytes go straight from the trainer's ranks to the actors' workers.
+Ray only decides where replicas run. Weights travel directly from the trainer's ranks to the actors' workers.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from mimo.rollout.engine import EngineOptions
 from mimo.rollout.process import EngineCalls, answer_of, make_engine
 from mimo.rollout.replicas import RolloutClient, one_client
 
-# Seconds for a cluster to answer at all.
+# Seconds within which a cluster has to accept a connection.
 CONNECT_S = 10.0
-# What Ray says where its processes come up late.
+# Part of Ray's message if its processes start too slowly.
 LATE_START = "timed out during startup"
-# What Ray raises where a cluster is not there or ends meanwhile.
+# Errors that Ray raises if a cluster does not exist or has ended.
 CLUSTER_ERRORS = (RayError, ConnectionError, RuntimeError, ValueError, TimeoutError)
 
 
 class EngineActor:
-    """A replica; the process of a Ray actor. `start` comes first."""
+    """A replica in the process of a Ray actor. Call `start` first."""
 
     def start(self, options: EngineOptions, setup: Callable[[], None] | None) -> tuple[bool, str]:
-        """Make the engine; whether it is there, and where it is or why it is not."""
+        """Make the engine. Return whether that succeeded, and where the engine runs or what went wrong."""
         where = f"process {os.getpid()} on {socket.gethostname()}"
         try:
             if not Path(options.model).is_dir():
                 return False, f"{where} sees no folder {options.model}: it has to be on a file system of all nodes"
             self._engine = make_engine(options, setup)
-        except Exception:  # of any kind: it is told to who started this
+        except Exception:  # Any error is reported to the process that started this actor.
             return False, f"{where}: {traceback.format_exc()}"
         return True, where
 
@@ -61,12 +61,12 @@ class EngineActor:
 
 @dataclass(frozen=True)
 class RayEngineHandle(EngineCalls):
-    """Calls the engine of an actor; has its methods. Of the process alone that has started the actor.
+    """Calls the engine of an actor. Only the process that has started the actor can use it.
 
     Attributes:
-        actor: Ray's handle.
-        name: which it is, for messages.
-        num_workers: that take in weights.
+        actor: Ray's handle of the actor.
+        name: name of the engine, for errors.
+        num_workers: number of workers that take in weights.
         timeout_s: seconds that a call may take.
     """
 
@@ -99,15 +99,15 @@ class RayCluster:
     """The Ray that this process connects to or starts.
 
     Attributes:
-        address: `host:port` or `auto`; empty: start Ray here.
-        gpus: what CUDA calls the GPUs of a Ray that is started here; none: it has no GPU.
+        address: `host:port` or `auto`; empty to start Ray here.
+        gpus: CUDA's names of the GPUs of a Ray that is started here.
     """
 
     address: str
     gpus: Sequence[str] = ()
 
     def connect(self, num_cpus: int, within_s: float = 60.0) -> None:
-        """Connect this process, or start Ray with so many CPUs. From the main thread: Ray's processes end with it.
+        """Connect this process, or start Ray with `num_cpus`. Call this on the main thread, because Ray ends with it.
 
         Raises:
             ValueError: nobody answers at the address, or Ray did not start in time.
@@ -126,10 +126,10 @@ class RayCluster:
                 with _kept_signals(), _own_sessions(), _visible(self.gpus):
                     ray.init(**arguments, log_to_driver=False, logging_level=logging.ERROR)
                 return
-            except Exception as error:  # Ray's own kinds, those of its network, and plain ones of its start
+            except Exception as error:  # Ray raises its own errors, those of its network, and plain ones.
                 ray.shutdown()
                 _end(set(psutil.Process().children()) - before)
-                # On a busy machine Ray's own limit of half a minute may be too short.
+                # On a busy machine, Ray's own limit of half a minute may be too short.
                 if LATE_START in str(error) and time.monotonic() < deadline:
                     continue
                 what = f"--ray-address {self.address}: no Ray cluster to connect to" if self.address else \
@@ -141,7 +141,7 @@ class RayCluster:
         address = os.environ.get("RAY_ADDRESS", "") if self.address == "auto" else self.address
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
-            return  # of auto, which Ray finds; or whatever it makes of RAY_ADDRESS
+            return  # Ray resolves `auto`, and RAY_ADDRESS in other forms.
         try:
             socket.create_connection((host, int(port)), CONNECT_S).close()
         except OSError as error:
@@ -149,7 +149,7 @@ class RayCluster:
 
 
 def _end(processes: Collection[psutil.Process]) -> None:
-    """Clean up after a start that was broken off and that Ray has forgotten."""
+    """End the processes of a start that failed, which Ray leaves behind."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -158,7 +158,7 @@ def _end(processes: Collection[psutil.Process]) -> None:
 
 @contextlib.contextmanager
 def _kept_signals() -> Iterator[None]:
-    """Keep this process's signal handlers: Ray replaces the one that ends a run after its iteration."""
+    """Context that keeps this process's handler of SIGTERM, which ends a run after its iteration. Ray replaces it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -171,10 +171,10 @@ def _kept_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_sessions() -> Iterator[None]:
-    """Have Ray start its processes in sessions of their own: the launcher signals the whole process group of this one
-    when a run is to stop.
+    """Context in which Ray starts its processes in sessions of their own.
 
-    The iteration needs its engine until then. Ray has the kernel end its processes with this one, whatever their group.
+    To stop a run, the launcher sends a signal to the whole process group of this process. The run then finishes its
+    iteration, and needs its engine for that. The kernel ends Ray's processes when this one ends, whatever their group.
     """
     before = subprocess.Popen.__init__
 
@@ -190,7 +190,7 @@ def _own_sessions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _visible(gpus: Sequence[str]) -> Iterator[None]:
-    """Set which GPUs Ray sees on a node that it starts."""
+    """Context that limits the GPUs that Ray sees on a node that it starts."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -204,25 +204,25 @@ def _visible(gpus: Sequence[str]) -> Iterator[None]:
 
 
 class RayEngines:
-    """Replicas under Ray; `close` them.
+    """Replicas under Ray. End them with `close`.
 
     Args:
-        options: of each.
-        cluster: where.
-        resource: `GPU` or `CPU`: what a worker takes one of.
-        start_timeout_s: seconds until all of them are up, the wait for their places included.
+        options: configuration of each replica.
+        cluster: the Ray cluster.
+        resource: `GPU` or `CPU`; each worker takes one.
+        start_timeout_s: seconds until all replicas have started, including the wait for resources.
         call_timeout_s: seconds that a call may take.
-        environment: variables of the actors' processes; those of `options` go before them.
-        setup: called in each before its engine is made; importable there.
-        trainer_address: where the first rank is, as the trainer's other ranks call it.
+        environment: variables of the actors' processes. Those of `options` take precedence.
+        setup: importable function that each actor calls before it makes its engine.
+        trainer_address: address of the first rank among the trainer's ranks.
 
     Attributes:
         client: calls all replicas.
         address: name or address under which actors reach this process.
 
     Raises:
-        ValueError: there is no Ray.
-        RefitError: there is no place for them in time, or one did not come up; with its own traceback.
+        ValueError: there is no Ray cluster, or Ray did not start.
+        RefitError: the cluster has no resources for them in time, or one did not start, with its own traceback.
     """
 
     def __init__(self, options: Sequence[EngineOptions], cluster: RayCluster, resource: str, start_timeout_s: float,
@@ -249,9 +249,9 @@ class RayEngines:
              for actor, name, each in zip(self._actors, names, options, strict=True)], call_timeout_s)
 
     def close(self) -> None:
-        """End the actors and give their places back; and Ray, where it was started for them."""
+        """End the actors and free their resources. Also disconnect from Ray, or end it if it was started for them."""
         for actor in self._actors:
-            with contextlib.suppress(*CLUSTER_ERRORS):  # it, or Ray, has ended already
+            with contextlib.suppress(*CLUSTER_ERRORS):  # The actor or Ray may have ended already.
                 ray.kill(actor, no_restart=True)
         self._actors = []
         group, self._group = self._group, None
@@ -262,7 +262,7 @@ class RayEngines:
             ray.shutdown()
 
     def _place(self, bundles: Sequence[dict[str, float]], resource: str) -> PlacementGroup:
-        """Wait for the places. A bundle is on one node, so a replica is."""
+        """Reserve resources and wait for them. A bundle is always on one node, and so is a replica."""
         self._group = group = placement_group(list(bundles), strategy="PACK")
         if not group.wait(max(0.0, self._deadline - time.monotonic())):
             asked = sum(bundle[resource] for bundle in bundles)
@@ -277,7 +277,7 @@ class RayEngines:
 
     def _start(self, options: Sequence[EngineOptions], bundles: Sequence[dict[str, float]], group: PlacementGroup,
                environment: dict[str, str], setup: Callable[[], None] | None) -> list[str]:
-        """Start all replicas; where each is."""
+        """Start all replicas and return where each runs."""
         remote: Any = ray.remote(EngineActor)
         starts: dict[Any, int] = {}
         for number, (each, bundle) in enumerate(zip(options, bundles, strict=True)):
@@ -307,15 +307,15 @@ class RayEngines:
 
 
 def _reachable(address: str) -> str:
-    """The address, or in place of one that means every node itself this node's own."""
+    """Return the address, or this node's own address in place of a loopback address."""
     try:
         is_local = ipaddress.ip_address(socket.gethostbyname(address)).is_loopback
     except OSError:
-        is_local = False  # a name that others may know
+        is_local = False  # Other nodes may know the name.
     return str(ray.util.get_node_ip_address()) if is_local else address
 
 
 def _short(error: BaseException) -> str:
-    """Shorten Ray's message to its beginning and its end."""
+    """Shorten Ray's message to its beginning and end."""
     words = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())
     return words if len(words) <= 600 else f"{words[:300]} ... {words[-300:]}"

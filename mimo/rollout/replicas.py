@@ -1,6 +1,7 @@
-"""Several engines as one: every replica takes the weights at the same time, and each completes its part of the prompts.
+"""Several engines as one: all replicas take the weights at the same time, and each completes a part of the prompts.
 
-Replicas know nothing of each other. A worker's number in a refit is that of its replica's first worker plus its own.
+Replicas do not know of each other. A worker's number in a refit is its number in the replica plus that of the replica's
+first worker.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from mimo.refit.rendezvous import RefitError, format_error
 from mimo.refit.sender import EngineClient
 from mimo.rollout.engine import Rollout, Sampling
 
-# Seconds that an answer may come later than its own limit says, before the replica is given up without a word of it.
+# Extra seconds to wait for an answer, so that a replica can report by itself that it has reached its own limit.
 GRACE_S = 30.0
 
 
 class RolloutClient(EngineClient, Protocol):
-    """An engine, or several, in other processes. Calls block; they raise RefitError where no answer comes in time."""
+    """An engine, or several, in other processes. Calls block, and raise RefitError if there is no answer in time."""
 
     @property
     def num_workers(self) -> int:
@@ -32,7 +33,7 @@ class RolloutClient(EngineClient, Protocol):
 
     def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling,
                  seeds: Sequence[int] = ()) -> list[list[Rollout]]:
-        """Do as the method of `mimo.rollout.engine.RolloutEngine` does, as all methods below."""
+        """Generate completions, see `mimo.rollout.engine.RolloutEngine.generate`."""
         ...
 
     def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
@@ -44,7 +45,7 @@ class RolloutClient(EngineClient, Protocol):
         ...
 
     def sleep(self) -> None:
-        """Give the device's memory back."""
+        """Free the devices' memory."""
         ...
 
     def wake_up(self, *tags: str) -> None:
@@ -54,17 +55,17 @@ class RolloutClient(EngineClient, Protocol):
 
 @dataclass(frozen=True)
 class Replicas:
-    """Calls all replicas at the same time; a client of the same methods. Can be pickled where its replicas can.
+    """Client that calls all replicas at the same time. It can be pickled if its replicas can.
 
-    A call ends when every replica has answered, or with the first error, which names the replica: the others are not
-    waited for. In a refit they learn of it from the refit's own store.
+    A call ends when every replica has answered, or with the first error, which names the replica. It does not wait for
+    the others then. In a refit, they learn of the failure from the refit's own store.
 
     Attributes:
-        replicas: a client of each engine.
+        replicas: client of each engine.
         timeout_s: seconds that a call may take.
 
     Raises:
-        ValueError: no replica, or one of them twice.
+        ValueError: there is no replica, or one of them is there twice.
     """
 
     replicas: tuple[RolloutClient, ...]
@@ -88,13 +89,12 @@ class Replicas:
         return list(itertools.accumulate((each.num_workers for each in self.replicas[:-1]), initial=0))
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Meet the trainer, each replica with the numbers of its own workers."""
+        """Connect every replica with the trainer. Each gets the number of its first worker."""
         self._together("init_weight_transfer_engine", [
             partial(each.init_weight_transfer_engine, init_info | {"first_worker": first})
             for each, first in zip(self.replicas, self.first_workers, strict=True)])
 
     def start_weight_update(self) -> None:
-        """Serve nothing from now on."""
         self._all("start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ class Replicas:
         self._all("finish_weight_update", weight_version)
 
     def load_from_disk(self, folder: str, version: str | None = None, timeout_s: float = 600.0) -> str:
-        """Take in weights from a folder; all replicas the same, also where it is to be the newest there is."""
+        """Load weights from a folder, the same in all replicas even if the newest are asked for."""
         first, *others = self.replicas
         loaded: str = self._together("load_from_disk", [
             partial(first.load_from_disk, folder, version, timeout_s)], timeout_s)[0]
@@ -127,11 +127,9 @@ class Replicas:
             [prompts[place] for place in places]))
 
     def sleep(self) -> None:
-        """Give the devices' memory back."""
         self._all("sleep")
 
     def wake_up(self, *tags: str) -> None:
-        """Allocate GPU memory again."""
         self._all("wake_up", *tags)
 
     def _all(self, method: str, *arguments: Any) -> None:
@@ -153,14 +151,14 @@ class Replicas:
 
     def _together(self, method: str, calls: Sequence[Callable[[], Any]], extra_s: float = 0.0,
                   number: int = 0) -> list[Any]:
-        """Make calls of replicas, from so many on, at the same time; what each returned.
+        """Make calls at the same time and return their results. The first call is that of replica `number`.
 
         Raises:
-            RefitError: the first error that there was, at once.
+            RefitError: a call raised an error. The other calls are not waited for.
         """
         done: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
         for place, call in enumerate(calls):
-            # Daemons: a call that is never answered must not keep this process from ending.
+            # Daemon threads, because a call that is never answered must not keep this process alive.
             threading.Thread(target=_run, args=(place, call, done), name=f"replica-{number + place}",
                              daemon=True).start()
         limit_s = self.timeout_s + extra_s + GRACE_S
@@ -186,28 +184,28 @@ def one_client(replicas: Sequence[RolloutClient], timeout_s: float) -> RolloutCl
 def _run(place: int, call: Callable[[], Any], done: queue.SimpleQueue[tuple[int, Any, BaseException | None]]) -> None:
     try:
         answer = call()
-    except Exception as error:  # of any kind: it is raised where the answers are waited for
+    except Exception as error:  # Any error is raised on the thread that waits for the answers.
         done.put((place, None, error))
     else:
         done.put((place, answer, None))
 
 
 def prompt_size(prompt: dict[str, Any]) -> int:
-    """Count the tokens of a prompt; the characters if it is text."""
+    """Count the tokens of a prompt, or its characters if it is text."""
     return len(prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"])
 
 
 def share_out(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Assign prompts to replicas: equal numbers of prompts (they differ by one at most), then even totals of tokens.
+    """Assign prompts to replicas so that numbers of prompts differ by at most one, and totals of tokens are even.
 
-    How long completions get is not known beforehand, so the number of prompts comes first.
+    The number of prompts comes first, because the lengths of completions are not known beforehand.
 
     Args:
-        sizes: of each prompt.
-        count: replicas.
+        sizes: size of each prompt.
+        count: number of replicas.
 
     Returns:
-        Places of prompts, ascending, for each replica. The same for the same sizes.
+        Indices of each replica's prompts, ascending. They depend only on the sizes.
     """
     shares: list[list[int]] = [[] for _ in range(count)]
     totals = [0] * count

@@ -1,4 +1,4 @@
-"""How messages travel between trainer ranks and workers: one interface, and what stands behind it by the options."""
+"""Interface for messages between trainer ranks and workers, and the choice of its implementation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mimo.refit.transport.shared_memory import device_identity
 
 
 class Transport(Protocol):
-    """How messages travel: `Wire`, or one of the two ends below."""
+    """Carries messages: a `Wire`, or with backend `ipc` a `TrainerEnd` or `WorkerEnd`."""
 
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
                  ) -> list[tuple[str, Any]]:
@@ -28,7 +28,7 @@ class Transport(Protocol):
         ...
 
     def release(self, check: Callable[[], None], grace_s: float = 0.0) -> None:
-        """Give back what was taken for a sync, after its last chunk. Raises as `wait`."""
+        """Give back the memory of a sync, after its last chunk. Raises the errors of `wait`."""
         ...
 
     def close(self) -> None:
@@ -40,18 +40,18 @@ def open_wire(rendezvous: Rendezvous, scope: str, options: RefitOptions, rank: i
     """Connect one participant with all others.
 
     Args:
-        rendezvous: this participant's.
-        scope: whose failures end the wait.
-        options: with the backend.
-        rank: of this participant; the trainer's ranks come first.
-        num_trainers: ranks of the trainer.
-        device: where this participant's messages lie.
-        names: what each rank is called in messages.
-        incoming: a worker's: of each chunk, trainer rank -> bytes of its message.
+        rendezvous: rendezvous of this participant.
+        scope: scope whose failures end the wait.
+        options: options of the refit, with the backend.
+        rank: rank of this participant. The trainer's ranks come first.
+        num_trainers: number of ranks of the trainer.
+        device: device of this participant's messages.
+        names: name of each rank, for errors.
+        incoming: on a worker, for each chunk: trainer rank -> size of its message in bytes.
 
     Raises:
         ValueError: the backend cannot be used here.
-        RefitError: a worker has no trainer rank on its GPU, or the others did not come.
+        RefitError: a worker has no trainer rank on its GPU, or the others did not connect in time.
     """
     if options.backend != "ipc":
         return Wire(rendezvous.store, "weights", rank, len(names), options.backend, options.timeout_s, names)
@@ -74,14 +74,14 @@ def open_wire(rendezvous: Rendezvous, scope: str, options: RefitOptions, rank: i
 
 
 def proxies(trainers: Sequence[str], workers: Sequence[str]) -> list[int]:
-    """Choose for each worker the trainer rank that hands it its messages.
+    """Choose for each worker the trainer rank that passes it its messages.
 
     Args:
-        trainers: each rank's device, see `device_identity`.
-        workers: each worker's.
+        trainers: device of each trainer rank, see `device_identity`.
+        workers: device of each worker.
 
     Raises:
-        RefitError: some worker's device has no trainer rank, or a GPU has several.
+        RefitError: the device of a worker has no trainer rank, or a GPU has several.
     """
     ranks = {device: [rank for rank, each in enumerate(trainers) if each == device] for device in workers}
     wrong = [f"worker {worker} is on {device}, where there "
@@ -91,5 +91,5 @@ def proxies(trainers: Sequence[str], workers: Sequence[str]) -> list[int]:
     if wrong:
         raise RefitError(f"refit backend 'ipc' needs one trainer rank on each worker's GPU: {'; '.join(wrong)}; the "
                          "trainer has " + ", ".join(f"rank {rank} on {each}" for rank, each in enumerate(trainers)))
-    # Workers of one host that has no GPU are spread over its ranks.
+    # Workers on a host without GPUs are distributed over the ranks of that host.
     return [ranks[device][worker % len(ranks[device])] for worker, device in enumerate(workers)]

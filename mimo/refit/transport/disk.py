@@ -27,9 +27,9 @@ from mimo.weights.safetensors_io import MAX_SHARD_BYTES, ShardWriter, TensorInfo
 
 # A folder of weights for engines elsewhere: one subfolder for each policy version, complete once it has a manifest.
 #
-# The manifest is the chunk plan of `mimo.refit.trainer_shards` as a file. It is written last and appears at once, so
-# what has one is whole; it says what the files beside it hold, so that an engine can refuse them before it touches its
-# weights.
+# The manifest is the chunk plan of `mimo.refit.trainer_shards` as a file. It is written last and in one step, so that a
+# folder with a manifest is complete. It lists the contents of the other files, so that an engine can refuse them before
+# it touches its weights.
 
 
 MANIFEST = "refit_manifest.json"
@@ -66,35 +66,35 @@ class Manifest:
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
-        """The other way. Raises ValueError for anything else, and where the checksum is another."""
+        """Read the result of `as_json`. Raises ValueError if it is something else, or if its checksum differs."""
         if not isinstance(value, dict) or value.get("format") != FORMAT:
-            raise ValueError(f"it is no manifest of format {FORMAT}")
+            raise ValueError(f"it is not a manifest of format {FORMAT}")
         content = {key: part for key, part in value.items() if key != "checksum"}
         if _digest(content) != value.get("checksum"):
-            raise ValueError("its checksum is not that of its contents")
+            raise ValueError("its checksum does not match its contents")
         return cls(value["version"], tuple(map(meta_from_json, value["entries"])), value["spellings"], value["files"])
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Make a subfolder complete, in one step. Raises OSError."""
+    """Write the manifest in one step, which makes a subfolder complete. Raises OSError."""
     temporary = folder / f".{MANIFEST}.writing"
     write_file(temporary, json.dumps(manifest.as_json()).encode())
     temporary.replace(folder / MANIFEST)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a subfolder. Raises RefitError where there is none, or it is damaged."""
+    """Read the manifest of a subfolder. Raises RefitError if there is none, or if it is damaged."""
     path = folder / MANIFEST
     try:
         return Manifest.from_json(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
-        raise RefitError(f"{path} cannot be read, the weights are incomplete or deleted: {error}") from error
+        raise RefitError(f"{path} cannot be read; the weights are incomplete or deleted: {error}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise RefitError(f"{path} is damaged: {error}") from error
 
 
 def subfolders(root: Path) -> list[Path]:
-    """List the subfolders of all versions, complete or not, in the order in which they were begun."""
+    """List the subfolders of all versions, complete or not, in the order in which they were started."""
     if not root.is_dir():
         return []
     numbered = [(int(match[1]), path) for path in root.iterdir() if (match := _NUMBERED.fullmatch(path.name))]
@@ -107,28 +107,28 @@ def is_complete(folder: Path) -> bool:
 
 
 def next_subfolder(root: Path) -> Path:
-    """The name for the weights to be written now."""
+    """Return the subfolder for the next weights."""
     begun = subfolders(root)
     number = int(begun[-1].name.rpartition("_")[2]) + 1 if begun else 1
     return root / f"weights_{number:07d}"
 
 
 def prune(root: Path, keep: int) -> None:
-    """Delete all but the last `keep` complete versions, and what was begun before the last and never finished."""
+    """Keep the last `keep` complete versions, and delete all others that were started before the last of them."""
     begun = subfolders(root)
     kept = [path for path in begun if is_complete(path)][-keep:]
     for path in begun[:begun.index(kept[-1])] if kept else ():
         if path not in kept:
-            (path / MANIFEST).unlink(missing_ok=True)  # first: a folder that has one is whole
+            (path / MANIFEST).unlink(missing_ok=True)  # A folder with a manifest must be complete.
             shutil.rmtree(path)
 
 
 def wait_for_weights(root: Path, version: str | None, timeout_s: float) -> Path:
-    """The newest complete subfolder; of a version if one is given.
+    """Wait for a complete subfolder and return the newest.
 
     Args:
-        root: the folder that a trainer writes into; it may not be there yet.
-        version: policy version to wait for; None: any.
+        root: folder into which a trainer writes; it need not exist yet.
+        version: policy version to wait for; None for any.
         timeout_s: seconds to wait.
 
     Raises:
@@ -149,7 +149,7 @@ def wait_for_weights(root: Path, version: str | None, timeout_s: float) -> Path:
 
 
 def _version_of(folder: Path) -> str | None:
-    """Read the version of a complete subfolder; None if it has been deleted meanwhile."""
+    """Read the version of a complete subfolder; None if it has been deleted in the meantime."""
     try:
         return read_manifest(folder).version
     except RefitError:
@@ -165,7 +165,7 @@ def _described(root: Path) -> str:
     if not begun:
         return "no trainer has written there"
     told = [f"{path.name} has version {read_manifest(path).version!r}" if is_complete(path)
-            else f"{path.name} has no {MANIFEST} yet, it is being written or was given up" for path in begun[-3:]]
+            else f"{path.name} has no {MANIFEST} yet; it is being written or was abandoned" for path in begun[-3:]]
     return ", ".join(told)
 
 
@@ -177,30 +177,30 @@ KEEP = 2
 
 
 class DiskWriter:
-    """Writes a running trainer's weights, version after version. Construct it and `write` on all ranks together.
+    """Writes versions of a running trainer's weights. The constructor and `write` are collective over the world.
 
-    The first rank gathers one whole tensor at a time and writes it. Names follow each module's first naming
-    scheme; the engine finds out which one its loader wants.
+    The first rank gathers one whole tensor at a time and writes it. Names follow each module's first naming scheme. The
+    engine finds out which scheme its loader accepts.
 
     Args:
         built: this rank's model.
         grids: process groups.
         provider: the model family.
         family_config: its configuration.
-        folder: where versions are written; only the first rank sees it.
-        dtype: of weights: `bfloat16`, `float16`, `float32`; what must stay float32 does.
-        keep: complete versions that are kept. An engine reads one while the next is written: at least 2.
-        max_shard_bytes: data of a file, at most.
+        folder: folder of all versions. Only the first rank uses it.
+        dtype: dtype of weights: `bfloat16`, `float16` or `float32`. Tensors that must stay float32 keep it.
+        keep: number of complete versions to keep. Use at least 2 if an engine may read one while the next is written.
+        max_shard_bytes: largest size of a file's data.
 
     Raises:
         ValueError: on the first rank: the weight map and the model do not fit each other, or `keep` is below 1.
-        ReportedElsewhereError: on the other ranks then.
+        ReportedElsewhereError: the same, on the other ranks.
     """
 
     def __init__(self, built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,
                  folder: str | Path, dtype: str, keep: int = KEEP, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         if keep < 1:
-            raise ValueError(f"of the versions written to {folder}, {keep} are to be kept: it must be at least 1")
+            raise ValueError(f"cannot keep {keep} of the versions written to {folder}: keep at least 1")
         held = build_trainer_shards(built, grids, provider, family_config, dtype)
         maps = {module: provider.weight_map(family_config, module) for module in grids.layout.grids}
         self._grids, self._root, self._keep = grids, Path(folder), keep
@@ -211,17 +211,17 @@ class DiskWriter:
         self._whole = WholeTensors(built, held, next(built.model.parameters()).device)
 
     def write(self, version: str) -> Path:
-        """Write the weights as they are now. Collective.
+        """Write the present weights. Collective.
 
         Args:
-            version: policy version that an engine returns with what it generates from them.
+            version: policy version that an engine with these weights returns with its answers.
 
         Returns:
-            The version's own folder.
+            The folder of this version.
 
         Raises:
-            ValueError: on the first rank: the disk cannot be written; what was begun is removed again.
-            ReportedElsewhereError: on the other ranks then.
+            ValueError: on the first rank: the disk cannot be written. Incomplete files are removed.
+            ReportedElsewhereError: the same, on the other ranks.
         """
         target, writer, error = None, None, None
         if self._grids.rank == 0:
@@ -240,7 +240,7 @@ class DiskWriter:
         return Path(broadcast_object(self._grids, str(target)))
 
     def _write(self, writer: ShardWriter | None, version: str) -> str | None:
-        """Write this rank's files; return what went wrong.
+        """Write this rank's files. Return an error, or None.
 
         After an error the remaining tensors are still received, because other ranks are sending them.
         """
@@ -274,5 +274,5 @@ class DiskWriter:
 
 def write_weights(built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any, folder: str | Path,
                   version: str, dtype: str, keep: int = KEEP) -> Path:
-    """Write one version; see `DiskWriter`, which takes stock of the model only once for many. Collective."""
+    """Write one version. For several, a `DiskWriter` examines the model only once. Collective."""
     return DiskWriter(built, grids, provider, family_config, folder, dtype, keep).write(version)

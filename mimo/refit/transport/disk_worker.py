@@ -1,7 +1,7 @@
 """The engine's end of a refit from disk, in each of its workers. Imports vLLM.
 
-Three calls from `RolloutEngine.load_from_disk`, each made of all workers before the next: `probe_weights` and
-`plan_weights` change nothing, so what they refuse leaves the engine serving what it has.
+`RolloutEngine.load_from_disk` makes three calls, each to all workers before the next. Two of these (`probe_weights` and
+`plan_weights`) change nothing, so after an error the engine goes on serving its present weights.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from mimo.refit.transport.disk import Manifest, read_manifest
 from mimo.refit.worker_plan import Taken, probe_schemes_of, recv_spec_as
 from mimo.weights.safetensors_io import HfSource
 
-# Of tensors that are handed to the model's loading at a time.
+# Size of the tensors that are passed to the model's loading at a time.
 CHUNK_BYTES = 512 << 20
-NAMED = 10  # names in an error message
+NAMED = 10  # most names in an error message
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """A worker's part of the files of one sequence of tensors."""
+    """What a worker takes from files with one sequence of tensors."""
 
     sequence: str
     taken: Taken
@@ -40,7 +40,7 @@ _plans: WeakKeyDictionary[MimoWeightTransferEngine, _Plan] = WeakKeyDictionary()
 
 
 def probe_weights(worker: Any, folder: str) -> dict[str, Any]:
-    """Look at the files; what this worker's loader makes of each naming scheme.
+    """Check the files, and return how this worker's loader responds to each naming scheme.
 
     Raises:
         ValueError, RefitError: files are missing or truncated, or hold other tensors than the manifest says.
@@ -55,12 +55,12 @@ def plan_weights(worker: Any, folder: str, probes: Sequence[dict[str, Any]]) -> 
     """Return names of the tensors that this worker takes in.
 
     Args:
-        worker: vLLM's.
-        folder: of one version.
-        probes: what `probe_weights` gave on every worker.
+        worker: vLLM's worker.
+        folder: folder of one version.
+        probes: results of `probe_weights` on every worker.
 
     Raises:
-        ValueError: the tensors are not those of this engine's model.
+        ValueError: the tensors do not belong to this engine's model.
     """
     engine, manifest = _engine_of(worker), read_manifest(Path(folder))
     taken = _known(engine, manifest)
@@ -71,10 +71,10 @@ def plan_weights(worker: Any, folder: str, probes: Sequence[dict[str, Any]]) -> 
 
 
 def load_weights(worker: Any, folder: str) -> None:
-    """Load the tensors that this worker takes in; while that goes on, and after an error, it serves nothing.
+    """Load the tensors that this worker takes in. During this, and after an error, it refuses to serve.
 
     Raises:
-        ValueError, RefitError: files are not what they were when they were looked at.
+        ValueError, RefitError: files have changed since `probe_weights` and `plan_weights`.
     """
     engine = _engine_of(worker)
     engine.guard.arm(complete=engine.vllm_config.load_config.load_format not in DUMMY_FORMATS)
@@ -82,7 +82,7 @@ def load_weights(worker: Any, folder: str) -> None:
     manifest, source = _opened(Path(folder))
     taken = _known(engine, manifest)
     if taken is None:
-        raise RefitError(f"{folder} has other tensors than when it was looked at")
+        raise RefitError(f"the tensors in {folder} have changed since they were checked")
     wanted = set(taken.spec.loader)
     with gpu_worker.set_current_vllm_config(engine.vllm_config):
         _load(engine, taken, [entry for entry in manifest.entries if entry.name in wanted], source)
@@ -93,7 +93,7 @@ def load_weights(worker: Any, folder: str) -> None:
 
 
 def check_all_taken(folder: Path, taken: Iterable[Sequence[str]]) -> None:
-    """Raise RefitError where tensors of a version are taken by no worker."""
+    """Raise RefitError if no worker takes some tensors of a version."""
     manifest, found = read_manifest(folder), set().union(*taken)
     left = [entry.name for entry in manifest.entries if entry.name not in found]
     if left:
@@ -122,14 +122,14 @@ def _known(engine: MimoWeightTransferEngine, manifest: Manifest) -> Taken | None
 
 
 def _opened(folder: Path) -> tuple[Manifest, HfSource]:
-    """A version, its files compared with its manifest."""
+    """Open a version after comparing its files with its manifest."""
     manifest = read_manifest(folder)
     absent = [name for name in manifest.file_bytes if not (folder / name).is_file()]
     if absent:
-        raise RefitError(f"{folder}: {', '.join(absent)} of its manifest is not there")
+        raise RefitError(f"{folder}: {', '.join(absent)} is in the manifest and does not exist")
     for name, size in manifest.file_bytes.items():
         if (folder / name).stat().st_size != size:
-            raise RefitError(f"{folder / name} has {(folder / name).stat().st_size} bytes, its manifest says {size}")
+            raise RefitError(f"{folder / name} has {(folder / name).stat().st_size} bytes; its manifest says {size}")
     source = HfSource(folder)
     announced = {entry.name: (entry.dtype, entry.shape) for entry in manifest.entries}
     held = {name: (str(tensor.dtype).removeprefix("torch."), tensor.shape) for name, tensor in source.tensors.items()}
@@ -145,7 +145,7 @@ def _told(what: tuple[str, tuple[int, ...]] | None) -> str:
 
 
 def _engine_of(worker: Any) -> MimoWeightTransferEngine:
-    own = vars(worker).get("worker") or worker  # vLLM wraps it
+    own = vars(worker).get("worker") or worker  # vLLM wraps its worker.
     engine = own.weight_transfer_engine
     assert isinstance(engine, MimoWeightTransferEngine), type(engine)
     return engine

@@ -1,10 +1,13 @@
-"""Weights for an engine on the trainer's own GPUs, where NCCL cannot go: it takes one rank of a group on each GPU.
+"""Sends weights to an engine on the trainer's own GPUs, through shared memory.
 
-Every worker has a proxy: the trainer rank on its GPU. Messages travel among the trainer's ranks, in a group of their
-own, to the worker's proxy, which lays those of a chunk side by side into memory that the worker has mapped; on the CPU
-that is the host's memory, and any rank of the worker's machine can be its proxy. The memory is there during a sync
-only. It holds two chunks: while the worker takes one out the next is laid in. For each chunk the proxy says `ready`
-and the worker `taken`, both with the device synchronised before, since neither waits for the other's streams.
+NCCL cannot do this, because it allows only one rank of a group on each GPU. Every worker has a proxy: the trainer rank
+on its GPU. Messages travel to the proxy among the trainer's ranks, in a group of their own. The proxy copies the
+messages of a chunk next to each other into memory that the worker has mapped. On CPUs this is host memory, and any rank
+of the worker's machine can be its proxy.
+
+The shared memory exists only during a sync. It holds two chunks, so that the next one is filled while the worker reads.
+For each chunk the proxy sets the flag `ready` and the worker the flag `taken`. Both synchronise the device before,
+because neither waits for the other's streams.
 """
 
 from __future__ import annotations
@@ -28,19 +31,16 @@ from mimo.refit.rendezvous import MAX_POLL_S, POLL_S, RefitError
 from mimo.refit.transport.p2p import REASON_S, Wire
 from mimo.refit.transport.shared_memory import Staging, make_staging, open_staging
 
-# What both ends of a shared memory know and tell each other: where messages lie in it, and flags in a store.
-
-
-# Chunks that the memory holds.
+# Number of chunks that the shared memory holds.
 SLOTS = 2
 
 
 @dataclass(frozen=True)
 class Incoming:
-    """Messages to a worker, and where each lies in its staging memory.
+    """Messages to a worker, and their places in its shared memory. Both ends compute the same places.
 
     Attributes:
-        chunks: of each chunk, trainer rank -> bytes.
+        chunks: for each chunk, trainer rank -> size of its message in bytes.
     """
 
     chunks: list[dict[int, int]]
@@ -50,13 +50,13 @@ class Incoming:
         return self._start(SLOTS)
 
     def place(self, number: int, sender: int) -> slice:
-        """Return where a trainer rank's message of a chunk lies."""
+        """Return the place of a trainer rank's message of a chunk."""
         chunk = self.chunks[number]
         first = self._start(number % SLOTS) + sum(_aligned(chunk[each]) for each in chunk if each < sender)
         return slice(first, first + chunk[sender])
 
     def _start(self, slot: int) -> int:
-        """Return where a slot begins; each slot is as long as the longest of its chunks."""
+        """Return the beginning of a slot. Each slot is as long as the longest of its chunks."""
         return sum(max((sum(map(_aligned, chunk.values())) for chunk in self.chunks[each::SLOTS]), default=0)
                    for each in range(slot))
 
@@ -73,38 +73,36 @@ def _aligned(size: int) -> int:
 
 
 def ready(sync: int, worker: int, number: int) -> str:
-    """The proxy's: a chunk lies there; with the memory's handle."""
+    """Name the flag by which a proxy says that a chunk is complete. Its value is the handle of the memory."""
     return f"{sync}/ready/{worker}/{number}"
 
 
 def taken(sync: int, worker: int, number: int) -> str:
-    """The worker's: it has a copy of the chunk."""
+    """Name the flag by which a worker says that it has copied a chunk."""
     return f"{sync}/taken/{worker}/{number}"
 
 
 def released(sync: int, worker: int) -> str:
-    """The worker's: it has the memory no longer."""
+    """Name the flag by which a worker says that it has unmapped the memory."""
     return f"{sync}/released/{worker}"
 
 
 class Flags:
-    """Flags in a store."""
+    """Flags through which the two ends signal each other, in a store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def set(self, flag: str, value: str = "set") -> None:
-        """Show it to others."""
         with _reachable():
             self._store.set(flag, value)
 
     def has(self, flag: str) -> bool:
-        """Whether somebody has set it."""
         with _reachable():
             return self._store.check([flag])
 
     def take(self, flag: str) -> str:
-        """Wait for a flag and delete it; return its value."""
+        """Wait for a flag, delete it and return its value."""
         with _reachable():
             value = self._store.get(flag).decode()
         self.drop(flag)
@@ -124,17 +122,17 @@ def _reachable() -> Iterator[None]:
 
 
 class Wait:
-    """Waits of one call, which together take no longer than a limit."""
+    """The waits of one call, with a common deadline."""
 
     def __init__(self, check: Callable[[], None], limit_s: float) -> None:
         self._check, self._limit_s = check, limit_s
         self._deadline = time.monotonic() + limit_s
 
     def until(self, what: str, is_done: Callable[[], bool], missing: Callable[[], str] | None = None) -> None:
-        """Ask again and again.
+        """Wait until `is_done` returns True.
 
         Raises:
-            RefitError: somebody failed, or it was not so in time; it then says what is missing.
+            RefitError: another process failed, or the deadline has passed; the error then says what is missing.
         """
         for turn in itertools.count():
             if is_done():
@@ -149,15 +147,15 @@ class Wait:
 
 
 class WorkerEnd:
-    """A worker's end.
+    """Transport of a worker.
 
     Args:
-        store: for flags.
-        rank: of this worker among all.
-        proxy: what its proxy is called.
-        incoming: what comes.
-        device: where its messages lie.
-        timeout_s: of one wait.
+        store: store for flags.
+        rank: rank of this worker among all participants.
+        proxy: name of its proxy, for errors.
+        incoming: the messages to this worker.
+        device: device of its messages.
+        timeout_s: time limit of one wait.
     """
 
     def __init__(self, store: Store, rank: int, proxy: str, incoming: Incoming, device: torch.device,
@@ -188,7 +186,7 @@ class WorkerEnd:
             for sender, into in receives:
                 into.copy_(self._staging.memory[self._incoming.place(number, sender)])
             if self._device.type == "cuda":
-                # The sender overwrites the message as soon as it is taken.
+                # The proxy may overwrite the messages as soon as the flag is set.
                 torch.cuda.current_stream(self._device).synchronize()
             self._flags.set(taken(self._sync, self._rank, number))
 
@@ -198,12 +196,12 @@ class WorkerEnd:
         self._sync, self._next = self._sync + 1, 0
 
     def close(self) -> None:
-        """See `Transport`; in the midst of a sync, too."""
+        """See `Transport`. This may be called in the middle of a sync."""
         with contextlib.suppress(RuntimeError):
             self._leave()
 
     def _leave(self) -> None:
-        """First the memory goes, then the proxy hears of it."""
+        """Unmap the memory, then tell the proxy."""
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.release()
@@ -213,13 +211,13 @@ class WorkerEnd:
 
 @dataclass(eq=False)
 class _Chunk:
-    """Messages of a chunk on their way from this rank, and to it as a proxy.
+    """Messages of a chunk that this rank sends, or receives as a proxy.
 
     Attributes:
-        number: of the chunk in its sync.
-        sends: of this rank.
-        works: of the transfers among ranks, once they have begun.
-        event: after which the messages to its own workers are laid out (CUDA).
+        number: number of the chunk in its sync.
+        sends: messages that this rank sends, by worker.
+        works: work handles of transfers among ranks, once they have begun.
+        event: CUDA event after which this rank's messages to its own workers are in the shared memory.
     """
 
     number: int
@@ -229,17 +227,17 @@ class _Chunk:
 
 
 class TrainerEnd:
-    """A trainer rank's end.
+    """Transport of a trainer rank.
 
     Args:
-        store: for flags.
-        rank: of this one.
-        by_worker: rank of each worker -> its proxy.
-        incoming: of the workers whose proxy this rank is.
-        among: the trainer's ranks; None: there is but this one.
-        device: where messages and staging memory lie.
-        timeout_s: of one wait.
-        names: what each rank is called in messages.
+        store: store for flags.
+        rank: rank of this process.
+        by_worker: rank of each worker -> rank of its proxy.
+        incoming: messages to the workers whose proxy this rank is.
+        among: connects the trainer's ranks; None if there is only one.
+        device: device of messages and shared memory.
+        timeout_s: time limit of one wait.
+        names: name of each rank, for errors.
     """
 
     def __init__(self, store: Store, rank: int, by_worker: Mapping[int, int], incoming: Mapping[int, Incoming],
@@ -250,12 +248,12 @@ class TrainerEnd:
         self._device = device
         self._sync, self._next = 1, 0
         self._staging: dict[int, Staging] = {}
-        self._opened: set[int] = set()  # by workers that have seen a flag, and so may have them mapped
+        self._opened: set[int] = set()  # workers that have seen a flag and may have mapped their memory
         self._pending: deque[_Chunk] = deque()
 
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
                  ) -> list[tuple[str, Any]]:
-        """See `Transport`. What has no room yet begins when an earlier chunk is waited for."""
+        """See `Transport`. A chunk for which there is no room yet begins during the wait for an earlier one."""
         assert not receives, "a trainer rank receives nothing"
         chunk = _Chunk(self._next, list(sends))
         self._next += 1
@@ -280,7 +278,7 @@ class TrainerEnd:
                 self._flags.set(ready(self._sync, worker, chunk.number), self._staging[worker].handle)
 
     def release(self, check: Callable[[], None], grace_s: float = 0.0) -> None:
-        """See `Transport`: waits until its workers have let go of the memory."""
+        """See `Transport`. This waits until this rank's workers have unmapped the memory."""
         assert not self._pending, "a chunk was not waited for"
         wait = Wait(check, self.timeout_s + grace_s)
         wait.until("the end of the sync", lambda: not self._mapped(),
@@ -294,7 +292,7 @@ class TrainerEnd:
         _empty_cache(self._device)
 
     def close(self) -> None:
-        """See `Transport`; in the midst of a sync workers have a moment to let go of the memory, those that live."""
+        """See `Transport`. In the middle of a sync, workers get a moment to unmap the memory."""
         if self._among is not None:
             self._among.close()
         self._pending.clear()
@@ -305,7 +303,7 @@ class TrainerEnd:
             self._free()
 
     def _begin(self) -> None:
-        """Start the transfers of chunks that have room; every rank starts them in the same order."""
+        """Start the transfers of chunks for which there is room. Every rank starts them in the same order."""
         while self._pending and not self._late():
             chunk = self._pending.popleft()
             before = chunk.number - SLOTS
@@ -318,7 +316,7 @@ class TrainerEnd:
                 chunk.event = torch.cuda.Event()
                 chunk.event.record()
             if self._among is not None:
-                # Of two messages between the same ranks the one to the lower worker comes first on both sides.
+                # Both sides order the messages between the same two ranks by the worker that gets them.
                 chunk.works = self._among.exchange(
                     [(self._by_worker[worker], message) for worker, message in sorted(chunk.sends, key=itemgetter(0))
                      if self._by_worker[worker] != self._rank],
@@ -326,18 +324,18 @@ class TrainerEnd:
                      for sender in sorted(self._incoming[worker].chunks[chunk.number]) if sender != self._rank])
 
     def _room(self, worker: int, number: int, sender: int) -> torch.Tensor:
-        """Return where a message for one of its workers goes."""
+        """Return the shared memory for a message to one of this rank's workers."""
         incoming = self._incoming[worker]
         if worker not in self._staging:
             self._staging[worker] = make_staging(incoming.num_bytes, self._device)
         return self._staging[worker].memory[incoming.place(number, sender)]
 
     def _receivers(self, number: int) -> list[int]:
-        """Return the workers that get something in a chunk."""
+        """Return this rank's workers that get messages in a chunk."""
         return sorted(worker for worker, incoming in self._incoming.items() if number >= 0 and incoming.chunks[number])
 
     def _late(self) -> list[int]:
-        """Return the workers that have not yet taken out the chunk whose memory the next one needs."""
+        """Return the workers that have not yet copied the chunk whose memory the next one needs."""
         before = self._pending[0].number - SLOTS
         return [worker for worker in self._receivers(before) if not self._flags.has(taken(self._sync, worker, before))]
 
@@ -355,6 +353,6 @@ class TrainerEnd:
 
 
 def _empty_cache(device: torch.device) -> None:
-    """Give cached memory back: trainer and engine share one GPU, and the next sync is far off."""
+    """Release cached memory, because trainer and engine share a GPU and the next sync is far off."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
-"""Moving packed messages between the trainer's ranks and the engine's workers, point to point.
+"""Moves packed messages between the trainer's ranks and the engine's workers, point to point.
 
-The process group is one of its own: neither side's default group is touched, and the trainer's ranks come first in it.
+It has a process group of its own, in which the trainer's ranks come first. The default groups are not touched.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from mimo.refit import compat
 from mimo.refit.rendezvous import MAX_POLL_S, POLL_S, RefitError
 
 BACKENDS = ("gloo", "nccl")
-CLOSING_TAG = 1  # transfers have 0
-# Seconds after a broken transfer within which whoever broke it has said why.
+CLOSING_TAG = 1  # Transfers use 0.
+# Seconds to wait after a broken transfer, until the process that broke it has published the reason.
 REASON_S = 1.0
 
 
@@ -27,17 +27,17 @@ class Wire:
     """A process group of all trainer ranks and workers.
 
     Args:
-        store: connected to all of them.
-        name: unique among the groups of a store.
-        rank: of this process among all.
-        world_size: trainer ranks and workers together.
+        store: store that all of them use.
+        name: name of the group, unique in the store.
+        rank: rank of this process among all.
+        world_size: number of trainer ranks and workers together.
         backend: `gloo` or `nccl`.
-        timeout_s: of one transfer.
-        names: what each rank is called in messages.
+        timeout_s: time limit of one transfer.
+        names: name of each rank, for errors.
 
     Raises:
-        ValueError: an unknown backend, or NCCL without CUDA devices.
-        RefitError: the others did not come.
+        ValueError: the backend is not known, or it is NCCL and there are no CUDA devices.
+        RefitError: the others did not connect in time.
     """
 
     def __init__(self, store: Store, name: str, rank: int, world_size: int, backend: str, timeout_s: float,
@@ -49,11 +49,11 @@ class Wire:
         self._rank, self._names = rank, names or [f"rank {each}" for each in range(world_size)]
         own = PrefixStore(f"wire/{name}", store)
         try:
-            # NCCL's is longer than ours, which ends in an error that says more than the end of this process.
+            # NCCL's own limit ends this process. It is longer than ours, which ends in an error with more information.
             limit = timeout_s if backend == "gloo" else 2 * timeout_s + 60
             self._group = _open(own, rank, world_size, backend, timedelta(seconds=limit))
             if backend == "nccl":
-                # Its first collective connects everybody; a transfer of a few would wait for the others.
+                # This first collective connects all ranks. Otherwise a transfer between some would wait for the others.
                 self._group.allreduce([torch.zeros(1, device="cuda")]).wait()
                 torch.cuda.synchronize()
         except RuntimeError as error:
@@ -62,11 +62,11 @@ class Wire:
 
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
                  ) -> list[tuple[str, Any]]:
-        """Start sending and receiving contiguous messages; the works to `wait` for, each with its name.
+        """Start sending and receiving contiguous messages. Return work handles to `wait` for, each with its name.
 
         Args:
-            sends: rank and message, uint8.
-            receives: rank and where its message goes, uint8.
+            sends: receiver's rank and message, uint8.
+            receives: sender's rank and tensor for its message, uint8.
         """
         if self.backend == "gloo":
             return [(f"send of {message.numel()} bytes to {self._names[rank]}",
@@ -75,7 +75,7 @@ class Wire:
                          _started(self._group.recv, message, rank)) for rank, message in receives]
         if not sends and not receives:
             return []
-        # NCCL needs all of an exchange in one group, or sends and receives wait for each other.
+        # Outside of one NCCL group, sends and receives would wait for each other.
         works: list[Any] = []
         with compat.one_nccl_group(self._group, works):
             for rank, message in sends:
@@ -85,12 +85,12 @@ class Wire:
         return [(f"{len(sends)} messages to and {len(receives)} from others", work) for work in works]
 
     def wait(self, works: Sequence[tuple[str, Any]], check: Callable[[], None], grace_s: float = 0.0) -> None:
-        """Wait for works.
+        """Wait for the transfers of an `exchange`.
 
         Args:
-            works: of `exchange`.
-            check: raises where somebody has failed meanwhile; asked again and again.
-            grace_s: seconds to wait beyond the limit.
+            works: result of `exchange`.
+            check: called repeatedly; raises an error if another process has failed.
+            grace_s: seconds to wait longer than usual.
 
         Raises:
             RefitError: a transfer failed or took longer than the limit.
@@ -116,10 +116,10 @@ class Wire:
                 raise RefitError(f"{what}: {message}") from error
 
     def release(self, check: Callable[[], None], grace_s: float = 0.0) -> None:
-        """Do nothing: a group takes nothing for a sync that it would have to give back."""
+        """Do nothing: there is no memory for a sync."""
 
     def close(self) -> None:
-        """End the group; a transfer in progress fails at once, here and on the other side."""
+        """End the group. A transfer in progress fails at once, here and on the other side."""
         group, self._group = self._group, None
         if group is None:
             return
@@ -127,8 +127,8 @@ class Wire:
             if self.backend == "nccl":
                 group.abort()
             else:
-                # Gloo closes all connections of a group in which a transfer takes too long, and only then; a peer that
-                # waits for what never comes would wait until its own limit.
+                # Gloo closes the connections of a group only if a transfer takes too long, so one is made to. Otherwise
+                # a waiting peer would wait until its own limit.
                 group.recv_anysource([torch.empty(1, dtype=torch.uint8)], CLOSING_TAG).wait(timedelta(milliseconds=1))
 
 
@@ -143,7 +143,7 @@ def _open(store: Store, rank: int, world_size: int, backend: str, timeout: timed
 
 
 class _Broken:
-    """A transfer that could not begin: the connection was closed before."""
+    """A transfer that could not begin, because the connection was closed before."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
@@ -160,7 +160,7 @@ def _started(start: Callable[..., Any], message: torch.Tensor, rank: int) -> Any
 
 
 def _hear(check: Callable[[], None]) -> None:
-    """Wait a moment for the reason of a closed connection: it may be published after the connection is closed."""
+    """Wait a moment for the reason of a closed connection, which may be published after the connection is closed."""
     deadline = time.monotonic() + REASON_S
     while time.monotonic() < deadline:
         time.sleep(MAX_POLL_S)

@@ -1,8 +1,8 @@
-"""Memory that two processes of one machine share: a GPU's, through CUDA IPC, or the host's.
+"""Memory that two processes of one machine share: GPU memory through CUDA IPC, or host memory.
 
-Neither kind has a name in a file system: it is gone when those who have it are, however they end. CUDA memory is the
-driver's own, not of torch's allocator: what is freed is free for everybody at once, and a process that dies with a
-mapping leaves no reference count behind that would keep it.
+Neither kind has a name in a file system, so it is freed when the processes that use it end, however they end. Memory of
+a GPU comes from the CUDA driver instead of torch's allocator. Freed memory is then available to every process at once,
+and a process that dies with a mapping leaves no reference count behind.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import torch
 
 from mimo.refit.rendezvous import RefitError
 
-HOST_NAME = "mimo-refit"  # as it stands in /proc/<pid>/maps
-OPEN_LAZILY = 1  # the only flag that the driver knows
+HOST_NAME = "mimo-refit"  # appears in /proc/<pid>/maps
+OPEN_LAZILY = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
 
 
 class Staging(Protocol):
     """Shared memory in one of its processes.
 
     Attributes:
-        handle: by which others open it.
-        memory: all of it, uint8.
+        handle: name by which other processes open it.
+        memory: the whole memory, uint8.
     """
 
     handle: str
     memory: torch.Tensor
 
     def release(self) -> None:
-        """Give it back; no view of `memory` may be used any more."""
+        """Free or unmap the memory. No view of `memory` may be used afterwards."""
         ...
 
 
@@ -42,31 +42,31 @@ def make_staging(num_bytes: int, device: torch.device) -> Staging:
     """Allocate memory of a device that other processes can open.
 
     Raises:
-        RefitError: there is none left.
+        RefitError: there is not enough memory.
     """
     return _OwnCuda(num_bytes, device) if device.type == "cuda" else _OwnHost(num_bytes)
 
 
 def open_staging(handle: str, num_bytes: int, device: torch.device) -> Staging:
-    """Open memory of the same device that another process of this machine has made.
+    """Open memory of the same device that another process of this machine has allocated.
 
     Raises:
-        RefitError: it is not there, or not for this process.
+        RefitError: the memory does not exist, or this process may not open it.
     """
     return _OpenedCuda(handle, num_bytes, device) if device.type == "cuda" else _OpenedHost(handle, num_bytes)
 
 
 def device_identity(device: torch.device) -> str:
-    """A name that two processes have in common exactly where they can share memory of their devices."""
+    """Return a name that is the same in two processes if, and only if, their devices can share memory."""
     if device.type == "cuda":
         return f"GPU {torch.cuda.get_device_properties(device).uuid}"
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    # Processes of one machine that see each other.
+    # Processes of the same machine can open each other's memory if they are in the same PID namespace.
     return f"host {boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 class _OwnHost:
-    """Anonymous memory of this process; others open it through this process's file descriptor."""
+    """Anonymous memory of this process. Others open it through this process's file descriptor."""
 
     def __init__(self, num_bytes: int) -> None:
         self._descriptor = os.memfd_create(HOST_NAME, os.MFD_CLOEXEC)
@@ -75,7 +75,7 @@ class _OwnHost:
         self.handle = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def release(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)  # the mapping goes with the last tensor that lies in it
+        self.memory = torch.empty(0, dtype=torch.uint8)  # The mapping ends with its last tensor.
         os.close(self._descriptor)
 
 
@@ -102,13 +102,13 @@ def _mapped(descriptor: int, num_bytes: int) -> torch.Tensor:
 
 
 class _Handle(ctypes.Structure):
-    """`CUipcMemHandle`."""
+    """The driver's `CUipcMemHandle`."""
 
     _fields_ = (("reserved", ctypes.c_char * 64),)
 
 
 class _Region:
-    """Device memory by its address, as `torch.as_tensor` takes it."""
+    """Device memory at an address, in the form that `torch.as_tensor` accepts."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False),
@@ -124,7 +124,7 @@ class _OwnCuda:
         try:
             _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         except RefitError:
-            torch.cuda.empty_cache()  # torch may keep memory for later, of no use to others
+            torch.cuda.empty_cache()  # torch's allocator may hold unused memory.
             _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         self._address = address
         _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
@@ -155,7 +155,7 @@ class _OpenedCuda:
 
 
 def _enter(device: torch.device) -> None:
-    """Make torch's context of a device this thread's, and wait for what is queued there: it may use the memory."""
+    """Make torch's CUDA context current in this thread, and wait for queued work, which may use the memory."""
     torch.cuda.synchronize(device)
 
 

@@ -115,8 +115,8 @@ def swap_shapes(folder: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda folder: (folder / manifest.MANIFEST).unlink(), "has no refit_manifest.json yet"),
     "half a manifest": (lambda folder: (folder / manifest.MANIFEST).write_text('{"format": 1'), "is damaged"),
-    "missing file": (lambda folder: (folder / FILES[1]).unlink(), "00002.safetensors of its manifest is not there"),
-    "truncated file": (cut, "bytes, its manifest says"),
+    "missing file": (lambda folder: (folder / FILES[1]).unlink(), "is in the manifest and does not exist"),
+    "truncated file": (cut, "bytes; its manifest says"),
     "file written as truncated": (cut_as_announced, "is truncated"),
     "another shape": (swap_shapes, r"\[6, 6\] in the manifest and float32 \[4, 9\] in the files"),
 }

@@ -318,7 +318,8 @@ def test_vllm_takes_the_source_and_a_wrong_tensor_is_named() -> None:
     # vLLM looks at the machine when it is imported: in a process of its own.
     done = subprocess.run([sys.executable, "-c", READS_SOURCE], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("b torch.bfloat16 [4] comes where ParamMeta(name='b'")
+    assert done.stdout.splitlines()[-1].startswith(
+        "the tensor b torch.bfloat16 [4] differs from its metadata, ParamMeta(name='b'")
 
 
 def test_rows_is_a_part_of_a_rule() -> None:

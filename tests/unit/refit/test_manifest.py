@@ -47,7 +47,8 @@ def test_the_sequence_is_that_of_names_dtypes_and_shapes_in_order() -> None:
 
 
 @pytest.mark.parametrize(("change", "error"), [
-    (lambda text: text[:len(text) // 2], "damaged"), (lambda text: "", "damaged"), (lambda text: "[]", "no manifest"),
+    (lambda text: text[:len(text) // 2], "damaged"), (lambda text: "", "damaged"),
+    (lambda text: "[]", "not a manifest"),
     (lambda text: text.replace("step 1", "step 2"), "checksum"), (lambda text: text.replace("[4, 2]", "[2, 4]", 1),
                                                                   "checksum"),
     (lambda text: json.dumps({**json.loads(text), "format": 2}), "format 1")])

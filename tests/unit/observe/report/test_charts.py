@@ -142,6 +142,7 @@ def test_gantt_intervals_lie_at_their_times() -> None:
                              ("forward", 3, 0.25, 0.75)]
     traces, layout = only(html)
     assert layout["yaxis"]["ticktext"] == ["<b>vision grid</b>", "rank 0", "<b>language grid</b>", "rank 1"]
+    assert layout["yaxis"]["range"] == [3.5, -0.5], "half a row more than the four rows, the first at the top"
     assert traces[0]["hovertext"][0] == "forward, microbatch 3: 0.5 s, from 0 us" and traces[0]["text"][0] == "3"
     assert "Iteration 7" in html
 
