@@ -1,15 +1,27 @@
-"""Read the parts of a WebDataset sample as a conversation or a document, with its images still compressed."""
+"""Read a record of a data set as a conversation or a document, with its images still compressed.
+
+A record is the `json` part of a WebDataset sample, a line of a JSONL file or a row of a table. All of them take the
+same forms (`from_record`); they differ in where their images are (`ImageFiles`).
+"""
 
 from __future__ import annotations
 
 import base64
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-LLAVA_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+# `from` of a turn of `conversations`. The last three are ShareGPT's names in records with tools.
+LLAVA_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+               "function_call": "assistant", "observation": "tool", "tool": "tool"}
+# Keys of a record by which its form is recognised, in this order, and what each form is.
+FORMS = {"messages": "turns of role and content", "conversations": "turns of from and value",
+         "texts": "pairs of user and assistant", "question": "a question with answer or answers",
+         "caption": "a caption of images", "text": "a text, or a caption of images that it does not mark"}
+VIDEO_KEYS = ("video", "videos")
 TEXT_PARTS = ("json", "txt")
 # Stands for an image in the text of a turn.
 IMAGE_MARKER = "<image>"
@@ -36,6 +48,18 @@ class Conversation:
     document: Any = None
     images: list[tuple[str, bytes]] = field(default_factory=list)
     tools: list[Any] | None = None
+
+
+class ImageFiles(Protocol):
+    """The place where a record's images are."""
+
+    def images(self) -> list[tuple[str, bytes]]:
+        """Return name and bytes of all images of the record, in order."""
+        ...
+
+    def load(self, place: Any) -> tuple[str, bytes]:
+        """Return name and bytes of an image that the record names. Raises ValueError if there is no such image."""
+        ...
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
@@ -93,25 +117,77 @@ def from_parts(key: str, parts: Mapping[str, Any]) -> Conversation:
     if not isinstance(content, Mapping):
         raise ValueError(f"json is {type(content).__name__}, expected an object")
     names = content.get("images")
-    images = files.images() if names is None else files.named(names)
-    if "messages" in content:
-        messages = _turns(content["messages"], "messages")
-    elif "conversations" in content:
-        messages = [_from_llava(turn) for turn in _turns(content["conversations"], "conversations")]
-    elif "text" in content:
-        (document,), images = _own_images([content["text"]], images, files, are_listed=names is not None)
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError("images of json: expected a list of names of the sample's parts")
+    return from_record(content, names, files)
+
+
+def from_record(record: Mapping[str, Any], names: Sequence[Any] | None, files: ImageFiles) -> Conversation:
+    """Read a record, whose form is decided by the first key of `FORMS` that it has.
+
+    Args:
+        record: the record.
+        names: the images that the record lists; None if it lists none, so that its images are those of `files`.
+        files: where images are.
+
+    Raises:
+        ValueError: the record cannot be read; the message says why.
+    """
+    for key in VIDEO_KEYS:
+        if record.get(key):
+            raise ValueError(f"{key} {str(record[key])[:80]!r}: videos are not read; leave these records out")
+    form = next((key for key in FORMS if record.get(key) is not None), None)
+    if form is None:
+        known = ", ".join(f"{key} ({what})" for key, what in FORMS.items())
+        raise ValueError(f"unknown form: it has {', '.join(map(str, record)) or 'no key'}, expected one of {known}")
+    images = files.images() if names is None else [files.load(name) for name in names]
+    if form == "caption":
+        return captioned(record["caption"], images)
+    if form == "text" and images and isinstance(record["text"], str) and IMAGE_MARKER not in record["text"]:
+        return captioned(record["text"], images)
+    if form == "text":
+        (document,), images = _own_images([record["text"]], images, files, are_listed=names is not None)
         return Conversation(document=document, images=images)
-    elif "caption" in content:
-        return captioned(content["caption"], images)
+    if form == "question":
+        messages = _question(record, len(images))
+    elif form == "texts":
+        messages = [turn for pair in _turns(record["texts"], "texts") for turn in _pair(pair)]
+        messages[0]["content"] = [*[{"type": "image"}] * len(images), {"type": "text", "text": messages[0]["content"]}]
+    elif form == "conversations":
+        messages = [_from_llava(turn) for turn in _turns(record["conversations"], "conversations")]
     else:
-        raise ValueError(
-            f"no text: json has none of messages, conversations, text, caption, only {', '.join(sorted(content))}"
-        )
+        messages = _turns(record["messages"], "messages")
+    if record.get("system"):
+        if messages and isinstance(messages[0], Mapping) and messages[0].get("role") == "system":
+            raise ValueError("it has both `system` and a turn of role system; keep one")
+        messages = [{"role": "system", "content": record["system"]}, *messages]
     shown = [turn.get("content") if isinstance(turn, Mapping) else None for turn in messages]
     shown, images = _own_images(shown, images, files, are_listed=names is not None)
     messages = [{**turn, "content": content} if isinstance(turn, Mapping) else turn
                 for turn, content in zip(messages, shown, strict=True)]
-    return Conversation(messages=messages, images=images, tools=_tools(content.get("tools")))
+    return Conversation(messages=messages, images=images, tools=_tools(record.get("tools")))
+
+
+def _question(record: Mapping[str, Any], num_images: int) -> list[dict[str, Any]]:
+    """Return the turns of a question about images and its answer: the one given, or the most frequent of several."""
+    question, answer = record["question"], record.get("answer")
+    if answer is None:
+        answers = [each.get("answer") if isinstance(each, Mapping) else each for each in record.get("answers") or ()]
+        if not answers:
+            raise ValueError("no text: the question has neither answer nor answers")
+        if not all(isinstance(each, str) for each in answers):
+            raise ValueError("answers: expected a list of texts, or of objects with `answer`")
+        answer = Counter(answers).most_common(1)[0][0]  # the first of equally frequent ones
+    if not isinstance(question, str) or IMAGE_MARKER not in question:
+        question = [*[{"type": "image"}] * num_images, *_literal(question, "question")]
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": _literal(answer, "answer")}]
+
+
+def _pair(pair: Any) -> list[dict[str, Any]]:
+    """Return the two turns of an entry of `texts`, as in The Cauldron and FineVision."""
+    if not isinstance(pair, Mapping) or not all(isinstance(pair.get(name), str) for name in ("user", "assistant")):
+        raise ValueError(f"{str(pair)[:80]!r} of texts: expected an object with the texts user and assistant")
+    return [{"role": role, "content": pair[role]} for role in ("user", "assistant")]
 
 
 def _tools(tools: Any) -> list[Any] | None:
@@ -120,32 +196,33 @@ def _tools(tools: Any) -> list[Any] | None:
         try:
             tools = json.loads(tools)
         except ValueError as error:
-            raise ValueError(f"tools of json is text that is not JSON: {error}") from error
+            raise ValueError(f"tools is text that is not JSON: {error}") from error
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise ValueError("tools of json: expected a list of objects")
+        raise ValueError("tools: expected a list of objects")
     return tools or None
 
 
 def _own_images(
-    contents: Sequence[Any], images: list[tuple[str, bytes]], files: SampleFiles, *, are_listed: bool
+    contents: Sequence[Any], images: list[tuple[str, bytes]], files: ImageFiles, *, are_listed: bool
 ) -> tuple[list[Any], list[tuple[str, bytes]]]:
     """Return contents whose image parts have no names, and their images in order.
 
     Args:
         contents: content of each turn, text or a list of parts.
-        images: images of the sample, for contents that name none themselves.
-        files: the sample's parts.
-        are_listed: whether `images` of the json names `images`.
+        images: images of the record, for contents that name none themselves.
+        files: where images are.
+        are_listed: whether the record lists `images` itself.
 
     Raises:
-        ValueError: an image cannot be read from the sample, or only some of the images are named.
+        ValueError: an image cannot be read, or only some of the images are named.
     """
     plain: list[Any] = []
-    found: list[str | None] = []
+    found: list[Any] = []
     for content in contents:
         if isinstance(content, str):
             found += [None] * content.count(IMAGE_MARKER)
         elif isinstance(content, (list, tuple)):
+            content = [_typed(part) for part in content]
             places = [image_of(part) for part in content]
             found += [place for is_shown, place in places if is_shown]
             content = [{"type": "image"} if is_shown else part
@@ -164,8 +241,15 @@ def _own_images(
     return plain, own
 
 
-def image_of(part: Any) -> tuple[bool, str | None]:
-    """Return whether a content part shows an image, and its name or URL, which is None if the part does not say.
+def _typed(part: Any) -> Any:
+    """Return a content part with its type, which Qwen's own data leaves out: `{"text": ...}`, `{"image": ...}`."""
+    given = {name: value for name, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
+    name = next(iter(given), "")
+    return {"type": name, **given} if len(given) == 1 and name in ("text", "image") else part
+
+
+def image_of(part: Any) -> tuple[bool, Any]:
+    """Return whether a content part shows an image, and its name, URL or data, which is None if the part does not say.
 
     Forms: `{"type": "image"}`, Hugging Face's `{"type": "image", "image": ...}` (or `url`, `path`, `base64`), and
     OpenAI's `{"type": "image_url", "image_url": {"url": ...}}`, also with the URL alone.
@@ -175,6 +259,8 @@ def image_of(part: Any) -> tuple[bool, str | None]:
     """
     given = {name: value for name, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
     kind = str(given.pop("type", ""))
+    if kind.startswith("video"):
+        raise ValueError("the content shows a video: videos are not read; leave these records out")
     if not kind.startswith("image"):
         return False, None
     given.pop("detail", None)  # a setting for OpenAI's own models
@@ -184,11 +270,13 @@ def image_of(part: Any) -> tuple[bool, str | None]:
     if kind == "image_url" and name == "image_url" and isinstance(place, Mapping):
         place = place.get("url")
     allowed = {"image": ("image", "url", "path", "base64"), "image_url": ("image_url", "url")}
-    if name not in allowed.get(kind, ()) or not isinstance(place, str):
+    # A row of a table may hold the image itself.
+    is_place = isinstance(place, str) or (name == "image" and isinstance(place, (bytes, Mapping)))
+    if name not in allowed.get(kind, ()) or not is_place:
         raise ValueError(
             f"a content part of type {kind} has {', '.join(f'{key} ({type(given[key]).__name__})' for key in given)}: "
             'an image is {"type": "image"}, {"type": "image", "image": NAME} or {"type": "image_url", "image_url": '
-            '{"url": NAME}}, where NAME is a part of the sample or a data: URL'
+            '{"url": NAME}}, where NAME is a part of the sample, a file of the image folder or a data: URL'
         )
     return True, f"data:;base64,{place}" if name == "base64" else place
 
@@ -210,26 +298,16 @@ class SampleFiles:
         names = [name for name, data in self.parts.items() if is_image(name, data)]
         return [(name, self.parts[name]) for name in sorted(names, key=natural_order)]
 
-    def named(self, names: Any) -> list[tuple[str, bytes]]:
-        """Return the images that `images` of the json names."""
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError("images of json: expected a list of names of the sample's parts")
-        return [self.load(name) for name in names]
-
-    def load(self, place: str) -> tuple[str, bytes]:
+    def load(self, place: Any) -> tuple[str, bytes]:
         """Return name and bytes of an image, given as the name of a part of this sample or as a data: URL.
 
         Raises:
             ValueError: the image is not in this sample, or not in the format that it claims.
         """
+        if not isinstance(place, str):
+            raise ValueError(f"an image of json is {type(place).__name__}, expected the name of a part of the sample")
         if place.startswith("data:"):
-            header, comma, text = place.partition(",")
-            if not comma or not header.endswith(";base64"):
-                raise ValueError(f"image {place[:40]!r} is a data: URL without base64 content")
-            try:
-                return "of a data: URL", base64.b64decode(text, validate=True)
-            except ValueError as error:
-                raise ValueError(f"image {place[:40]!r} is a data: URL whose content is not base64: {error}") from error
+            return from_data_url(place)
         if re.match(r"https?://", place):
             raise ValueError(f"image {place[:200]!r} is on the network, from where nothing is fetched; store it as a "
                              "part of the sample")
@@ -242,16 +320,36 @@ class SampleFiles:
         return part, self.parts[part]
 
 
+def from_data_url(url: str) -> tuple[str, bytes]:
+    """Return a name for messages and the bytes of an image in a `data:` URL. Raises ValueError if it is not base64."""
+    header, comma, text = url.partition(",")
+    if not comma or not header.endswith(";base64"):
+        raise ValueError(f"image {url[:40]!r} is a data: URL without base64 content")
+    try:
+        return "of a data: URL", base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise ValueError(f"image {url[:40]!r} is a data: URL whose content is not base64: {error}") from error
+
+
 def _turns(turns: Any, name: str) -> list[Any]:
     if not isinstance(turns, list):
-        raise ValueError(f"{name} of json is {type(turns).__name__}, expected a list of turns")
+        raise ValueError(f"{name} is {type(turns).__name__}, expected a list of turns")
+    if not turns:
+        raise ValueError(f"empty conversation: {name} has no turn")
     return turns
 
 
 def _from_llava(turn: Any) -> dict[str, Any]:
     if not isinstance(turn, Mapping) or turn.get("from") not in LLAVA_ROLES:
         raise ValueError(f"turn {str(turn)[:80]!r} of conversations: `from` is none of {', '.join(LLAVA_ROLES)}")
-    return {"role": LLAVA_ROLES[turn["from"]], "content": turn.get("value")}
+    role, content = LLAVA_ROLES[turn["from"]], turn.get("value")
+    if turn["from"] != "function_call":
+        return {"role": role, "content": content}
+    try:
+        calls = json.loads(content) if isinstance(content, str) else content
+    except ValueError as error:
+        raise ValueError(f"turn {content[:80]!r} of conversations: the function call is not JSON: {error}") from error
+    return {"role": role, "content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
 def _literal(text: Any, name: str) -> Any:

@@ -21,6 +21,7 @@ MODEL_PROVIDERS = {
 }
 DATASET_PROVIDERS = {
     "arithmetic": "data.arithmetic:provider",
+    "conversations": "data.conversation_files.provider:provider",
     "digits": "data.digits:provider",
     "energon": "data.energon.provider:provider",
     "mock": "data.mock:provider",

@@ -2,6 +2,7 @@ r"""Show what a model would get of a data set: figures, charts and samples on on
 
     python scripts/data_stats.py DATASET --tokenizer FOLDER --model-provider llava --hf-config FOLDER
     python scripts/data_stats.py --config run.toml --out page.html
+    python scripts/data_stats.py train.json --dataset-provider conversations --image-folder images --tokenizer FOLDER
     python scripts/data_stats.py blend.yaml --config run.toml --seq-length 8192 --packing-buffer-size 256
 
 The flags are those of train_hetero.py, and so are their defaults: the model decides how images become pixels and
@@ -44,7 +45,8 @@ class StatsConfig:
     """Paths that are read and written."""
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATASET")] = ""
-    """Folder prepared with `energon prepare`, or a metadataset YAML that blends several; left out: --data-path."""
+    """Folder prepared with `energon prepare`, or a metadataset YAML that blends several; with --dataset-provider
+    conversations, a file or folder of these. Left out: --data-path."""
     samples: int = 1000
     """Samples to read, bad ones included; at most one pass over the data set."""
     out: Path = Path("data_stats.html")
@@ -58,7 +60,7 @@ class ShardsConfig(DataConfig):
     """Data: which data set."""
 
     dataset_provider: str = "energon"
-    """energon, the one that reads shards."""
+    """energon or conversations."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,8 @@ def parse_flags(arguments: list[str] | None) -> StatsRunConfig:
     """Read the command line. Raises ValueError, with flags and values, if they cannot work."""
     run = parse_as(StatsRunConfig, arguments, (__doc__ or "").partition("\n\n")[0])
     stats, name = run.stats, run.data.dataset_provider
-    if name != "energon":
-        raise ValueError(f"--dataset-provider {name}: only energon reads shards, which this program looks at")
+    if name not in ("energon", "conversations"):
+        raise ValueError(f"--dataset-provider {name}: this program looks at the data sets of energon and conversations")
     if stats.samples < 1:
         raise ValueError(f"--samples {stats.samples}: must be at least 1")
     if stats.out.is_dir() or not stats.out.absolute().parent.is_dir():
@@ -137,8 +139,8 @@ def in_words(model: dict[str, Any]) -> str:
 
 def given_flags(run: StatsRunConfig) -> str:
     """Return the flags of data and model that differ from their defaults, and a few others."""
-    words = [f"--model-provider {run.model.model_provider}", f"--seq-length {run.train.seq_length}",
-             f"--seed {run.train.seed}"]
+    words = [f"--dataset-provider {run.data.dataset_provider}", f"--model-provider {run.model.model_provider}",
+             f"--seq-length {run.train.seq_length}", f"--seed {run.train.seed}"]
     for section in SECTIONS:
         values = vars(run)[section]
         for setting in dataclasses.fields(values):

@@ -4,9 +4,10 @@
     python scripts/prepare_digits.py OUT --samples 1000 --shards 4 --image-size 64
 
 OUT/digits has train and val shards with images, and OUT/text shards of numbers in words. OUT/blend.yaml draws from
-both. OUT/tokenizer has the ids of `data/digits.py`. Sample i of OUT/digits is sample i of the in-memory data set with
-the same seed, without augmentation. Keys name the scans: `train-000012-17-1033` shows scans 17 and 1033. The same
-arguments write the same bytes.
+both. With --llava, OUT/llava has the samples of OUT/digits as LLaVA publishes its data, in train.json and val.json
+with images beside them. OUT/tokenizer has the ids of `data/digits.py`. Sample i of OUT/digits is sample i of the
+in-memory data set with the same seed, without augmentation. Keys name the scans: `train-000012-17-1033` shows scans 17
+and 1033. The same arguments write the same bytes.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from scripts.shards import Member, prepare_shards, write_shard, write_word_token
 GREY_STEP = 15
 # The same share of text as in the in-memory data set.
 TEXT_SHARE = digits.Config.digits_text_only_fraction
+# LLaVA's names of roles.
+LLAVA_NAMES = {"user": "human", "assistant": "gpt"}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -47,6 +50,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--strip", action="store_true", help="all digits of a number in one image")
     parser.add_argument("--any-size", action="store_true",
                         help="for encoders of images of any size: a strip is as wide as its digits need")
+    parser.add_argument("--llava", action="store_true",
+                        help="also write train.json, val.json and images, as LLaVA publishes its data")
     chosen = parser.parse_args(arguments)
     if chosen.seed < 0 or not 1 <= chosen.shards <= chosen.samples:
         parser.error(f"--samples {chosen.samples} --shards {chosen.shards} --seed {chosen.seed}: need 1 <= shards <= "
@@ -130,6 +135,22 @@ def write_dataset(folder: Path, chosen: argparse.Namespace, splits: dict[str, ra
     prepare_shards(folder, names, list(splits))
 
 
+def write_llava(folder: Path, chosen: argparse.Namespace, splits: dict[str, range]) -> None:
+    """Write the samples of the splits with images as LLaVA publishes its data."""
+    (folder / "images").mkdir(parents=True)
+    for split, indices in splits.items():
+        records = []
+        for index in indices:
+            *images, (name, content) = members(chosen, split, index, text_only=False)
+            for image, data in images:
+                (folder / "images" / image).write_bytes(data)
+            records.append({
+                "id": name.removesuffix(".json"), "image": [f"images/{image}" for image, _ in images],
+                "conversations": [{"from": LLAVA_NAMES[turn["role"]], "value": turn["content"]}
+                                  for turn in json.loads(content)["messages"]]})
+        (folder / f"{split}.json").write_text(json.dumps(records, indent=1))
+
+
 def write_tokenizer(folder: Path) -> None:
     """Write a word tokenizer with the ids of `data/digits.py`."""
     special = {"<pad>": digits.PAD, "<bos>": digits.BOS, "<eos>": digits.EOS, IMAGE_MARKER: digits.FIRST_DIGIT - 1}
@@ -152,6 +173,8 @@ def main(arguments: list[str] | None = None) -> None:
     images, texts = range(chosen.samples), range(chosen.samples, chosen.samples + num_text)
     write_dataset(out / "digits", chosen, {"train": images, "val": range(num_val)}, text_only=False)
     write_dataset(out / "text", chosen, {"train": texts, "val": range(num_val)}, text_only=True)
+    if chosen.llava:
+        write_llava(out / "llava", chosen, {"train": images, "val": range(num_val)})
     write_tokenizer(out / "tokenizer")
     (out / "blend.yaml").write_text(
         "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
@@ -164,6 +187,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{chosen.samples} train and {num_val} val samples with images, {num_text} train samples of text in {out}")
     print("Train on them with")
     print(f"  --dataset-provider energon --data-path {out / 'blend.yaml'} --tokenizer {out / 'tokenizer'} \\")
+    if chosen.llava:
+        print(f"or  --dataset-provider conversations --data-path {out / 'llava'} --tokenizer {out / 'tokenizer'} \\")
     print(f"  --image-mean {digits.PIXEL_MEAN * scale!r} --image-std {digits.PIXEL_STD * scale!r}"
           + (" \\\n  --image-tiling dynamic" if chosen.any_size else ""))
 

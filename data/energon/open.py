@@ -13,7 +13,6 @@ from megatron.energon import (
     InterleavedSample,
     VQASample,
     WorkerConfig,
-    get_train_dataset,
     load_dataset,
 )
 from megatron.energon import errors as energon_errors
@@ -26,9 +25,12 @@ from megatron.energon.flavors.webdataset.config import INDEX_SQLITE_FILENAME, MA
 from megatron.energon.flavors.webdataset.itar_reader import ITarReader
 from megatron.energon.flavors.webdataset.metadata import EnergonDatasetType, get_dataset_type
 from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
+from megatron.energon.metadataset.loader_interface import LoadedDatasetList
 from megatron.energon.task_encoder.base import TaskEncoder
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
+from data.conversation_files import sources as conversation_files
+from data.conversation_files.provider import Config as FilesConfig
 from data.conversations import is_image, is_read
 from data.energon.provider import Config, check_path, path_of
 
@@ -65,8 +67,11 @@ def naming(flag: str, path: str, split: str) -> Iterator[None]:
 
 
 def check_prepared(config: Config, split: str) -> None:
-    """Raise ValueError unless the path of a split exists and Energon can open it."""
+    """Raise ValueError unless the path of a split exists and can be opened."""
     check_path(config, split)
+    if isinstance(config, FilesConfig):
+        conversation_files.check_files(config, split)
+        return
     flag, path = path_of(config, split)
     with naming(flag, path, split):
         place = EPath(path)
@@ -140,15 +145,30 @@ def split_sizes(config: Config, split: str) -> list[int]:
         return [len(leaf_range(leaf)) for source in open_sources(config, split) for leaf in leaves(source.build())]
 
 
+def load_sources(config: Config, split: str, worker_config: WorkerConfig, **options: Any) -> LoadedDatasetList:
+    """Return Energon's factories of the data sets that a split blends, and how it blends them.
+
+    Args:
+        config: the data set's flags.
+        split: `train` or `valid`.
+        worker_config: the workers that read.
+        options: further arguments of Energon's factories of shards.
+
+    Raises:
+        ValueError: the data cannot be opened; the message names flag and path.
+    """
+    if isinstance(config, FilesConfig):
+        return conversation_files.load_sources(config, split, worker_config, options.get("max_samples_per_sequence"))
+    flag, path = path_of(config, split)
+    with naming(flag, path, split):
+        return load_dataset(path).get_datasets(
+            training=split == "train", split_part=SPLIT_NAMES[split], worker_config=worker_config, **options)
+
+
 def open_sources(config: Config, split: str) -> list[Any]:
     """Return Energon's factories of the data sets that a split blends. Raises ValueError if they cannot be opened."""
-    flag, path = path_of(config, split)
     alone = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    with naming(flag, path, split):
-        loaded = load_dataset(path).get_datasets(
-            training=split == "train", split_part=SPLIT_NAMES[split], worker_config=alone
-        )
-        return [source.dataset for source in loaded.datasets]
+    return [source.dataset for source in load_sources(config, split, alone).datasets]
 
 
 def refuse_images(config: Config, split: str) -> None:
@@ -217,18 +237,19 @@ def check_size(config: Config, num_lanes: int) -> list[int]:
 def train_dataset(config: Config, worker_config: WorkerConfig, encoder: TaskEncoder) -> SavableDataset:
     """Open Energon's endless data set of the training split. Raises ValueError if it cannot be opened."""
     # Without shuffling, Energon reads the slices of a shard one after the other.
-    order = {} if config.shuffle else {"shuffle_over_epochs_multiplier": None, "parallel_shard_iters": 1}
+    order = {"shuffle_over_epochs_multiplier": 1} if config.shuffle else {
+        "shuffle_over_epochs_multiplier": None, "parallel_shard_iters": 1}
+    loaded = load_sources(config, "train", worker_config, max_samples_per_sequence=config.max_samples_per_sequence,
+                          decoder=encoder.decoder, **order)
     with naming("--data-path", config.data_path, "train"):
-        dataset = get_train_dataset(
-            config.data_path,
+        dataset = encoder.build_train_datasets(
+            datasets=loaded.datasets,
             worker_config=worker_config,
             batch_size=None,
             packing_buffer_size=config.packing_buffer_size or None,
             shuffle_buffer_size=config.shuffle_buffer_size or None,
-            max_samples_per_sequence=config.max_samples_per_sequence,
-            task_encoder=encoder,
+            blend_mode=loaded.blend_mode,
             repeat=True,
-            **order,
         )
     keep_open(dataset, OPEN_SHARDS if config.num_workers else OPEN_SHARDS_IN_PROCESS)
     return dataset
@@ -240,10 +261,8 @@ def valid_datasets(config: Config, worker_config: WorkerConfig, encoder: TaskEnc
     Raises ValueError if they cannot be opened.
     """
     flag, path = path_of(config, "valid")
+    loaded = load_sources(config, "valid", worker_config, decoder=encoder.decoder)
     with naming(flag, path, "valid"):
-        loaded = load_dataset(path).get_datasets(
-            training=False, split_part=SPLIT_NAMES["valid"], worker_config=worker_config, decoder=encoder.decoder
-        )
         return [
             encoder.build_val_datasets(datasets=[source], worker_config=worker_config, batch_size=None)
             for source in loaded.datasets

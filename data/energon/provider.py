@@ -98,7 +98,7 @@ def check_path(config: Config, split: str) -> None:
     """Raise ValueError unless the path of a split is given and, unless it is a URL, exists."""
     flag, path = path_of(config, split)
     if not path:
-        raise ValueError(f"{flag}: name the folder or metadataset YAML of --dataset-provider energon")
+        raise ValueError(f"{flag}: name the folder, file or YAML of the data set")
     if "://" not in path and not os.path.exists(path):
         raise ValueError(f"{flag} {path}: does not exist")
 
@@ -187,6 +187,13 @@ def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
+def tokenizer_digest(config: Config) -> str:
+    """Return a digest of the tokenizer's files."""
+    from data.digests import TOKENIZER_FILES, content_of_folder
+
+    return content_of_folder(config.tokenizer, TOKENIZER_FILES)
+
+
 def unpacked(config: Config) -> Config:
     """Return the flags for the validation split, whose samples are counted one by one."""
     return replace(config, packing_buffer_size=0, packing_balance=False)
@@ -256,11 +263,10 @@ class EnergonProvider:
 
     def stream_fields(self, config: Any) -> dict[str, Any]:
         """Return the fields that decide the samples, but not --num-workers: readers check its product with lanes."""
-        from data.digests import TOKENIZER_FILES, content_of_data, content_of_folder
+        from data.digests import content_of_data
 
         return {name: value for name, value in vars(config).items() if name not in NOT_STREAMED} | {
-            "data_path": content_of_data(config.data_path),
-            "tokenizer": content_of_folder(config.tokenizer, TOKENIZER_FILES)}
+            "data_path": content_of_data(config.data_path), "tokenizer": tokenizer_digest(config)}
 
     def max_bad_samples(self, config: Any) -> int:
         limit: int = config.max_bad_samples

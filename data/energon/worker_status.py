@@ -21,6 +21,7 @@ from megatron.energon.wrappers.base import BaseWrapperDataset
 from megatron.energon.wrappers.map_dataset import MapDataset
 from megatron.energon.wrappers.packing_dataset import PackingDataset
 
+from data.conversation_files.sources import RecordReader
 from data.energon import compat
 
 HEADER = struct.Struct("<qdH")  # process id, time of the note, length of the text in bytes
@@ -108,6 +109,8 @@ class WatchedReader:
         if isinstance(self._reader, IJsonlReader):
             path = self._reader.jsonl_path
             return index, SourceInfo(dataset_path=path, index=index, shard_name=path.name, file_names=())
+        if isinstance(self._reader, RecordReader):
+            return self._reader.place(index)[1], self._reader.source_info(index)
         if not hasattr(self._reader, "shard_infos"):
             return index, SourceInfo(dataset_path=self._reader.base_path, index=index, shard_name=str(self._reader),
                                      file_names=())

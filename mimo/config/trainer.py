@@ -136,7 +136,7 @@ class DataConfig:
     """Data: which data set."""
 
     dataset_provider: str = "digits"
-    """Data set: a name (arithmetic, digits, energon, mock) or pkg.module:attr."""
+    """Data set: a name (arithmetic, conversations, digits, energon, mock) or pkg.module:attr."""
     lane_loader: Literal["routed", "per-lane"] = "routed"
     """Which ranks read data that is costly to read. routed: one rank reads each lane and sends the samples to the
     others. per-lane: every rank opens the lanes that it needs. Both give the same batches."""

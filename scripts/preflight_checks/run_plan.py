@@ -16,8 +16,8 @@ from mimo.protocols import StagedProvider
 from providers.common.hybrid import MAMBA, HybridConfig
 
 # Fields of any section that name a path from which a run reads.
-READ_PATHS = ("data_path", "valid_data_path", "tokenizer", "load_nemotron_checkpoint", "load_hf", "load_vision_from",
-              "load_language_from", "hf_config")
+READ_PATHS = ("data_path", "valid_data_path", "image_folder", "tokenizer", "load_nemotron_checkpoint", "load_hf",
+              "load_vision_from", "load_language_from", "hf_config")
 WRITTEN_PATHS = ("save", "run_dir", "tensorboard_dir")
 
 
@@ -48,7 +48,7 @@ def plan(config: RunConfig, world_size: int) -> str:
                       dataset=registry.dataset_provider("mock").Config())
     layout = validate(planned, world_size)
     provider, train = registry.model_provider(config.model.model_provider), config.train
-    if config.data.dataset_provider == "energon":
+    if isinstance(config.dataset, energon.Config):
         energon.check(config.dataset, data_request(
             layout, provider, config.model_family, micro_batch_size=train.micro_batch_size,
             seq_length=train.seq_length, seed=train.seed, split="train"))

@@ -234,6 +234,25 @@ def test_packing_counts_full_buffers():
     assert packing.imbalance is not None and 1.0 < packing.imbalance <= 2.0
 
 
+def test_files_of_conversations_are_shown_too(main, folder, capsys, tmp_path):
+    """The pairs of the shards, in a file with images beside it, and a record without its image."""
+    (tmp_path / "0.png").write_bytes(png(PIXELS))
+    turns = [{"from": "human", "value": "<image>what is it?"}, {"from": "gpt", "value": ANSWER}]
+    lines = [json.dumps({"image": image, "conversations": turns}) for image in (*["0.png"] * PAIRS, "1.png")]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    flags = (*MODEL, "--tokenizer", str(folder / "tokenizer"), "--out", str(tmp_path / "page.html"), "--json")
+    assert main([str(tmp_path / "train.jsonl"), "--dataset-provider", "conversations", *flags]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert main([str(folder / "pairs"), *flags]) == 0
+    expected = json.loads(capsys.readouterr().out)
+    for part in ("text", "image", "total"):
+        assert shown["tokens"][part] == expected["tokens"][part]
+    assert (shown["samples"]["good"], shown["samples"]["bad"]) == (PAIRS, 1)
+    (bad,) = shown["bad_samples"]
+    assert (bad["shard"], bad["key"]) == ("train.jsonl", f"line:{PAIRS + 1}")
+    assert "'1.png': there is no file" in bad["reason"]
+
+
 @pytest.mark.parametrize(("name", "flags", "message"), [
     ("nowhere", (), "DATASET"),
     ("tokenizer", (), "energon prepare"),

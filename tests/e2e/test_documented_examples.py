@@ -65,6 +65,20 @@ def write_tree(page: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_files_of_ones_own_train(tmp_path: Path) -> None:
+    (tree,) = (block for block in blocks(DOCS / "own_data.md", "text") if block.startswith("datasets/cats"))
+    (tmp_path / "datasets/cats/images").mkdir(parents=True)
+    name, rest = tree.split("\n", 1)
+    (tmp_path / name).write_text(rest[: rest.rindex("]") + 1])
+    for image in re.findall(r"^\S+/images/\S+", tree, re.M):
+        Image.fromarray(np.zeros((40, 50, 3), np.uint8)).save(tmp_path / image)
+    run(tmp_path, *documented("own_data.md", "data.character_tokenizer"))
+    run(tmp_path, *documented("own_data.md", "datasets/cats", "torchrun"), "--device", "cpu", "--run-dir", "run",
+        "--max-bad-samples", "0")
+    assert all(step["image-tokens"] > 0 for step in records(tmp_path / "run") if "lm loss" in step)
+
+
+@pytest.mark.slow
 def test_shards_of_ones_own_train(tmp_path: Path) -> None:
     write_tree("own_data.md", tmp_path)
     run(tmp_path, *documented("own_data.md", "energon", "prepare"))

@@ -39,7 +39,7 @@ OTHER_FLAGS = {
     "--slow": "scripts/test.sh",
     "--out": "scripts/data_stats.py",
     **dict.fromkeys(("--output", "--plan"), "scripts/report.py"),
-    "--image-size": "scripts/prepare_digits.py",
+    **dict.fromkeys(("--image-size", "--llava"), "scripts/prepare_digits.py"),
     "--nproc": "scripts/run_hetero_mock.sh",
     "--run": "scripts/bench/train.py",
     "--repeats": "scripts/bench/startup.py",
@@ -126,7 +126,9 @@ def test_the_pages_show_the_examples_as_they_are() -> None:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the pages have a reader make in datasets."""
     folder = tmp_path_factory.mktemp("data")
-    write_shards(folder / "digits8")
+    write_shards(folder / "digits8", "--llava")
+    (folder / "llava-digits").symlink_to(folder / "digits8")
+    (folder / "cats").symlink_to(folder / "digits8" / "llava")
     (folder / "own").symlink_to(folder / "digits8" / "digits")
     character_tokenizer.write(folder / "characters")
     return folder
@@ -185,7 +187,7 @@ def test_every_flag_exists() -> None:
     ]
     configs += [
         registry.dataset_provider(name).Config
-        for name in ("digits", "energon", "mock", "tests.support.own_data:provider")
+        for name in ("conversations", "digits", "energon", "mock", "tests.support.own_data:provider")
     ]
     configs += [registry.prompt_provider(name).Config for name in ("arithmetic", "gsm8k")]
     types = {name: kind for config in configs for name, kind in typed_fields(config).items()}

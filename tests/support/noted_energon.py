@@ -1,4 +1,7 @@
-"""The `energon` data set, which notes every row that it hands out: `tests.support.noted_energon:provider`."""
+"""Data sets that note every row that they hand out.
+
+`tests.support.noted_energon:provider` is `energon`, and `tests.support.noted_energon:conversations` is `conversations`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from data.conversation_files.provider import ConversationsProvider
 from data.energon.provider import EnergonProvider
 from mimo.protocols import DataRequest, LaneReader, Sample
 
@@ -38,8 +42,8 @@ class NotedReader:
         return getattr(self.inner, name)
 
 
-class NotedEnergon(EnergonProvider):
-    """See the module's text."""
+class Noting(EnergonProvider):
+    """Notes the rows of the readers of the provider that it is mixed into."""
 
     def reader(self, config: Any, request: DataRequest, lanes: Sequence[int]) -> Any:
         reader = super().reader(config, request, lanes)
@@ -59,4 +63,13 @@ def noted_rows(folder: Path) -> dict[tuple[int, int], set[str]]:
     return rows
 
 
+class NotedEnergon(Noting):
+    """The `energon` data set."""
+
+
+class NotedConversations(Noting, ConversationsProvider):
+    """The `conversations` data set."""
+
+
 provider = NotedEnergon()
+conversations = NotedConversations()

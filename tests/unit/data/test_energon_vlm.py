@@ -266,7 +266,7 @@ BAD = {
     "bomb": ({"png": broken_png(60_000, 60_000), "json": talk("<image>")},
              "image png has 60000x60000 pixels, more than --max-image-pixels 100000000"),
     "textless": ({"png": png()}, "no text: has neither json nor txt, only png"),
-    "keyless": ({"json": b'{"a": 1}'}, "no text: json has none of messages, conversations, text, caption, only a"),
+    "keyless": ({"json": b'{"a": 1}'}, "unknown form: it has a, expected one of messages (turns of"),
     "blank": ({"png": png(), "txt": b" "}, "no text: caption is empty"),
     "imageless": ({"json": talk("<image>")}, "1 image markers but 0 images"),
     "markerless": ({"png": png(), "json": talk("what?")}, "0 image markers but 1 images"),

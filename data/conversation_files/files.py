@@ -1,0 +1,217 @@
+"""Files of records, read at any place: JSON lines and JSON lists."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from data.conversations import from_data_url
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# White space between the values of a JSON document.
+JSON_SPACE = re.compile(r"[ \t\r\n]*")
+# Bytes of a file that are examined at a time.
+CHUNK = 1 << 24
+SUFFIXES = (".jsonl", ".json")
+
+
+class RecordFile(Protocol):
+    """A file of records."""
+
+    path: Path
+
+    def __len__(self) -> int: ...
+
+    def raw(self, index: int) -> Any:
+        """Return a record as it is stored. Raises ValueError if the file has become shorter."""
+        ...
+
+    def parse(self, raw: Any) -> Any:
+        """Parse what `raw` returned. Raises ValueError if it is damaged."""
+        ...
+
+    def name(self, index: int) -> str:
+        """Return the place of a record in its file, without spaces, such as `line:12`."""
+        ...
+
+
+class JsonRecords:
+    """A JSON file of a record on each line, or of one list of records; its content decides which.
+
+    Only the places of the records are kept in memory, and several processes may read one object.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ValueError: the file has neither form; the message names file and line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        size = os.fstat(self._descriptor).st_size
+        if not size:
+            raise ValueError(f"{path}: is empty")
+        with mmap.mmap(self._descriptor, size, access=mmap.ACCESS_READ) as content:
+            first = re.compile(rb"(?:%s)?\s*(\S)" % BYTE_ORDER_MARK).match(content)
+            if first is None:
+                raise ValueError(f"{path}: holds white space only")
+            if first[1] == b"[":
+                self._starts, self._ends, self._lines = _list_places(path, content)
+            elif first[1] == b"{":
+                self._starts, self._ends, self._lines = _line_places(content)
+                self._check_lines(content)
+            else:
+                raise ValueError(f"{path}: begins with {first[1].decode('latin-1')!r}; expected JSON, an object "
+                                 "on each line or one list of objects")
+        if not len(self._starts):
+            raise ValueError(f"{path}: has no record")
+
+    def _check_lines(self, content: mmap.mmap) -> None:
+        """Refuse a JSON document that is one object over several lines, of which each line would be a bad sample."""
+        first = content[self._starts[0] : self._ends[0]]
+        try:
+            json.loads(first)
+        except ValueError as error:
+            if self.path.suffix == ".json":
+                raise ValueError(f"{self.path}: is neither a list of objects nor an object on each line; write the "
+                                 f"list of records alone ({error})") from error
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def raw(self, index: int) -> bytes:
+        start, end = int(self._starts[index]), int(self._ends[index])
+        data = os.pread(self._descriptor, end - start, start)
+        if len(data) != end - start:
+            raise ValueError(f"{self.path}: has become shorter")
+        return data
+
+    def parse(self, raw: bytes) -> Any:
+        try:
+            return json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"is not JSON: {error}") from error
+
+    def name(self, index: int) -> str:
+        return f"line:{self._lines[index]}"
+
+
+def _line_places(content: mmap.mmap) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return start, end and number of each line that is not empty."""
+    size = len(content)
+    breaks = [start + np.flatnonzero(np.frombuffer(content[start : start + CHUNK], np.uint8) == ord("\n"))
+              for start in range(0, size, CHUNK)]
+    ends = np.concatenate([*breaks, [size]]).astype(np.int64)
+    starts = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)
+    if content[: len(BYTE_ORDER_MARK)] == BYTE_ORDER_MARK:
+        starts[0] = len(BYTE_ORDER_MARK)
+    lengths = ends - starts
+    kept = lengths > 0
+    for index in np.flatnonzero(kept & (lengths <= 2)):  # the line breaks of Windows, blanks
+        kept[index] = bool(content[starts[index] : ends[index]].strip())
+    return starts[kept], ends[kept], np.flatnonzero(kept) + 1
+
+
+def _list_places(path: Path, content: mmap.mmap) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return start, end and line of each element of a JSON list."""
+    # One character for each byte, so that places in the text are places in the file. Only strings have other bytes than
+    # those of ASCII, and what is in a string does not matter here.
+    text = content[:].decode("latin-1")
+    decoder = json.JSONDecoder()
+    places: list[tuple[int, int]] = []
+    lines: list[int] = []
+    line, counted = 1, 0
+    try:
+        at = JSON_SPACE.match(text, text.index("[") + 1).end()  # type: ignore[union-attr]
+        while text[at : at + 1] != "]":
+            _, end = decoder.raw_decode(text, at)
+            line, counted = line + text.count("\n", counted, at), at
+            places.append((at, end))
+            lines.append(line)
+            at = JSON_SPACE.match(text, end).end()  # type: ignore[union-attr]
+            if text[at : at + 1] == ",":
+                at = JSON_SPACE.match(text, at + 1).end()  # type: ignore[union-attr]
+            elif text[at : at + 1] != "]":
+                raise json.JSONDecodeError("expected , or ]", text, at)
+        after = JSON_SPACE.match(text, at + 1).end()  # type: ignore[union-attr]
+        if after != len(text):
+            raise json.JSONDecodeError("text behind the list", text, after)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: is no JSON list: line {error.lineno} column {error.colno}: {error.msg}") from error
+    starts, ends = np.array(places, np.int64).reshape(-1, 2).T
+    return starts, ends, np.array(lines, np.int64)
+
+
+def open_file(path: Path) -> RecordFile:
+    """Open a file of records, once in a process while it stays the same. Raises ValueError if that is not possible."""
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path}: expected a file in {', '.join(SUFFIXES)}")
+    try:
+        status = path.stat()
+        return _open(path, status.st_size, status.st_mtime_ns)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+@lru_cache(maxsize=256)
+def _open(path: Path, size: int, modified: int) -> RecordFile:
+    """Open a file; its size and the time of its last change are arguments so that a changed one is opened again."""
+    return JsonRecords(path)
+
+
+class FolderImages:
+    """Images of a record, each a file, bytes in the record itself, or a `data:` URL.
+
+    Attributes:
+        folder: folder to which names are relative.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def images(self) -> list[tuple[str, bytes]]:
+        """Return nothing: a record has the images that it names."""
+        return []
+
+    def load(self, place: Any) -> tuple[str, bytes]:
+        """Return name and bytes of an image.
+
+        Raises:
+            ValueError: there is no such image.
+            OSError: the file system fails.
+        """
+        if isinstance(place, bytes):
+            return "of the record", place
+        if not isinstance(place, str):
+            raise ValueError(f"an image is {type(place).__name__}, expected the name of a file")
+        if place.startswith("data:"):
+            return from_data_url(place)
+        if re.match(r"[a-z][a-z0-9+.-]*://", place) and not place.startswith("file://"):
+            raise ValueError(f"image {place[:200]!r} is on the network, from where nothing is fetched; download it and "
+                             "give its folder as --image-folder")
+        path = self.folder / place.removeprefix("file://")
+        try:
+            return place, path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
+            raise ValueError(f"image {place[:200]!r}: there is no file {path}{self._hint(place)}") from error
+
+    def _hint(self, place: str) -> str:
+        """Name a folder near by that has the image."""
+        name = Path(place)
+        for folder in (*(child for child in sorted(self.folder.glob("*")) if child.is_dir()), *self.folder.parents[:3]):
+            if (folder / name).is_file():
+                return f"; --image-folder {folder} would have it"
+        for count in range(1, len(name.parts)):
+            if self.folder.joinpath(*name.parts[count:]).is_file():
+                return (f", but {self.folder.joinpath(*name.parts[count:])}; put the images into "
+                        f"{self.folder.joinpath(*name.parts[:count])}, as the record names them")
+        return "; names are relative to --image-folder, or else to the folder of the data"

@@ -1,0 +1,58 @@
+"""Conversations about images in files as people publish them: JSONL and JSON with images beside them.
+
+The files become Energon data sets of their own kind (`data.conversation_files.sources`), so that lanes, packing, bad
+samples and checkpoints are those of shards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from data.energon import provider as energon
+from mimo.protocols import DataRequest
+
+
+@dataclass(frozen=True)
+class Config(energon.Config):
+    """Data set `conversations`: JSONL and JSON files, with images in a folder."""
+
+    data_path: str = ""
+    """A JSONL or JSON file, a folder with one, or a YAML file that mixes several."""
+    valid_data_path: str = ""
+    """Held-out samples, in the same forms. Default: the `val` split of --data-path, if it has one."""
+    image_folder: str = ""
+    """Folder to which the names of images are relative. Default: the folder of the file that names them."""
+
+
+class ConversationsProvider(energon.EnergonProvider):
+    """The `conversations` data set; see the docstring of this module."""
+
+    Config: ClassVar[type] = Config
+
+    def validate(self, config: Any, request: DataRequest) -> None:
+        """Raise ValueError, with flags, files and lines, for flags or files that cannot work.
+
+        Of every file, records are read with their images until one of them can be used; some of the first must.
+        """
+        energon.check(config, request)
+        # Energon and torch take seconds to import, and --help needs neither of them.
+        from data.conversation_files.sources import check_files, check_first_records
+        from data.energon.task_encoder import ErrorLog, VlmTaskEncoder
+
+        check_files(config, request.split)
+        super().validate(config, request)
+        encoder = VlmTaskEncoder(config, request, ErrorLog(config.max_bad_samples))
+        check_first_records(config, request.split, encoder.preencode_sample,
+                            takes_images=request.tokens.image_token_id >= 0)
+
+    def stream_fields(self, config: Any) -> dict[str, Any]:
+        """Return the fields that decide the samples. Files count by their sizes, and not by where they are."""
+        from data.conversation_files.sources import digest
+
+        fields = {name: value for name, value in vars(config).items()
+                  if name not in (*energon.NOT_STREAMED, "image_folder")}
+        return fields | {"data_path": digest(config), "tokenizer": energon.tokenizer_digest(config)}
+
+
+provider = ConversationsProvider()

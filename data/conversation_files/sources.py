@@ -1,0 +1,352 @@
+"""Files of conversations as data sets of Energon, which decides who reads what, and in which order."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from megatron.energon import WorkerConfig, basic_sample_keys
+from megatron.energon.cache import FileStore
+from megatron.energon.errors import FatalSampleError
+from megatron.energon.flavors.base_dataset import BaseCoreDatasetFactory, SavableDataset
+from megatron.energon.flavors.webdataset.sample_loader import RawSampleData, WebdatasetSampleLoaderDataset
+from megatron.energon.flavors.webdataset.sharder import Sharder
+from megatron.energon.flavors.webdataset.structs import ShardInfo
+from megatron.energon.metadataset.loader_interface import DatasetBlendMode, LoadedDataset, LoadedDatasetList
+from megatron.energon.source_info import SourceInfo
+from megatron.energon.wrappers.map_dataset import MapDataset
+
+from data.conversation_files.files import SUFFIXES, FolderImages, RecordFile, open_file
+from data.conversation_files.provider import Config
+from data.conversations import Conversation, from_record
+from data.energon.cookers import ParsedSample
+from data.energon.provider import path_of
+
+logger = logging.getLogger("mimo.data")
+# Records of each source that are read before a run starts, until one of them can be used.
+FIRST_RECORDS = 16
+# Slices of the records that a worker reads side by side, as Energon's own data sets do.
+PARALLEL_SLICES = 16
+SPLIT_NAMES = {"train": "train", "valid": "val"}
+# Words in the names of files and folders that tell the split.
+SPLIT_WORDS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val",
+               "eval": "val", "test": "test"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of one kind of record, read as one data set.
+
+    Attributes:
+        path: the file or folder that the user named.
+        files: the files of records.
+        images: folder to which the names of images are relative.
+        weight: share of the samples, relative to the other sources; None if all sources are read equally often.
+        repetitions: how often the samples come in one pass over all sources; None for weights.
+    """
+
+    path: Path
+    files: tuple[Path, ...]
+    images: Path
+    weight: float | None = None
+    repetitions: float | None = None
+
+
+def sources_of(config: Config, split: str) -> list[Source]:
+    """Return the sources of a split, `train` or `valid`. Raises ValueError, with flag and file, if there are none."""
+    flag, name = path_of(config, split)
+    if not name:
+        raise ValueError(f"{flag}: name the file or folder of --dataset-provider conversations")
+    path = Path(name)
+    if not path.exists():
+        raise ValueError(f"{flag} {path}: does not exist")
+    try:
+        if path.suffix in (".yaml", ".yml"):
+            return _mixed(path, split, config.image_folder)
+        # A file that is named for a split is that split. A folder may hold several.
+        files = _files_of(path, None if path.is_file() and flag == "--valid-data-path" else SPLIT_NAMES[split])
+        return [Source(path, files, _image_folder(config.image_folder, path))]
+    except ValueError as error:
+        raise ValueError(f"{flag} {path}: {error}") from error
+
+
+def _image_folder(given: str, path: Path) -> Path:
+    """Return the folder of a source's images. Raises ValueError if it does not exist."""
+    if given and not Path(given).is_dir():
+        raise ValueError(f"--image-folder {given}: is no folder")
+    return Path(given) if given else path if path.is_dir() else path.parent
+
+
+def _files_of(path: Path, split: str | None) -> tuple[Path, ...]:
+    """Return the files of a split in a file or folder; None: a file is of whichever split is wanted.
+
+    Raises:
+        ValueError: there are none, or it is unclear which ones are meant.
+    """
+    if path.is_file():
+        if split == "val":
+            raise ValueError("a single file has no val split; name held-out samples with --valid-data-path, or leave "
+                             "out --eval-iters")
+        if path.suffix not in SUFFIXES:
+            raise ValueError(f"expected a file in {', '.join(SUFFIXES)}, a folder with one, or a YAML file")
+        return (path,)
+    found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and not file.name.startswith("."))
+    by_split: dict[str, list[Path]] = {}
+    for file in found:
+        words = file.name.lower().replace("-", ".").replace("_", ".").split(".")
+        named = next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), "train")
+        by_split.setdefault(named, []).append(file)
+    files = by_split.get(split or "train", [])
+    if not files and split == "val":
+        raise ValueError("has no file of a val split (val or validation in its name); name held-out samples with "
+                         "--valid-data-path, or leave out --eval-iters")
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files) or "none"
+        raise ValueError(f"expected one file of the split in {', '.join(SUFFIXES)}, found {names}; name a file, or mix "
+                         "several in a YAML file")
+    return tuple(files)
+
+
+def _mixed(path: Path, split: str, image_folder: str) -> list[Source]:
+    """Read the sources of a split from a YAML file, whose paths are relative to it."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"is not YAML: {' '.join(str(error).split())}") from error
+    name = SPLIT_NAMES[split]
+    if not isinstance(content, Mapping) or not content.keys() <= {"train", "val"}:
+        found = ", ".join(map(str, content)) if isinstance(content, Mapping) else type(content).__name__
+        raise ValueError(f"expected the keys train and val, each with a list of files; found {found}")
+    entries = content.get(name)
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"has no list of files under {name}")
+    sources = [_entry(path.parent, place, entry, image_folder) for place, entry in enumerate(entries, 1)]
+    weights = [source.weight is not None for source in sources]
+    repeated = [source.repetitions is not None for source in sources]
+    if any(weights) and (any(repeated) or not all(weights)):
+        raise ValueError(f"{name}: give a weight to every file, or repetitions to some and weights to none")
+    return sources
+
+
+def _entry(folder: Path, place: int, entry: Any, image_folder: str) -> Source:
+    """Read an entry of a list of files."""
+    if isinstance(entry, str):
+        entry = {"path": entry}
+    known = {"path", "images", "weight", "repetitions"}
+    if not isinstance(entry, Mapping) or not entry.keys() <= known or not isinstance(entry.get("path"), str):
+        raise ValueError(f"entry {place}: expected path and, if needed, images, weight or repetitions; found {entry}")
+    path = folder / entry["path"]
+    for key in ("weight", "repetitions"):
+        value = entry.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
+            raise ValueError(f"entry {place}: {key} {value!r}: expected a number above 0")
+    if not path.exists():
+        raise ValueError(f"entry {place}: {path}: does not exist")
+    try:
+        files = _files_of(path, None if path.is_file() else "train")
+        images = entry.get("images")
+        if images is not None and not (folder / str(images)).is_dir():
+            raise ValueError(f"images {folder / str(images)}: is no folder")
+        found = folder / str(images) if images is not None else _image_folder(image_folder, path)
+    except ValueError as error:
+        raise ValueError(f"entry {place}: {path}: {error}") from error
+    return Source(path, files, found, entry.get("weight"), entry.get("repetitions"))
+
+
+class RecordReader:
+    """Reads records by number, in the place of Energon's readers of tar files.
+
+    Args:
+        source: the files.
+        order: number of the record in each place; None: as they are stored.
+    """
+
+    def __init__(self, source: Source, order: np.ndarray | None) -> None:
+        self._source = source
+        self._files = [open_file(path) for path in source.files]
+        self._starts = [0, *accumulate(map(len, self._files))]
+        self._order = order
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __str__(self) -> str:
+        return str(self._source.path)
+
+    def place(self, index: int) -> tuple[RecordFile, int]:
+        """Return the file of a record, and its number there."""
+        record = index if self._order is None else int(self._order[index])
+        number = int(np.searchsorted(self._starts, record, side="right")) - 1
+        return self._files[number], record - self._starts[number]
+
+    def source_info(self, index: int) -> SourceInfo:
+        """Return the origin of a record, for messages."""
+        file, _ = self.place(index)
+        return SourceInfo(dataset_path=self._source.path, index=index, shard_name=file.path.name, file_names=())
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        file, number = self.place(index)
+        return {"__key__": file.name(number), "__shard__": file.path.name, "__restore_key__": ("Webdataset", index),
+                "__sources__": (self.source_info(index),), "__subflavors__": None, "raw": file.raw(number),
+                "parse": file.parse}
+
+    def close(self) -> None:
+        """Do nothing: the files stay open for other readers of the process."""
+
+
+class RecordFiles(BaseCoreDatasetFactory[ParsedSample], Sharder):
+    """Energon's factory of the data set of a source.
+
+    Args:
+        source: the files.
+        training: whether records are shuffled and repeated.
+        worker_config: the workers.
+        max_samples_per_sequence: records that a worker reads from a slice in a row.
+        shuffle: whether records are shuffled in training.
+    """
+
+    __sample_type__ = ParsedSample
+
+    def __init__(self, source: Source, *, training: bool, worker_config: WorkerConfig,
+                 max_samples_per_sequence: int | None, shuffle: bool) -> None:
+        self.source, self.paths, self.subflavors = source, [source.path], {}
+        self._worker_config, self._max_samples_per_sequence = worker_config, max_samples_per_sequence
+        self._shuffle = training and shuffle
+        self._count = sum(len(open_file(path)) for path in source.files)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def build(self, worker_rotation_offset: int = 0) -> SavableDataset[ParsedSample]:
+        # Energon shuffles slices of neighbours. Any record is quickly found here, so all of them can be shuffled first.
+        seed = [self._worker_config.seed_offset % 2**32, self._count]
+        order = np.random.default_rng(seed).permutation(self._count) if self._shuffle else None
+        shard = ShardInfo(name=self.source.path.name, path=self.source.path, count=self._count)
+        records = WebdatasetSampleLoaderDataset(
+            join_readers=[RecordReader(self.source, order)],
+            workers_sample_slice_offsets=self.shard_workers(
+                [shard], worker_config=self._worker_config, max_samples_per_sequence=self._max_samples_per_sequence,
+                rotation_offset=worker_rotation_offset),
+            worker_config=self._worker_config,
+            shuffle_over_epochs=1 if self._shuffle else None,
+            parallel_slice_iters=PARALLEL_SLICES if self._shuffle else 1,
+        )
+        return MapDataset(records, partial(parsed, FolderImages(self.source.images)), stateless_map_fn=True,
+                          worker_config=self._worker_config, map_fn_config={"type": type(self).__qualname__})
+
+    def as_file_store(self) -> FileStore:
+        raise ValueError(f"{self.source.path}: a file of conversations cannot be an auxiliary data set")
+
+
+def parsed(images: FolderImages, sample: RawSampleData) -> ParsedSample:
+    """Read a record with its images. Raises ValueError if it cannot be used."""
+    (record,) = sample.data
+    assert record is not None
+    content = record["parse"](record["raw"])
+    try:
+        return ParsedSample(**basic_sample_keys(record), conversation=conversation_of_record(content, images))
+    except OSError as error:
+        # The record is not at fault: the run ends.
+        raise FatalSampleError(f"{record['__shard__']} {record['__key__']}: {error}") from error
+
+
+def conversation_of_record(record: Any, images: FolderImages) -> Conversation:
+    """Read a record and the images that `image` or `images` names. Raises ValueError if it cannot be used."""
+    if not isinstance(record, Mapping):
+        raise ValueError(f"is {type(record).__name__}, expected an object")
+    both = [key for key in ("image", "images") if record.get(key) is not None]
+    if len(both) == 2:
+        raise ValueError("has both image and images; keep one")
+    names = record[both[0]] if both else None
+    if names is not None and not isinstance(names, list):
+        names = [names]
+    return from_record(record, names, images)
+
+
+def load_sources(config: Config, split: str, worker_config: WorkerConfig,
+                 max_samples_per_sequence: int | None = None) -> LoadedDatasetList:
+    """Return Energon's factories of a split's sources, and how they are blended."""
+    sources = sources_of(config, split)
+    datasets = [
+        LoadedDataset(
+            dataset=RecordFiles(source, training=split == "train", worker_config=worker_config,
+                                max_samples_per_sequence=max_samples_per_sequence, shuffle=config.shuffle),
+            weight=source.weight, repetitions=source.repetitions)
+        for source in sources]
+    mode = DatasetBlendMode.DATASET_WEIGHT if sources[0].weight is not None else DatasetBlendMode.SAMPLE_REPETITIONS
+    return LoadedDatasetList(datasets=datasets, blend_mode=mode if len(sources) > 1 else DatasetBlendMode.NONE)
+
+
+def check_files(config: Config, split: str) -> None:
+    """Raise ValueError unless all files of a split can be opened."""
+    for source in sources_of(config, split):
+        for path in source.files:
+            open_named(path_of(config, split)[0], path)
+
+
+def open_named(flag: str, path: Path) -> RecordFile:
+    """Open a file of records. Raises ValueError, with the flag, if that is not possible."""
+    try:
+        return open_file(path)
+    except ValueError as error:
+        raise ValueError(f"{flag} {error}") from error
+
+
+def check_first_records(config: Config, split: str, encode: Callable[[ParsedSample], object], *,
+                        takes_images: bool) -> None:
+    """Read the first records of each source, with their images.
+
+    Args:
+        config: the data set's flags.
+        split: `train` or `valid`.
+        encode: makes tokens of a record. Raises ValueError if it cannot be used.
+        takes_images: whether the run has an encoder.
+
+    Raises:
+        ValueError: none of the records can be used, or one has an image and the run no encoder; names file and line.
+    """
+    flag = path_of(config, split)[0]
+    for source in sources_of(config, split):
+        file = open_named(flag, source.files[0])
+        images = FolderImages(source.images)
+        errors = []
+        first = range(min(FIRST_RECORDS, len(file)))
+        for number in first:
+            place = f"{flag} {file.path} {file.name(number)}"
+            try:
+                conversation = conversation_of_record(file.parse(file.raw(number)), images)
+                if takes_images or not conversation.images:
+                    encode(ParsedSample(__key__=place, __restore_key__=(), __subflavors__=None, __sources__=(),
+                                        conversation=conversation))
+            except (ValueError, OSError) as error:
+                errors.append(f"{place}: {error}")
+                continue
+            if conversation.images and not takes_images:
+                raise ValueError(f"{place}: has an image, and the run has no encoder for it, because of --llm-only or "
+                                 "a model for text; use a data set of text")
+            break
+        if len(errors) == len(first):
+            raise ValueError(f"{errors[0]} (and none of the first {len(first)} records can be used)"
+                             if len(first) > 1 else errors[0])
+
+
+def digest(config: Config) -> str:
+    """Return a digest of the training files: their names, sizes and shares. They may be too large to be read."""
+    parts = [[[file.name, file.stat().st_size] for file in source.files] + [[source.weight, source.repetitions]]
+             for source in sources_of(config, "train")]
+    return f"files {hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}"
+
+
+def open_split(config: Config, split: str) -> Sequence[tuple[Source, RecordFile]]:
+    """Return the files of records of a split, each with its source, in order."""
+    flag = path_of(config, split)[0]
+    return [(source, open_named(flag, path)) for source in sources_of(config, split) for path in source.files]

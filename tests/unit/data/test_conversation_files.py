@@ -1,0 +1,370 @@
+"""Conversations in JSONL and JSON files: their forms, their images, the order in which lanes read them, bad records."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import AutoTokenizer
+
+from data.conversation_files.files import open_file
+from data.conversation_files.provider import Config, provider
+from mimo.protocols import DataRequest, RoutedDataProvider, Sample, TokenSpec
+from tests.support.chat_templates import QWEN25_TOOLS
+from tests.support.small_tokenizer import CHATML_TOKENS, write_tokenizer
+
+IMAGE, SIDE = 390, 16
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:multiprocessing", "ignore:This DataLoader will create:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def config(tokenizer: Path, tmp_path: Path) -> Config:
+    """Flags that read `tmp_path/train.jsonl` in this process, beside images of grey levels 0 to 9."""
+    (tmp_path / "images").mkdir()
+    for grey in range(10):
+        (tmp_path / "images" / f"{grey}.png").write_bytes(png(grey))
+    return Config(data_path=str(tmp_path / "train.jsonl"), image_folder=str(tmp_path / "images"),
+                  tokenizer=str(tokenizer), prompt_format="plain", image_mean=(0.0,), image_std=(1.0,),
+                  image_tiling="stretch", image_resample="bicubic", num_workers=0)
+
+
+def png(grey: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("L", (SIDE, SIDE), grey).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def request(lanes: int = 1, split: str = "train", seed: int = 3, image_token_id: int = IMAGE) -> DataRequest:
+    tokens = TokenSpec(vocab_size=400, image_token_id=image_token_id, image_size=SIDE, num_channels=3)
+    return DataRequest(tokens, lambda height, width: 5, lanes, 1, 64, seed, split)
+
+
+def write_lines(path: Path, records: Sequence[Any]) -> Path:
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return path
+
+
+def read(config: Config, count: int, asks: DataRequest | None = None, lanes: Sequence[int] = (0,)) -> list[Sample]:
+    """The next rows of some lanes, lane by lane."""
+    asks = asks or request()
+    provider.validate(config, asks)
+    reader = provider.reader(config, asks, lanes)
+    reader.start()
+    try:
+        return [reader.read(lane) for lane in lanes for _ in range(count)]
+    finally:
+        reader.close()
+
+
+def text_of(config: Config, row: Sample) -> str:
+    """Tokens as text, an image as #, an answer between brackets."""
+    backend = AutoTokenizer.from_pretrained(config.tokenizer)
+    pieces = ["#" if token == IMAGE else backend.decode([token]) for token in row.tokens.tolist()]
+    marked = [f"[{piece}]" if target else piece for piece, target in zip(pieces, row.target_mask.tolist(), strict=True)]
+    return "".join(marked).replace("][", "")
+
+
+def greys(row: Sample) -> list[int]:
+    assert row.images is not None
+    return [round(float(image[0, 0, 0]) * 255) for image in row.images]
+
+
+def number_of(row: Sample) -> int:
+    """The line of a row."""
+    return int(row.key.rpartition(":")[2])
+
+
+def turns(*texts: Any) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+
+
+def said(*texts: Any) -> list[dict[str, Any]]:
+    return [{"from": ("human", "gpt")[place % 2], "value": text} for place, text in enumerate(texts)]
+
+
+DATA_URL = "data:image/png;base64," + base64.b64encode(png(7)).decode()
+TEXT = {"type": "text", "text": "or"}
+
+
+@pytest.mark.parametrize(
+    ("record", "text", "levels"),
+    [
+        ({"id": "a", "image": "3.png", "conversations": said("<image>\nwhat?", "dog")}, "<s>#\nwhat?\n[dog</s>]", [3]),
+        ({"image": "3.png", "conversations": said("what?\n<image>", "dog", "and?", "cat")},
+         "<s>what?\n#\n[dog</s>]\nand?\n[cat</s>]", [3]),
+        ({"image": ["3.png", "1.png"], "conversations": said("<image> or <image>?", "dog")},
+         "<s># or #?\n[dog</s>]", [3, 1]),
+        ({"model": "", "conversations": said("hi", "ho")}, "<s>hi\n[ho</s>]", []),
+        ({"system": "be brief", "conversations": said("hi", "ho")}, "<s>be brief\nhi\n[ho</s>]", []),
+        ({"messages": turns([{"type": "image_url", "image_url": {"url": "2.png"}}, TEXT], "cat")},
+         "<s>#or\n[cat</s>]", [2]),
+        ({"messages": turns([{"type": "image_url", "image_url": {"url": DATA_URL}}], "cat")}, "<s>#\n[cat</s>]", [7]),
+        ({"messages": turns([{"type": "image", "image": "2.png"}, TEXT], "cat")}, "<s>#or\n[cat</s>]", [2]),
+        ({"messages": turns([{"image": "2.png"}, {"text": "or"}], "cat")}, "<s>#or\n[cat</s>]", [2]),
+        ({"images": ["4.png", "5.png"], "messages": turns("<image><image> which?", "cat")},
+         "<s>## which?\n[cat</s>]", [4, 5]),
+        ({"images": ["4.png"], "messages": turns([{"type": "image", "text": None}, TEXT], "cat")},
+         "<s>#or\n[cat</s>]", [4]),
+        ({"image": "6.png", "caption": "a cat"}, "<s>#\n[a cat</s>]", [6]),
+        ({"image": "6.png", "text": "a cat"}, "<s>#\n[a cat</s>]", [6]),
+        ({"image": "6.png", "text": "a <image> cat"}, "<s>[a ]#[ cat</s>]", [6]),
+        ({"text": "a cat"}, "<s>[a cat</s>]", []),
+        ({"image": "6.png", "question": "what?", "answer": "cat"}, "<s>#what?\n[cat</s>]", [6]),
+        ({"image": "6.png", "question": "what? <image>", "answer": "cat"}, "<s>what? #\n[cat</s>]", [6]),
+        ({"image": "6.png", "question": "what?", "answers": ["dog", "cat", "cat"]}, "<s>#what?\n[cat</s>]", [6]),
+        ({"image": "6.png", "question": "what?", "answers": [{"answer": "cat", "answer_confidence": "yes"}]},
+         "<s>#what?\n[cat</s>]", [6]),
+        ({"images": ["6.png"], "texts": [{"user": "a?", "assistant": "b", "source": "x"},
+                                         {"user": "c?", "assistant": "d"}]}, "<s>#a?\n[b</s>]\nc?\n[d</s>]", [6]),
+    ],
+)
+def test_records_of_every_form_become_rows(tmp_path, config, record, text, levels):
+    write_lines(tmp_path / "train.jsonl", [record])
+    (row,) = read(config, 1)
+    assert (text_of(config, row), greys(row)) == (text, levels)
+    assert row.key == "train.jsonl/line:1" and row.skipped == ()
+
+
+def test_calls_of_tools_reach_the_chat_template(tmp_path, config):
+    folder = write_tokenizer(tmp_path / "tools", special=CHATML_TOKENS, chat_template=QWEN25_TOOLS)
+    call = {"name": "look", "arguments": {"at": "sky"}}
+    tool = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
+    sharegpt = {"tools": json.dumps([tool]), "conversations": [
+        {"from": "human", "value": "what?"}, {"from": "function_call", "value": json.dumps(call)},
+        {"from": "observation", "value": "blue"}, {"from": "gpt", "value": "it is blue"}]}
+    openai = {"tools": [tool], "messages": [
+        {"role": "user", "content": "what?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": call}]},
+        {"role": "tool", "content": "blue"}, {"role": "assistant", "content": "it is blue"}]}
+    write_lines(tmp_path / "train.jsonl", [sharegpt, openai])
+    config = replace(config, tokenizer=str(folder), prompt_format="tokenizer", shuffle=False)
+    asks = replace(request(), seq_length=1000)
+    one, other = read(config, 2, asks)
+    assert np.array_equal(one.tokens, other.tokens) and np.array_equal(one.target_mask, other.target_mask)
+    learned = AutoTokenizer.from_pretrained(folder).decode(one.tokens[one.target_mask])
+    assert '"look"' in learned and "it is blue" in learned and "it is blue" != learned and "what?" not in learned
+
+
+def test_a_list_holds_the_records_of_its_lines(tmp_path, config):
+    records = [{"text": f'"{number}" ä\n[{{'} for number in range(5)]
+    write_lines(tmp_path / "train.jsonl", records)
+    rows = read(replace(config, shuffle=False), 7)
+    assert [number_of(row) for row in rows] == [1, 2, 3, 4, 5, 1, 2]
+    for name, text, lines in [
+        ("compact.json", json.dumps(records, ensure_ascii=False), [1] * 5),
+        ("indented.json", "\ufeff" + json.dumps(records, indent=2, ensure_ascii=False), [2, 5, 8, 11, 14]),
+        ("lines.json", "\r\n".join(map(json.dumps, records)) + "\r\n\r\n", [1, 2, 3, 4, 5]),
+        ("gaps.jsonl", "\n\n".join(map(json.dumps, records)), [1, 3, 5, 7, 9]),
+    ]:
+        (tmp_path / name).write_bytes(text.encode())
+        file = open_file(tmp_path / name)
+        assert [file.parse(file.raw(number)) for number in range(len(file))] == records, name
+        assert [file.name(number) for number in range(len(file))] == [f"line:{line}" for line in lines], name
+
+
+def test_a_pass_shuffles_all_records_and_deals_each_to_one_lane(tmp_path, config):
+    write_lines(tmp_path / "train.jsonl", [{"text": str(number)} for number in range(1, 401)])
+    rows = read(config, 200, request(lanes=2), lanes=(0, 1))
+    lines = [number_of(row) for row in rows]
+    assert sorted(lines) == list(range(1, 401))
+    # Half of the file's first half goes to each lane.
+    assert 60 < sum(line <= 200 for line in lines[:200]) < 140
+    assert read(config, 200, request(lanes=2), lanes=(1,))[7].key == rows[207].key, "as if it were read alone"
+    assert [number_of(row) for row in read(config, 200, request(lanes=2, seed=4))] != lines[:200]
+
+
+@pytest.mark.parametrize("flags", [{}, {"packing_buffer_size": 12}])
+def test_a_lane_reads_on_where_it_stopped(tmp_path, config, flags):
+    write_lines(tmp_path / "train.jsonl", [
+        {"image": f"{number % 10}.png", "caption": "a" * (number % 7 + 1)} for number in range(50)])
+    config = replace(config, **flags)
+    reader = provider.reader(config, request(2), [0, 1])
+    reader.start()
+    for _ in range(21):
+        reader.read(0), reader.read(1)
+    states = reader.state_dict(reader.mark())
+    again = provider.reader(config, request(2), [1])
+    again.load_state_dict(states)
+    again.start()
+    for _ in range(30):
+        expected, row = reader.read(1), again.read(1)
+        assert row.key == expected.key and np.array_equal(row.tokens, expected.tokens) and greys(row) == greys(expected)
+
+
+BAD = {
+    "json": ('{"text": ', "line:2: is not JSON: Expecting value"),
+    "list": ("[1]", "line:2: is list, expected an object"),
+    "form": ({"prompt": "a", "response": "b"}, "line:2: unknown form: it has prompt, response, expected one of "
+             "messages (turns of role and content), conversations"),
+    "missing": ({"image": "x.png", "caption": "a"}, "line:2: image 'x.png': there is no file "),
+    "network": ({"image": "https://a.b/c.png", "caption": "a"}, "line:2: image 'https://a.b/c.png' is on the network"),
+    "video": ({"video": "a.mp4", "conversations": said("<video>", "b")}, "line:2: video 'a.mp4': videos are not read"),
+    "video part": ({"messages": turns([{"type": "video", "video": "a.mp4"}], "b")},
+                   "line:2: the content shows a video"),
+    "role": ({"messages": [{"role": "robot", "content": "a"}]}, "line:2: turn 1: role 'robot' is none of system, user"),
+    "from": ({"conversations": [{"from": "bing", "value": "a"}]}, "line:2: turn \"{'from': 'bing', 'value': 'a'}\" of "
+             "conversations: `from` is none of system, human"),
+    "marker": ({"conversations": said("<image>", "a")}, "line:2: 1 image markers but 0 images"),
+    "unmarked": ({"image": "1.png", "conversations": said("a", "b")}, "line:2: 0 image markers but 1 images"),
+    "both": ({"image": "1.png", "images": ["1.png"], "text": "a"}, "line:2: has both image and images"),
+    "answers": ({"question": "a", "answers": [1]}, "line:2: answers: expected a list of texts"),
+    "settings": ({"messages": turns([{"type": "image", "image": "1.png", "max_pixels": 9}], "b")},
+                 "line:2: a content part of type image has image (str), max_pixels (int)"),
+    "no image": ({"image": "../train.jsonl", "caption": "a"}, "line:2: undecodable image ../train.jsonl: no header of"),
+}
+
+
+@pytest.mark.parametrize(("record", "reason"), BAD.values(), ids=BAD)
+def test_each_kind_of_bad_record_is_passed_over_with_file_and_line(tmp_path, config, record, reason, caplog):
+    line = record if isinstance(record, str) else json.dumps(record)
+    (tmp_path / "train.jsonl").write_text(f'{{"text": "good"}}\n{line}\n{{"text": "good"}}\n')
+    with caplog.at_level(logging.WARNING, "mimo.data"):
+        rows = read(replace(config, shuffle=False), 2)
+    assert [number_of(row) for row in rows] == [1, 3]
+    (message,) = rows[1].skipped
+    assert message.startswith(f"train.jsonl {reason}"), message
+    assert f"bad sample skipped: {message}" in caplog.text
+    (tmp_path / "train.jsonl").write_text(f"\n{line}\n")
+    if record != BAD["list"][0]:  # alone it is a list of records
+        with pytest.raises(ValueError) as raised:
+            provider.validate(config, request())
+        assert f"--data-path {tmp_path}/train.jsonl {reason}" in str(raised.value), "refused before the run starts"
+
+
+def test_a_damaged_list_is_refused_with_its_line(tmp_path, config):
+    for text, message in [
+        ('[\n{"text": "a"},\n{"text": }\n]', r"train.json: is no JSON list: line 3 column 10: Expecting value"),
+        ('[\n{"text": "a"}\n{"text": "b"}]', r"line 3 column 1: expected , or \]"),
+        ('[{"text": "a"}', r"expected , or \]"),
+        ('{\n"data": []\n}', "is neither a list of objects nor an object on each line"),
+        ("[]", "has no record"),
+        ("", "is empty"),
+        ("<html>", "begins with '<'; expected JSON"),
+    ]:
+        (tmp_path / "train.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            provider.validate(replace(config, data_path=str(tmp_path / "train.json")), request())
+
+
+def test_a_missing_image_names_the_folder_that_has_it(tmp_path, config):
+    write_lines(tmp_path / "train.jsonl", [{"image": "1.png", "caption": "a"}])
+    with pytest.raises(ValueError, match=f"no file {tmp_path}/1.png; --image-folder {tmp_path}/images would have it"):
+        provider.validate(replace(config, image_folder=""), request())
+    write_lines(tmp_path / "train.jsonl", [{"image": "images/1.png", "caption": "a"}])
+    with pytest.raises(ValueError, match=f"; --image-folder {tmp_path} would have it"):
+        provider.validate(config, request())
+    assert greys(read(replace(config, image_folder=""), 1)[0]) == [1]
+    with pytest.raises(ValueError, match=f"--image-folder {tmp_path}/x: is no folder"):
+        provider.validate(replace(config, image_folder=f"{tmp_path}/x"), request())
+
+
+def test_a_folder_is_read_if_it_is_clear_which_file_is_meant(tmp_path, config):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    config = replace(config, data_path=str(folder))
+    with pytest.raises(ValueError, match="expected one file of the split in .jsonl, .json, found none"):
+        provider.validate(config, request())
+    write_lines(folder / "own_train.jsonl", [{"text": "a"}])
+    write_lines(folder / "own_val.jsonl", [{"text": "b"}, {"text": "c"}])
+    assert text_of(config, read(config, 1)[0]) == "<s>[a</s>]"
+    assert provider.num_samples(config, "valid") == 2
+    rows = read(config, 2, request(split="valid"))
+    assert [text_of(config, row) for row in rows] == ["<s>[b</s>]", "<s>[c</s>]"]
+    write_lines(folder / "more.jsonl", [{"text": "a"}])
+    with pytest.raises(ValueError, match=r"found more.jsonl, own_train.jsonl; name a file, or mix"):
+        provider.validate(config, request())
+
+
+def test_held_out_samples_are_named(tmp_path, config):
+    write_lines(tmp_path / "train.jsonl", [{"text": "a"}])
+    with pytest.raises(ValueError, match="a single file has no val split; name held-out samples with --valid-data-"):
+        provider.validate(config, request(split="valid"))
+    config = replace(config, valid_data_path=str(write_lines(tmp_path / "held.jsonl", [{"text": "b"}])))
+    assert text_of(config, read(config, 1, request(split="valid"))[0]) == "<s>[b</s>]"
+
+
+def mix(config: Config, text: str) -> Config:
+    path = Path(config.data_path).parent / "mix.yaml"
+    path.write_text(text)
+    return replace(config, data_path=str(path))
+
+
+def test_files_are_mixed_by_weights_or_repetitions(tmp_path, config):
+    write_lines(tmp_path / "a.jsonl", [{"image": "1.png", "caption": "a"}] * 10)
+    write_lines(tmp_path / "b.jsonl", [{"text": "b"}] * 30)
+    files = "train:\n- {path: a.jsonl, images: images, %s}\n- {path: b.jsonl, %s}\nval: [b.jsonl]\n"
+    config = replace(config, image_folder="")
+    weighted = mix(config, files % ("weight: 3", "weight: 1"))
+    keys = [row.key.partition("/")[0] for row in read(weighted, 200)]
+    assert 120 < keys.count("a.jsonl") < 180
+    repeated = mix(config, files % ("repetitions: 2", "repetitions: 1"))
+    keys = [row.key for row in read(repeated, 50)]
+    assert {keys.count(key) for key in keys if key.startswith("a")} == {2}
+    assert {keys.count(key) for key in keys if key.startswith("b")} == {1} and len(set(keys)) == 40
+    assert provider.num_samples(repeated, "valid") == 30
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: [a.jsonl]\nvalid: []", "expected the keys train and val, each with .*; found train, valid"),
+        ("- a.jsonl", "found list"),
+        ("val: [a.jsonl]", "has no list of files under train"),
+        ("train: [x.jsonl]", "entry 1: .*x.jsonl: does not exist"),
+        ("train: [{path: a.jsonl, ratio: 1}]", "entry 1: expected path and, if needed, images, weight or repetitions"),
+        ("train: [{path: a.jsonl, weight: 0}]", "entry 1: weight 0: expected a number above 0"),
+        ("train: [{path: a.jsonl, weight: 1}, a.jsonl]", "train: give a weight to every file"),
+        ("train: [{path: a.jsonl, weight: 1}, {path: a.jsonl, weight: 1, repetitions: 2}]", "give a weight to every"),
+        ("train: [{path: a.jsonl, images: x}]", "images .*/x: is no folder"),
+        ("train: [", "is not YAML"),
+    ],
+)
+def test_a_mix_that_cannot_be_read_is_refused(tmp_path, config, text, message):
+    write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    with pytest.raises(ValueError, match=rf"--data-path {tmp_path}/mix.yaml: .*{message}"):
+        provider.validate(mix(config, text), request())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"data_path": ""}, "--data-path: name the file or folder of --dataset-provider conversations"),
+        ({"data_path": "x.jsonl"}, "--data-path x.jsonl: does not exist"),
+        ({"tokenizer": ""}, "--tokenizer: give the folder"),
+        ({"packing_balance": True}, "--packing-balance: it chooses packs"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused_by_name(tmp_path, config, flags, message):
+    write_lines(tmp_path / "train.jsonl", [{"text": "a"}])
+    with pytest.raises(ValueError, match=message):
+        provider.validate(replace(config, **flags), request())
+    assert isinstance(provider, RoutedDataProvider)
+
+
+def test_a_run_without_encoder_refuses_images(tmp_path, config):
+    write_lines(tmp_path / "train.jsonl", [{"image": "1.png", "caption": "a"}])
+    with pytest.raises(ValueError, match="train.jsonl line:1: has an image, and the run has no encoder for it"):
+        provider.validate(config, request(image_token_id=-1))
+
+
+def test_other_files_are_another_data_set(tmp_path, config):
+    write_lines(tmp_path / "train.jsonl", [{"text": "a"}])
+    fields = provider.stream_fields(config)
+    assert fields == provider.stream_fields(replace(config, image_folder="", num_workers=3))
+    write_lines(tmp_path / "train.jsonl", [{"text": "ab"}])
+    assert fields["data_path"] != provider.stream_fields(config)["data_path"]
