@@ -133,6 +133,8 @@ class Search:
         self._data_refusals: dict[tuple[int, int], str] = {}
         few = size > MANY_GPUS
         self._micro_batches: tuple[int, ...] = MICRO_BATCHES[:2] if few else MICRO_BATCHES
+        if any(sample.is_packed for sample in samples):
+            self._micro_batches = (1,)
         self._windows: tuple[int, ...] = (1, 0) if few else WINDOWS
         self._num_encoder_sizes = MAX_ENCODER_SIZES // 2 if few else MAX_ENCODER_SIZES
         self._num_cuts = 1 if few else 5

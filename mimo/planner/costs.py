@@ -52,9 +52,13 @@ GPUS = {
     "B200": Gpu("B200", 2250.0, 173.0, 720.0, 40.0),
     "GB200": Gpu("GB200", 2500.0, 179.0, 720.0, 40.0, 4),
 }
-# Share of the data sheet's TFLOP/s that layers reach without a profile: dense layers, experts, encoders. A profile of
-# dense layers on an H200 came within 14 % of this.
-DENSE_EFFICIENCY, EXPERT_EFFICIENCY, ENCODER_EFFICIENCY = 0.60, 0.35, 0.45
+# Share of the data sheet's TFLOP/s that dense layers and encoders reach without a profile. A profile of dense layers on
+# an H200 came within 14 % of this.
+DENSE_EFFICIENCY, ENCODER_EFFICIENCY = 0.60, 0.45
+# The same for the layers of a mixture of experts, by --moe-gemm, and the seconds that the host needs for both passes of
+# a layer with experts. From the runs of docs/performance.md on one H200: 128 experts in each of eight layers.
+EXPERT_EFFICIENCY = {"auto": 0.41, "packed": 0.41, "cutlass": 0.30, "separate": 0.25}
+HOST_EXPERTS_S = {"auto": 10e-3, "packed": 10e-3, "cutlass": 26e-3, "separate": 30e-3}
 # What is left of it in an encoder that is split by tensor parallelism: its layers are small, and their results travel.
 SPLIT_ENCODER = 0.5
 # Seconds that the host needs at least for the kernels of a layer's forward pass, and for those of the backward pass.
@@ -63,6 +67,9 @@ HOST_FORWARD_S, HOST_BACKWARD_S = 0.2e-3, 0.4e-3
 LATENCY_S = 20e-6
 # Bytes of memory that Adam reads and writes for a parameter: gradient, master weight, two moments, bf16 weight.
 OPTIMIZER_BYTES, MEMORY_GB_S = 34.0, 3000.0
+# Seconds that an optimizer step takes longer for each weight of an expert: these are many and small, so the GPU waits
+# for the host to launch their kernels.
+EXPERT_WEIGHT_S = 45e-6
 # Memory that no formula explains, such as workspaces.
 BASE_GIB = 1.0
 
@@ -242,8 +249,16 @@ class Costs:
             into = layers if component.recomputed else ends
             into[0] += forward
             into[1] += backward
-        efficiency = EXPERT_EFFICIENCY if self.num_experts else DENSE_EFFICIENCY
-        rate = self.gpu.tflops * 1e12 * efficiency * tp
+        gemm = self.config.model.moe_gemm
+        rate = ends_rate = self.gpu.tflops * 1e12 * DENSE_EFFICIENCY * tp
+        host_forward_s, host_backward_s = HOST_FORWARD_S, HOST_BACKWARD_S
+        if self.num_experts:
+            rate = self.gpu.tflops * 1e12 * EXPERT_EFFICIENCY[gemm] * tp
+            # Some layers may have no experts. A backward pass launches about twice as much as a forward pass.
+            share = max(shape.count for shape in self.shapes[LANGUAGE] if shape.split == "expert") / (
+                self.num_experts * self.num_layers)
+            host_forward_s += share * HOST_EXPERTS_S[gemm] / 3
+            host_backward_s += share * HOST_EXPERTS_S[gemm] * 2 / 3
         # With sequence parallelism, a layer gathers its input and scatters its output around attention and MLP.
         message = tokens * self.hidden_size * 2 * (tp - 1) / tp
         moved = message / (self.gpu.link_gb_s * 1e9) + LATENCY_S if tp > 1 else 0.0
@@ -252,15 +267,15 @@ class Costs:
         bandwidth = self.gpu.link_gb_s if ep <= self.gpu.gpus_per_node else self.gpu.network_gb_s
         dispatch = 2 * (routed / (bandwidth * 1e9) + LATENCY_S) if ep > 1 else 0.0
         ratios = self.profile.ratios(LANGUAGE, tp, micro_batch_size)
-        forward_s = max(layers[0] / rate / self.num_layers, HOST_FORWARD_S) + 4 * moved + dispatch
+        forward_s = max(layers[0] / rate / self.num_layers, host_forward_s) + 4 * moved + dispatch
         backward_s = 0.0
         if layers[1]:
-            backward_s = max(layers[1] / rate / self.num_layers, HOST_BACKWARD_S) + 6 * moved + dispatch
+            backward_s = max(layers[1] / rate / self.num_layers, host_backward_s) + 6 * moved + dispatch
         kept = tokens * self._kept_bytes(LANGUAGE, self.hidden_size) / self.num_layers / tp
         vocabulary = max((shape.shape[0] for shape in self.shapes[LANGUAGE] if shape.stage != "layer"), default=0)
         return LanguageCost(
             forward_s * ratios.forward, backward_s * ratios.backward,
-            ends[0] / rate * ratios.ends_forward, ends[1] / rate * ratios.ends_backward,
+            ends[0] / ends_rate * ratios.ends_forward, ends[1] / ends_rate * ratios.ends_backward,
             kept * ratios.bytes, tokens * self.hidden_size * 2 / tp, 6.0 * tokens * vocabulary / tp * ratios.ends_bytes)
 
     def _encoder(self, name: str, tp: int) -> EncoderCost:
@@ -292,9 +307,15 @@ class Costs:
         """Whether the module's own weights train (the projector is part of the encoder's module)."""
         return module not in self._frozen
 
-    def optimizer_s(self, parameters: float) -> float:
-        """Return the seconds of an optimizer step on a rank that updates so many parameters."""
-        return parameters * OPTIMIZER_BYTES / (MEMORY_GB_S * 1e9) * self.profile.optimizer
+    def optimizer_s(self, parameters: float, expert_weights: float = 0.0) -> float:
+        """Return the seconds of an optimizer step on a rank that updates so many parameters.
+
+        Args:
+            parameters: their number.
+            expert_weights: number of weights of experts among them.
+        """
+        seconds = parameters * OPTIMIZER_BYTES / (MEMORY_GB_S * 1e9) + expert_weights * EXPERT_WEIGHT_S
+        return seconds * self.profile.optimizer
 
     def reduction_s(self, parameters: float, replicas: int, gpus: int) -> float:
         """Return the seconds of reducing gradients and gathering parameters, without overlap.

@@ -383,10 +383,19 @@ class Step:
 
     def optimizer_s(self) -> float:
         """Seconds of the optimizer step on the rank that updates most parameters."""
-        return max(sum(self.costs.optimizer_s(count / (replicas if self.config.optim.use_distributed_optimizer else 1))
-                       for module, grid, stage in place if self.costs.trains(module)
-                       for count, replicas in self.parameters(module, grid, stage))
-                   for _, place in self.places())
+        most, is_sharded = 0.0, self.config.optim.use_distributed_optimizer
+        for _, place in self.places():
+            total = 0.0
+            for module, grid, stage in place:
+                if self.costs.trains(module):
+                    dense, experts = ((count / (replicas if is_sharded else 1), replicas)
+                                      for count, replicas in self.parameters(module, grid, stage))
+                    weights = parameters_per_rank(
+                        [replace(shape, shape=(1,)) for shape in self.costs.shapes[module] if shape.split == "expert"],
+                        grid, stage) / (experts[1] if is_sharded else 1)
+                    total += self.costs.optimizer_s(dense[0] + experts[0], weights)
+            most = max(most, total)
+        return most
 
     def reduction_s(self) -> float:
         """Seconds of the reduction of gradients and the gather of parameters that do not overlap with passes."""

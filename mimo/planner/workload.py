@@ -18,10 +18,12 @@ class SampleSize:
     Attributes:
         text_tokens: tokens without image tokens and padding.
         images: tokens that the encoder makes of each image.
+        is_packed: whether it is a packed row. Microbatches have one of them.
     """
 
     text_tokens: int
     images: tuple[int, ...] = ()
+    is_packed: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -47,7 +49,7 @@ def draw_samples(config: RunConfig, provider: ModelProvider, count: int) -> list
     for _ in range(count):
         sample = next(samples)
         tokens = tuple(provider.num_image_tokens(family, module, *size) for size in sample.image_sizes)
-        found.append(SampleSize(len(sample.tokens) - len(tokens), tokens))
+        found.append(SampleSize(len(sample.tokens) - len(tokens), tokens, bool(sample.lengths)))
     return found
 
 

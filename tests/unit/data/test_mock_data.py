@@ -69,6 +69,25 @@ def test_numbers_and_areas_of_images_have_the_spread_that_is_asked_for():
     assert [image.shape[1:] for image in sample.images] == sample.image_sizes
 
 
+def test_rows_are_packed_with_samples_until_one_does_not_fit():
+    free = replace(TOKENS, image_size=0, patch_size=2, size_multiple=4)
+    config = Config(mock_packed_length=300, mock_image_size=16, mock_image_size_cv=0.7, mock_images_max=2)
+    rows, text = read(config, 60, tokens=free), read(config, 60, tokens=free, module="language")
+    filled = []
+    for row, same in zip(rows, text, strict=True):
+        assert sum(row.lengths) == len(row.tokens) == len(row.target_mask)
+        assert (row.tokens == 9).sum() == len(row.image_sizes) == len(row.images)
+        assert len(row.lengths) == len(row.key.split()) == len(set(row.key.split()))
+        filled.append(len(row.tokens) + sum(height * width // 16 - 1 for height, width in row.image_sizes))
+        # The side without pixels has the same samples.
+        assert same.images is None and same.lengths == row.lengths and same.image_sizes == row.image_sizes
+        assert np.array_equal(same.tokens, row.tokens)
+    assert max(filled) <= 300 and np.mean(filled) > 240 and len({len(row.lengths) for row in rows}) > 3
+    words = Config(mock_packed_length=64)
+    assert all(sum(row.lengths) <= 64 and len(row.lengths) > 1 for row in read(
+        words, 20, tokens=replace(TOKENS, image_token_id=-1)))
+
+
 def test_sizes_and_ends():
     (sample,) = read(Config(mock_text_only_fraction=0, mock_image_size=24), 1, tokens=replace(TOKENS, image_size=0))
     assert set(sample.image_sizes) == {(24, 24)}
@@ -92,6 +111,10 @@ def test_sizes_and_ends():
         (Config(mock_text_only_fraction=2), TOKENS, "--mock-text-only-fraction 2"),
         (Config(mock_image_size=0), replace(TOKENS, image_size=0), "--mock-image-size 0"),
         (Config(), replace(TOKENS, vocab_size=2), "--vocab-size 2"),
+        (Config(mock_packed_length=99), TOKENS, "--mock-packed-length 99: the tokens of an image are known only for"),
+        (Config(mock_packed_length=99), replace(TOKENS, image_size=0, patch_size=4, size_multiple=4),
+         "--mock-packed-length 99: the largest sample may have 224 tokens"),
+        (Config(mock_packed_length=31, mock_images_max=0), TOKENS, "--mock-packed-length 31: the largest sample"),
     ],
 )
 def test_what_cannot_work_is_refused_by_flag(config, tokens, message):

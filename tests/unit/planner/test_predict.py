@@ -14,7 +14,7 @@ from mimo.config.cli import parse
 from mimo.config.validate import layers_of_stages, validate
 from mimo.observability.flops import SequenceSums
 from mimo.planner.candidates import BEST, HOMOGENEOUS, USABLE, Search, cuts, divisors
-from mimo.planner.costs import EXPERT_EFFICIENCY, GIB, GPUS, Costs, Profile
+from mimo.planner.costs import EXPERT_EFFICIENCY, GIB, GPUS, HOST_EXPERTS_S, HOST_FORWARD_S, Costs, Profile
 from mimo.planner.measure import _line, _split
 from mimo.planner.memory import memory_line
 from mimo.planner.predict import Prediction, Step, predict
@@ -87,8 +87,29 @@ def test_experts_and_layers_of_several_kinds_are_not_counted_as_further_layers(p
     flops = sum(forward for component, forward, _ in costs.counter.passes(
         "language", SequenceSums.of_rows([[4096]], 4096)) if component.recomputed)
     cost = step.pass_cost
+    with_experts = {20: 8, 6: 6}[layers]
+    host_s = layers * HOST_FORWARD_S + with_experts * HOST_EXPERTS_S["auto"] / 3
     assert step.language_s("forward", 0) - cost.ends_forward_s == pytest.approx(
-        flops / (GPUS["H200"].tflops * 1e12 * EXPERT_EFFICIENCY))
+        max(flops / (GPUS["H200"].tflops * 1e12 * EXPERT_EFFICIENCY["auto"]), host_s))
+
+
+# A step in milliseconds and GiB at the peak, measured on one H200 (docs/performance.md, mixtures of experts).
+QWEN_MOE = """--model-provider causal_lm --num-layers 8 --hidden-size 2048 --num-attention-heads 32 --num-query-groups 4
+--kv-channels 128 --ffn-hidden-size 6144 --qk-layernorm --vocab-size 151936 --num-experts 128 --moe-router-topk 8
+--moe-ffn-hidden-size 768 --dataset-provider mock --mock-text-only-fraction 1 --seq-length 4096 --global-batch-size 16
+--bf16 --train-iters 1""".split()
+
+
+@pytest.mark.parametrize(("gemm", "rows", "step_ms", "peak_gib"), [
+    ("packed", 4, 949, 117.9), ("packed", 1, 1692, 100.1), ("cutlass", 4, 1172, 117.9), ("cutlass", 1, 4037, 100.2),
+    ("separate", 4, 1364, 117.9)])
+def test_mixtures_of_experts_that_were_measured(gemm: str, rows: int, step_ms: float, peak_gib: float) -> None:
+    config = parse([*QWEN_MOE, "--micro-batch-size", str(rows), "--moe-gemm", gemm])
+    costs = Costs(config, Profile(GPUS["H200"]))
+    found = predict(config, validate(config, 1), costs, [SampleSize(4096)] * 16)
+    assert found.step_s * 1000 == pytest.approx(step_ms, rel=0.08)
+    assert found.memory_gib == pytest.approx(peak_gib, rel=0.05)
+    assert found.parts_s["optimizer"] == pytest.approx(0.165, rel=0.1)
 
 
 def test_the_encoder_gets_numbers_of_ranks_with_which_the_batch_can_be_divided() -> None:
@@ -141,6 +162,15 @@ def test_the_search_has_every_kind_and_more_gpus_are_faster() -> None:
         assert any(cut for cut in cuts), "uneven cuts are among them"
         best.append(found[0].prediction.step_s)
     assert best[1] < 0.6 * best[0]
+
+
+def test_packed_rows_are_one_a_microbatch() -> None:
+    config = parse("""--model-provider nemotron-moe-vlm-tiny --dataset-provider mock --mock-packed-length 512
+    --seq-length 512 --mock-image-size 64 --global-batch-size 8 --bf16 --train-iters 1""".split())
+    costs = Costs(config, Profile(GPUS["H200"]))
+    samples = draw_samples(config, costs.provider, 16)
+    assert all(sample.is_packed and 300 < sample.num_tokens <= 512 for sample in samples)
+    assert {each.config.train.micro_batch_size for each in Search(config, costs, samples, 2).run()} == {1}
 
 
 def test_many_gpus_leave_out_only_what_cannot_be_among_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
