@@ -70,22 +70,22 @@ def resolve(name: str, flag: str, known: dict[str, str]) -> Any:
 
 
 def model_provider(name: str) -> Any:
-    """The model provider that `--model-provider` names. Raises ValueError for an unknown one."""
+    """Return the model provider that `--model-provider` names. Raises ValueError for an unknown one."""
     return resolve(name, "--model-provider", MODEL_PROVIDERS)
 
 
 def dataset_provider(name: str) -> Any:
-    """The data provider that `--dataset-provider` names. Raises ValueError for an unknown one."""
+    """Return the data provider that `--dataset-provider` names. Raises ValueError for an unknown one."""
     return resolve(name, "--dataset-provider", DATASET_PROVIDERS)
 
 
 def prompt_provider(name: str) -> Any:
-    """The prompt data set that `--dataset-provider` of train_rl.py names. Raises ValueError for an unknown one."""
+    """Return the prompt data set that `--dataset-provider` names in train_rl.py. Raises ValueError if unknown."""
     return resolve(name, "--dataset-provider", PROMPT_PROVIDERS)
 
 
 def reward(name: str) -> Reward:
-    """The reward that `--reward` names. Raises ValueError for an unknown one or where its package is missing."""
+    """Return the reward that `--reward` names. Raises ValueError if it is unknown or its package is missing."""
     if name in REWARD_PACKAGES:
         package, module = REWARD_PACKAGES[name]
         if find_spec(module) is None:
@@ -98,7 +98,7 @@ def reward(name: str) -> Reward:
 
 
 def provider_of(architecture: str) -> str | None:
-    """The built-in model provider for a Hugging Face architecture, as in `architectures` of config.json; or None."""
+    """Return the built-in model provider for an architecture, as in `architectures` of a config.json; or None."""
     for name in MODEL_PROVIDERS:
         provider = model_provider(name)
         if hasattr(provider, "hf_architectures") and architecture in provider.hf_architectures:

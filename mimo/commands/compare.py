@@ -25,9 +25,6 @@ from mimo.config.trainer import RunConfig
 from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.weights.rules import global_name, num_stacked_axes, split_layer
 
-# Stored tensors, and equal ones of many layers and experts as one row of a table. Importing this needs no torch.
-
-
 WEIGHTS = "weights"
 
 
@@ -40,10 +37,10 @@ class StoredInfo:
         module: the module it belongs to.
         kind: `weights` (parameters and buffers), or a kind of optimizer state (`exp_avg`, `exp_avg_sq`, `fp32_param`).
         name: name inside the module, the same for weights and optimizer state.
-        shape: global shape, stacked layers and experts in front.
-        dtype: torch's name of it, `bfloat16`.
-        num_pieces: pieces it is stored in.
-        num_bytes: bytes of its elements.
+        shape: global shape, with the axes of stacked layers and experts in front.
+        dtype: name of the dtype, such as `bfloat16`.
+        num_pieces: number of stored pieces.
+        num_bytes: size of all elements.
     """
 
     key: str
@@ -62,14 +59,14 @@ class StoredInfo:
 
 @dataclass
 class Row:
-    """Equal tensors of a module.
+    """Tensors of a module that differ only in their layer or expert, as one row of a table.
 
     Attributes:
-        name: their name, layers and experts as ranges: `decoder.layers.{0-3}.mlp.experts.{0-7}.linear_fc1.weight`.
-        count: how many they are.
-        shape: of one of them.
-        dtype: of each.
-        num_bytes: of all.
+        name: their name with ranges of numbers: `decoder.layers.{0-3}.mlp.experts.{0-7}.linear_fc1.weight`.
+        count: number of tensors.
+        shape: shape of each.
+        dtype: dtype of each.
+        num_bytes: size of all together.
     """
 
     name: str
@@ -98,7 +95,7 @@ class _Group:
 
 
 def rows_of(tensors: Iterable[StoredInfo]) -> list[Row]:
-    """One row for tensors that differ in the number of their layer or expert only, in the order of the first."""
+    """Combine tensors that differ only in the number of their layer or expert, in the order of the first of them."""
     groups: dict[tuple[object, ...], _Group] = {}
     for tensor in tensors:
         row = _row(tensor)
@@ -114,7 +111,7 @@ def rows_of(tensors: Iterable[StoredInfo]) -> list[Row]:
 
 
 def _row(tensor: StoredInfo) -> Row:
-    """A stored tensor without its stacked axes."""
+    """Return the row of a stored tensor, whose stacked axes become ranges in the name."""
     stacked = num_stacked_axes(tensor.name)
     axes, shape = tensor.shape[:stacked], tensor.shape[stacked:]
     name = global_name(tensor.name, [_ranges(list(range(size))) for size in axes])
@@ -122,7 +119,7 @@ def _row(tensor: StoredInfo) -> Row:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """`{0-3,7}`; a number alone without braces."""
+    """Format numbers as `{0-3,7}`, or as `7` if there is only one."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and runs[-1][1] == number - 1:
@@ -133,24 +130,21 @@ def _ranges(numbers: list[int]) -> str:
     return text if text.isdecimal() else f"{{{text}}}"
 
 
-# What a checkpoint holds, read from its index and `common.pt` alone: no tensor data, no process group.
-
-
 _OPTIMIZER_STATE = ".optimizer.state."
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint.
+    """Contents of a checkpoint, read from its index and `common.pt`, without tensor data.
 
     Attributes:
         folder: its own folder.
-        index: what `.metadata` says.
-        common: what `common.pt` holds.
-        tensors: every tensor, weights in the index's order.
-        rng: module -> (pp, dp, tp) sizes of the grid that its generator states are for.
-        streams: data streams, `module/lane`.
-        files: bytes of every file by name.
+        index: contents of `.metadata`.
+        common: contents of `common.pt`.
+        tensors: every tensor; weights are in the index's order.
+        rng: module -> (pp, dp, tp) sizes of the grid that has saved the generator states.
+        streams: names of the data streams, `module/lane`.
+        files: size of every file in bytes, by name.
     """
 
     folder: Path
@@ -168,7 +162,6 @@ class Contents:
         return list(dict.fromkeys([*known, *(tensor.module for tensor in self.tensors)]))
 
     def of(self, module: str) -> list[StoredInfo]:
-        """The tensors of a module."""
         return [tensor for tensor in self.tensors if tensor.module == module]
 
 
@@ -213,21 +206,19 @@ _NUMBERS = re.compile(r"\.(\d+|\{[\d,-]+\})(?=\.)")
 
 
 def flag_differences(contents: Contents, config: RunConfig) -> list[str]:
-    """One line for each flag whose value is another, and for each size that a config.json (`--hf-config`) gives one of
-    the two and that is another in the other."""
+    """Return a line for each flag, and for each size from a config.json (`--hf-config`), that differs."""
     lines = config_differences(contents.common["config"], config)
     listed = {line.split()[0] for line in lines}
     provider = registry.model_provider(config.model.model_provider)
     modules = [module for module in (*provider.encoders(config.model_family), LANGUAGE) if module in contents.modules]
     sizes: list[str] = []
-    if contents.common.get("model"):  # older versions did not store it
+    if contents.common.get("model"):  # Older versions did not store it.
         sizes, _ = refused(model_differences(contents.common["model"], provider, config.model_family, modules), ())
     return lines + [line for line in sizes if line.split()[0] not in listed]
 
 
 def tensor_differences(contents: Contents, config: RunConfig) -> list[str]:
-    """One line for each tensor that the model of `config` wants and the checkpoint lacks, that the checkpoint has and
-    the model does not, or whose shape or dtype is another.
+    """Return a line for each tensor that only the model of `config` or only the checkpoint has, or that differs.
 
     Names come from the provider's weight map, shapes from its `parameter_shapes`.
     """

@@ -86,7 +86,7 @@ def config_of_checkpoint(common: Mapping[str, Any], folder: Path, run_flags: Seq
 
 
 def _parsed(text: str, folder: Path, flags: Sequence[str]) -> RunConfig:
-    """A configuration as TOML with flags over it. Raises ValueError, naming the checkpoint."""
+    """Parse a configuration in TOML, with flags that override it. Raises ValueError, which names the checkpoint."""
     with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -98,15 +98,15 @@ def _parsed(text: str, folder: Path, flags: Sequence[str]) -> RunConfig:
 
 
 def refuse_named_code(named: Mapping[str, Any], source: str, run_flags: Sequence[str]) -> None:
-    """Refuse to import code that a file names: commands look into files that somebody else may have made.
+    """Refuse to import code that a file names, because somebody else may have made the file.
 
     Args:
-        named: the providers that the file names, by field; None where it names none.
+        named: providers that the file names, by field; None if it names none.
         source: the file, for messages.
         run_flags: flags that a person typed, which replace those of the file.
 
     Raises:
-        ValueError: a provider is not built in, and was not typed.
+        ValueError: a provider is neither built in nor named by `run_flags`.
     """
     built_in = {"model_provider": registry.MODEL_PROVIDERS,
                 "dataset_provider": registry.DATASET_PROVIDERS | registry.PROMPT_PROVIDERS}
@@ -132,7 +132,7 @@ def named_providers(files: Sequence[str], run_flags: Sequence[str]) -> dict[str,
 
 
 def check_hf_config(config: RunConfig, folder: Path) -> None:
-    """Raise ValueError where a checkpoint's model is described by a file that is not there any more."""
+    """Raise ValueError if the --hf-config of a checkpoint's model does not exist any more."""
     path = str(vars(config.model_family).get("hf_config") or "")
     if path and not Path(path).exists():
         raise ValueError(f"{folder} was made with --hf-config {path}, which is not there; give its place at the end "

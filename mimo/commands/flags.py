@@ -123,7 +123,7 @@ class CommandLine:
 
     Attributes:
         flags: its flags.
-        run_flags: what stood after a lone `--`; of `mimo plan`, also every flag that it does not know.
+        run_flags: words after a lone `--`. For `mimo plan`, also every flag that it does not know.
     """
 
     flags: Flags
@@ -135,7 +135,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {"inspect": InspectFlags, "export": E
 
 
 def parse_command(argv: list[str]) -> CommandLine:
-    """Read a command line; exits after --help, and with code 2 where it cannot be read."""
+    """Parse a command line. Exits after --help, and with code 2 if the line is wrong."""
     own, run_flags = argv, []
     if "--" in argv:
         place = argv.index("--")
@@ -154,7 +154,7 @@ def parse_command(argv: list[str]) -> CommandLine:
 
 
 def check_folders(flags: InspectFlags | ExportFlags | ImportFlags) -> None:
-    """Raise ValueError where the folder that a command reads is not there, or holds no checkpoint."""
+    """Raise ValueError if the folder that a command reads does not exist, or holds no checkpoint."""
     if isinstance(flags, ImportFlags):
         pretrained_folder(flags.hf_path)
     else:
@@ -163,7 +163,7 @@ def check_folders(flags: InspectFlags | ExportFlags | ImportFlags) -> None:
 
 
 def pretrained_folder(path: str) -> Path:
-    """The folder with a Hugging Face model. Raises ValueError where there is none."""
+    """Return the folder of a Hugging Face model. Raises ValueError if it does not exist."""
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"{folder}: there is no such folder; weights are read from a local folder, never from a hub")
@@ -171,15 +171,15 @@ def pretrained_folder(path: str) -> Path:
 
 
 def checkpoint_folder(path: str, step: int | None, command: str) -> Path:
-    """The folder of the checkpoint that was named. Changes nothing, so that a run may be saving beside it.
+    """Find the folder of a checkpoint. Nothing is changed, because a run may be saving there.
 
     Args:
-        path: a folder of checkpoints or a checkpoint's own.
+        path: a folder of checkpoints, or a checkpoint's own folder.
         step: value of `--ckpt-step`.
-        command: for messages.
+        command: name of the command, for messages.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such checkpoint.
     """
     root = Path(path)
     found = paths.find(root, step, command, repair=False)
@@ -190,10 +190,10 @@ def checkpoint_folder(path: str, step: int | None, command: str) -> Path:
 
 
 def provider_name(given: str | None, folder: Path) -> str:
-    """The model provider to import a folder with: the one that was given, or that of the folder's architecture.
+    """Return the model provider for importing a folder: the given one, or that of the folder's architecture.
 
     Raises:
-        ValueError: nothing says which.
+        ValueError: no provider was given and the architecture has none.
     """
     if given is not None:
         return given

@@ -24,9 +24,6 @@ from mimo.commands.flags import InspectFlags, checkpoint_folder
 from mimo.config.cli import parse
 from mimo.grid.dry_run import counted, format_bytes, span, table
 
-# The contents of a checkpoint as text and as JSON.
-
-
 _TITLES = {WEIGHTS: "weights", "exp_avg": "optimizer, first moment (exp_avg)",
            "exp_avg_sq": "optimizer, second moment (exp_avg_sq)",
            "fp32_param": "optimizer, fp32 weights (fp32_param)"}
@@ -34,7 +31,7 @@ _AXES = ("tp", "cp", "dp", "pp", "ep", "expt_tp")
 
 
 def text_report(contents: Contents, *, every_tensor: bool = False) -> str:
-    """A few dozen lines for any model; `every_tensor` lists optimizer state and single layers too."""
+    """Describe a checkpoint in a few dozen lines. `every_tensor` also lists optimizer state and single layers."""
     parts = [[str(contents.folder), *(f"  {line}" for line in _progress(contents))], _grids(contents)]
     for module in contents.modules:
         tensors = contents.of(module)
@@ -105,7 +102,7 @@ def _grids(contents: Contents) -> list[str]:
 
 
 def _weights(tensors: Sequence[StoredInfo]) -> list[str]:
-    """The module's weights, equal layers and experts in one row."""
+    """List a module's weights, with equal layers and experts in one row."""
     rows = [["tensor", "count", "shape of one", "dtype", "parameters", "bytes"]]
     for row in rows_of(tensor for tensor in tensors if tensor.kind == WEIGHTS):
         rows.append([row.name, str(row.count), _shape(row.shape), row.dtype, f"{row.numel:,}", f"{row.num_bytes:,}"])
@@ -113,7 +110,7 @@ def _weights(tensors: Sequence[StoredInfo]) -> list[str]:
 
 
 def _all_tensors(tensors: Sequence[StoredInfo]) -> list[str]:
-    """Every stored tensor under its key, with its whole shape."""
+    """List every stored tensor with its key and whole shape."""
     rows = [["key", "pieces", "shape", "dtype", "parameters", "bytes"]]
     for tensor in tensors:
         rows.append([tensor.key, str(tensor.num_pieces), _shape(tensor.shape), tensor.dtype, f"{tensor.numel:,}",
@@ -122,7 +119,7 @@ def _all_tensors(tensors: Sequence[StoredInfo]) -> list[str]:
 
 
 def _sums(tensors: Iterable[StoredInfo]) -> dict[str, dict[str, int]]:
-    """Number of tensors, elements and bytes of each kind."""
+    """Count tensors, elements and bytes of each kind."""
     sums: dict[str, dict[str, int]] = {}
     for tensor in tensors:
         of_kind = sums.setdefault(tensor.kind, {"tensors": 0, "parameters": 0, "bytes": 0})
@@ -154,10 +151,10 @@ def inspect(flags: InspectFlags, run_flags: list[str]) -> int:
     """Print the report.
 
     Returns:
-        1 where `--verify` found damage, else 0.
+        1 if `--verify` found damage, else 0.
 
     Raises:
-        ValueError: no checkpoint, or one that cannot be read; a configuration that cannot be read.
+        ValueError: there is no checkpoint, or it or a configuration cannot be read.
     """
     folder = checkpoint_folder(flags.checkpoint, flags.ckpt_step, "mimo inspect")
     try:
@@ -182,7 +179,7 @@ def inspect(flags: InspectFlags, run_flags: list[str]) -> int:
 
 
 def _unreadable(folder: Path, error: ValueError, *, as_json: bool) -> int:
-    """Report an index or `common.pt` that is damaged itself, so that nothing else can be said."""
+    """Report a damaged index or `common.pt`, without which nothing else can be read."""
     if as_json:
         print(json.dumps({"checkpoint": str(folder), "damage": [str(error)]}, indent=2))
     print(f"damaged: {error}", file=sys.stderr)

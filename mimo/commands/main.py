@@ -12,7 +12,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: what was typed after `mimo`; `sys.argv` when None.
+        argv: words after `mimo`; None for those of `sys.argv`.
 
     Returns:
         The exit code: 0, 1 where `--verify` found damage, 2 for something that cannot be done.

@@ -43,7 +43,7 @@ def get_platform(device: str = "auto") -> Platform:
 
 
 def current_platform() -> Platform:
-    """The platform that `get_platform` installed. Raises RuntimeError before that."""
+    """Return the platform that `get_platform` installed. Raises RuntimeError before that."""
     if _installed is None:
         raise RuntimeError("no platform is installed: call mimo.platform.get_platform first")
     return _installed

@@ -404,7 +404,7 @@ class TrainingLoop:
         logger.log_eval(self.session.progress.iteration, figures)
 
     def _finish(self, logger: RunLogger) -> None:
-        """The last evaluation and, on the logging rank, a few decoded samples."""
+        """Run the last evaluation and, on the logging rank, a few decoded samples."""
         self._evaluate(logger)
         wanted = self.config.train.num_generations
         if not self.config.train.eval_iters or not wanted:

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a Megatron distributed checkpoint, in one process, one tensor group at a time."""
+"""Converts a Hugging Face folder to a Megatron distributed checkpoint, in one process, one tensor group at a time."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ _UNFINISHED = ".saving_release"
 
 @dataclass(frozen=True)
 class ImportedTensor:
-    """One global tensor of the checkpoint to be and what it is made of.
+    """A global tensor of the new checkpoint, and how it is made.
 
     Attributes:
         key: key in the checkpoint.
         place: its place on the stacked axes.
-        shape: without the stacked axes.
-        dtype: as it is written.
-        rule: how it is made.
-        sources: of these tensors.
+        shape: shape without the stacked axes.
+        dtype: dtype in the checkpoint.
+        rule: rule that makes it.
+        sources: names of the tensors that it is made of.
     """
 
     key: str
@@ -66,7 +66,7 @@ class ImportedTensor:
 
     @property
     def offsets(self) -> torch.Size:
-        """Where it begins in the stacked tensor."""
+        """Offsets of its first element in the stacked tensor."""
         return torch.Size((*self.place.index, *(0 for _ in self.shape)))
 
     @property
@@ -74,7 +74,7 @@ class ImportedTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def write_item(self) -> WriteItem:
-        """Describe it to the distributed checkpoint."""
+        """Return its description for the distributed checkpoint."""
         sizes = torch.Size((*(1 for _ in self.place.axes), *self.shape))
         return WriteItem(
             MetadataIndex(self.key, self.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(
@@ -82,7 +82,7 @@ class ImportedTensor:
                 size=torch.Size((*self.place.axes, *self.shape))))
 
     def make(self, source: HfSource, problems: list[str]) -> torch.Tensor:
-        """Return its values, with the stacked axes, and note those that are not finite."""
+        """Return its values, with the stacked axes. Add a line to `problems` for values that are not finite."""
         parts = [source.read(name, self.rule.row_slice) for name in self.sources]
         for name, part in zip(self.sources, parts, strict=True):
             problems += check_values(name, part, self.dtype)
@@ -98,21 +98,21 @@ def import_hf(hf_dir: str | Path, save_dir: str | Path, provider: ModelProvider,
 
     Args:
         hf_dir: folder of the whole model.
-        save_dir: folder of checkpoints, without any.
+        save_dir: folder of checkpoints. It must not hold any yet.
         provider: the model family.
         family_config: its configuration.
-        params_dtype: dtype of parameters; those that stay in float32 do so.
-        progress: told after each tensor.
-        allowed: fields of the configuration that config.json may have otherwise (--allow-difference).
+        params_dtype: dtype of parameters, except of those that must stay float32.
+        progress: called after each tensor.
+        allowed: fields of the configuration that may differ from config.json (--allow-difference).
         config: flags of a run of this model as TOML, which `mimo export` and `mimo inspect` read.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        ValueError: the source and the model do not fit, or values are not finite, all of it listed; `save_dir` has
-            checkpoints already, or its disk is too small.
-        OSError: `save_dir` cannot be written, because the disk is full for example.
+        ValueError: the source and the model do not fit, or values are not finite, with a list of everything that is
+            wrong. Or `save_dir` has checkpoints already, or its disk is too small.
+        OSError: `save_dir` cannot be written, for example because the disk is full.
     """
     root, source = Path(save_dir), HfSource(hf_dir)
     if root.is_dir() and any(root.glob("iter_*")) or (root / RELEASE).exists():
@@ -131,7 +131,7 @@ def import_hf(hf_dir: str | Path, save_dir: str | Path, provider: ModelProvider,
     writer, planner = _LazyWriter(folder, progress, len(tensors)), _LazyPlanner(tensors, source)
     try:
         with warnings.catch_warnings():
-            # Of one process, which is meant, and of an argument of planners, which is taken.
+            # torch warns that there is only one process, which is intended, and about an argument of planners.
             warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
             checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=True)
         report(f"{source.path} cannot be trained from", planner.problems)
@@ -156,7 +156,7 @@ def import_hf(hf_dir: str | Path, save_dir: str | Path, provider: ModelProvider,
 
 
 def _check_space(root: Path, num_bytes: int) -> None:
-    """Raise ValueError where the disk has not the space that the tensors need."""
+    """Raise ValueError if the disk is too small for the tensors."""
     free = shutil.disk_usage(root).free
     if free < num_bytes:
         (root / _UNFINISHED).rmdir()
@@ -165,13 +165,13 @@ def _check_space(root: Path, num_bytes: int) -> None:
 
 
 def _named(error: BaseException, root: Path) -> BaseException:
-    """The error, naming the folder where it is about the disk."""
+    """Add the folder's name to an error about the disk."""
     return OSError(f"{root} cannot be written: {error.strerror}") if isinstance(error, OSError) else error
 
 
 def _plan(source: HfSource, provider: ModelProvider, family_config: Any,
           params_dtype: torch.dtype) -> list[ImportedTensor]:
-    """Every tensor of the checkpoint. Raises ValueError with everything that does not fit."""
+    """Plan every tensor of the checkpoint. Raises ValueError with everything that does not fit."""
     maps = {module: provider.weight_map(family_config, module)
             for module in (*provider.encoders(family_config), LANGUAGE)}
     matches, problems = match_source(source.catalog, maps, {})
@@ -200,21 +200,24 @@ def _plan(source: HfSource, provider: ModelProvider, family_config: Any,
 
 
 def _unknown_shapes(tensors: list[ImportedTensor], sizes: set[tuple[int, ...]]) -> Iterator[str]:
-    """Tensors of a shape that no parameter of their module has. No model is built here that would tell each one's."""
+    """Yield a line for each tensor with a shape that no parameter of its module has.
+
+    No model is built here, so it is not known which shape each single tensor should have.
+    """
     for tensor in tensors:
-        # A provider lists the parameter that several rules make together.
+        # If several rules make a parameter together, the provider lists the whole parameter.
         shape = tensor.rule.tensor_shape(tensor.shape)
-        # What stays in float32 may be a buffer, which a provider does not list.
+        # A tensor that stays float32 may be a buffer, which a provider does not list.
         if shape not in sizes and not tensor.rule.keep_fp32:
             yield (f"shape: {', '.join(tensor.sources)} make {list(shape)} for {tensor.rule.megatron}; no "
                    "parameter of the model has this shape")
 
 
 def _uneven(tensors: list[ImportedTensor]) -> Iterator[str]:
-    """Tensors whose shape differs from that of most others with the same place in their layer or expert."""
+    """Yield a line for each tensor whose shape differs from that of the same tensor in most other layers or experts."""
     alike: dict[str, list[ImportedTensor]] = {}
     for tensor in tensors:
-        # The module's name keeps those of two modules apart.
+        # The module is a part of the name, because two modules may have tensors of the same name.
         place = f"{tensor.key.partition('.')[0]}.{tensor.rule.megatron}"
         alike.setdefault(re.sub(r"\.\d+\.", ".N.", place), []).append(tensor)
     for group in alike.values():
@@ -231,7 +234,7 @@ class _LazyPlanner(SavePlanner):
     """Plans tensors that do not exist yet, and makes each when it is written.
 
     Attributes:
-        problems: what is wrong with the values of those that were made.
+        problems: a line for each wrong value so far.
     """
 
     def __init__(self, tensors: list[ImportedTensor], source: HfSource) -> None:
@@ -243,7 +246,7 @@ class _LazyPlanner(SavePlanner):
         """Do nothing: the plan comes from the weight map."""
 
     def create_local_plan(self) -> SavePlan:
-        """Every tensor, in the maps' order."""
+        """Plan every tensor, in the order of the weight maps."""
         return SavePlan([tensor.write_item() for tensor in self._tensors.values()])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -253,7 +256,7 @@ class _LazyPlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """The tensor, read and converted now."""
+        """Read and convert the tensor."""
         assert write_item.index.offset is not None
         return self._tensors[write_item.index.fqn, write_item.index.offset].make(self._source, self.problems)
 

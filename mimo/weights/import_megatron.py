@@ -1,9 +1,9 @@
-"""Megatron's own checkpoints of the whole model as one, into the modules of any layout.
+"""Loads Megatron-LM's checkpoints of a whole model into the modules of any layout.
 
 Megatron-LM saves a multimodal model as one tree of global tensors (`vision_model.`, `vision_projection.`,
 `language_model.`), with equal layers stacked or not, depending on its version and options. A provider says which
-prefix belongs to which part of which module (`mimo.protocols.MegatronSource`); everything else is compared by global
-names, one for each tensor of each layer and expert. Only tensors are read: never `common.pt`, objects or optimizers.
+prefix belongs to which part of which module (`mimo.protocols.MegatronSource`). Everything else is compared by global
+names, one for each tensor of each layer and expert. Only tensors are read, never `common.pt`, objects or optimizers.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ from mimo.protocols import LANGUAGE, MegatronSource
 from mimo.watchdog.watchdog import Watchdog
 from mimo.weights.rules import StoredTensor, global_name, num_stacked_axes
 
-# What a Megatron checkpoint of the whole model holds, by global name, and what of it does not fit this run.
-
-
-# Lines of one kind in an error; a checkpoint of another size differs in everything.
+# Most lines of one kind in an error. In a checkpoint of another size, every tensor differs.
 MAX_LINES = 20
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
@@ -48,8 +45,8 @@ class GlobalTensor:
 
     Attributes:
         stored: key and place on the stacked axes.
-        shape: without those.
-        dtype: as it is stored.
+        shape: shape without the stacked axes.
+        dtype: stored dtype.
     """
 
     stored: StoredTensor
@@ -62,10 +59,10 @@ class Contents:
     """Contents of the checkpoint for this run.
 
     Attributes:
-        root: what stands before the source's prefixes in every key (`module.`), mostly nothing.
-        tensors: by global name, without `root`.
-        incomplete: keys whose pieces leave something out or overlap.
-        passed_over: number of tensors that the source says are not needed, by the reason.
+        root: text before the source's prefixes in every key, such as `module.`; usually empty.
+        tensors: tensors by global name, without `root`.
+        incomplete: keys of tensors whose pieces overlap or leave gaps.
+        passed_over: reason -> number of tensors that the source says are not needed.
     """
 
     root: str
@@ -79,9 +76,9 @@ class Findings:
     """Findings of a rank, by global name.
 
     Attributes:
-        missing, clashes, unmapped: what does not fit, with what is said of it.
-        padded: tensors with other numbers of rows, stored and here; no clash where those rows are padding.
-        lengths: how long series of layers and experts are.
+        missing, clashes, unmapped: tensors that do not fit, each with the rest of its line in the error.
+        padded: tensors whose number of rows differs only by padding, with their stored rows and those of this run.
+        lengths: number of layers or experts of each series of them.
     """
 
     missing: set[tuple[str, str]] = field(default_factory=set)
@@ -92,7 +89,7 @@ class Findings:
 
 
 def contents_of(index: Metadata, source: MegatronSource, modules: Iterable[str]) -> Contents:
-    """The tensors of a checkpoint that concern a run with these modules, by global name.
+    """Find the tensors of a checkpoint that a run with these modules needs, by global name.
 
     Raises:
         ValueError: no tensor has a prefix of the source.
@@ -115,7 +112,7 @@ def contents_of(index: Metadata, source: MegatronSource, modules: Iterable[str])
 
 
 def _root(keys: Iterable[str], source: MegatronSource) -> str:
-    """Return the words before the source's prefixes."""
+    """Return the text before the source's prefixes."""
     keys = sorted(keys)
     prefixes = sorted({prefix for of_module in source.prefixes.values() for prefix in of_module.values()})
     pattern = re.compile(rf"(?P<root>(?:[A-Za-z_]\w*\.)*?)(?:{'|'.join(map(re.escape, prefixes))})")
@@ -127,17 +124,17 @@ def _root(keys: Iterable[str], source: MegatronSource) -> str:
         raise ValueError(f"it holds {wanted} under {', '.join(sorted(roots))}: which of them is the model?")
     if any(key.startswith(f"{module}.") for key in keys for module in source.prefixes):
         raise ValueError("it is a checkpoint of this trainer, with modules of their own: give it as --load, with "
-                         "--finetune where only its weights are wanted")
+                         "--finetune to take only its weights")
     starts = list(dict.fromkeys(f"{key.partition('.')[0]}.*" for key in keys))
     shown = ", ".join(starts[:5]) + (", ..." if len(starts) > 5 else "") if starts else "no tensors"
-    raise ValueError(f"it is not a checkpoint of the model as one, {wanted}: it holds {shown}")
+    raise ValueError(f"it is not a checkpoint of a whole model with {wanted}: it holds {shown}")
 
 
 def _unstacked(name: str, key: str, entry: TensorStorageMetadata) -> dict[str, GlobalTensor]:
-    """The tensors of every layer and expert that are stacked in one stored tensor, by global name."""
+    """List the tensors of layers and experts that are stacked in one stored tensor, by global name."""
     size, stacked = tuple(entry.size), num_stacked_axes(name)
     if stacked >= len(size):
-        stacked = 0  # a scalar under a name that looks stacked
+        stacked = 0  # A scalar may have a name that looks stacked.
     axes, dtype = size[:stacked], entry.properties.dtype
     return {global_name(name, index) if stacked else name:
             GlobalTensor(StoredTensor(key, index, axes), size[stacked:], dtype)
@@ -145,7 +142,7 @@ def _unstacked(name: str, key: str, entry: TensorStorageMetadata) -> dict[str, G
 
 
 def shape_of(piece: ShardedTensor) -> tuple[int, ...]:
-    """The whole tensor's, without stacked axes."""
+    """Return the shape of the whole tensor, without stacked axes."""
     return tuple(piece.global_shape[piece.prepend_axis_num:])
 
 
@@ -153,9 +150,9 @@ def clashes_of(piece: ShardedTensor, tensor: GlobalTensor, vocab_size: int | Non
     """Describe why a stored tensor does not fit a piece of the model.
 
     Args:
-        piece: of the model.
-        tensor: as the checkpoint stores it.
-        vocab_size: rows that it must have at least, where others are padding; None where every row counts.
+        piece: piece of the model.
+        tensor: the stored tensor.
+        vocab_size: least number of rows, if further ones are padding; None if every row counts.
     """
     shape, problems = shape_of(piece), []
     if vocab_size is None or len(shape) != len(tensor.shape) or shape[1:] != tensor.shape[1:]:
@@ -170,7 +167,7 @@ def clashes_of(piece: ShardedTensor, tensor: GlobalTensor, vocab_size: int | Non
 
 
 def count_series(name: str, lengths: dict[str, int]) -> None:
-    """Note how many layers, and experts a layer, a name speaks of.
+    """Update the lengths of the series of layers and experts that a name is part of.
 
     >>> lengths = {}
     >>> count_series("decoder.layers.7.mlp.experts.3.weight", lengths); lengths
@@ -184,7 +181,7 @@ def count_series(name: str, lengths: dict[str, int]) -> None:
 
 
 def listing(what: str, contents: Contents, reports: list[Findings], left: set[tuple[str, str]]) -> str | None:
-    """One error with everything that does not fit; None where all of it does."""
+    """Return one error message with everything that does not fit; None if everything does."""
     found = {
         "names of this run that the model provider does not map": set().union(*(one.unmapped for one in reports)),
         "missing in the checkpoint": set().union(*(one.missing for one in reports)),
@@ -210,7 +207,7 @@ def listing(what: str, contents: Contents, reports: list[Findings], left: set[tu
 
 
 def grouped(problems: Iterable[tuple[str, str]]) -> list[str]:
-    """One line for the same problem of all layers and experts, at most MAX_LINES and one that counts the others."""
+    """Return one line for the same problem of all layers and experts, and after MAX_LINES one that counts the rest."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, text in sorted(problems, key=lambda problem: (_natural(problem[0]), problem[1])):
         alike.setdefault((re.sub(r"\.\d+(?=\.)", ".*", name), text), []).append(name)
@@ -220,7 +217,7 @@ def grouped(problems: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """For sorting: layer 2 before layer 10."""
+    """Return a key that sorts layer 2 before layer 10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
@@ -230,7 +227,7 @@ FORMAT = "torch_dist"
 def load_single_model(state: RunState, source: MegatronSource, vocab_size: int, watchdog: Watchdog) -> list[str]:
     """Fill the modules of every rank, and the optimizers' fp32 copies, from a checkpoint. Collective over the world.
 
-    Args, result and errors as `load_single_weights`.
+    See `load_single_weights` for arguments, result and errors.
     """
     lines = load_single_weights(state, source, vocab_size, watchdog)
     state.optimizer.reload_model_params()
@@ -245,19 +242,20 @@ def load_single_weights(state: RunState, source: MegatronSource, vocab_size: int
     """Fill the modules of every rank from a checkpoint; optimizers keep their copies. Collective over the world.
 
     Args:
-        state: the run; its iteration, schedule, generators and data stay as they are.
-        source: where the checkpoint is and how its names are made.
-        vocab_size: tokens; rows of embedding and output beyond it are padding, which each layout has its own number
-            of. Padding that the checkpoint lacks is set to zero.
+        state: state of the run. Its iteration, schedule, generators and data are not changed.
+        source: place of the checkpoint, and rules for its names.
+        vocab_size: number of tokens. Further rows of embedding and output layer are padding, whose number depends on
+            the layout. Padding that the checkpoint lacks is set to zero.
         watchdog: told about the wait.
 
     Returns:
-        Lines that tell a person what was loaded.
+        Lines for the log that say what was loaded.
 
     Raises:
-        ValueError: on the first rank: there is no such checkpoint, or it and the model do not fit (all that is missing,
-            left over, of another shape or dtype, or stored in part; nothing is changed then), or a file is damaged.
-        ReportedElsewhereError: on the other ranks then.
+        ValueError: on the first rank: there is no such checkpoint, or a file is damaged, or checkpoint and model do not
+            fit. Then the message lists every tensor that is missing, left over, incomplete, or of another shape or
+            dtype, and nothing is changed.
+        ReportedElsewhereError: the same, on the other ranks.
     """
     with watchdog.on_files("checkpoint to load", folder=source.path):
         folder = _find(state, source)
@@ -275,7 +273,7 @@ def load_single_weights(state: RunState, source: MegatronSource, vocab_size: int
 
 
 def _find(state: RunState, source: MegatronSource) -> Path:
-    """The checkpoint's own folder, found by the first rank; nothing in there is changed."""
+    """Find the checkpoint's own folder on the first rank. Nothing in it is changed."""
     error, folder = None, None
     if state.grids.rank == 0:
         try:
@@ -301,7 +299,7 @@ def _folder(root: Path, flag: str) -> Path:
     try:
         backend = json.loads((folder / paths.METADATA).read_bytes())["sharded_backend"]
     except (ValueError, KeyError, TypeError) as problem:
-        raise ValueError(f"{flag}: {folder / paths.METADATA} does not say of what format the checkpoint is: "
+        raise ValueError(f"{flag}: {folder / paths.METADATA} does not say which format the checkpoint has: "
                          f"{problem!r}") from problem
     if backend != FORMAT:
         raise ValueError(f"{flag} {folder} is of format {backend}; only {FORMAT} is loaded")
@@ -309,7 +307,7 @@ def _folder(root: Path, flag: str) -> Path:
 
 
 def _read(state: RunState, source: MegatronSource, folder: Path) -> Contents:
-    """The checkpoint's index, read by every rank, the same for all of them."""
+    """Read the checkpoint's index on every rank, and check that all ranks have read the same."""
     contents, error, digest = None, None, 0
     try:
         contents = contents_of(read_index(folder), source, state.grids.layout.grids)
@@ -326,9 +324,9 @@ def _read(state: RunState, source: MegatronSource, folder: Path) -> Contents:
 
 def _check(state: RunState, source: MegatronSource, folder: Path, contents: Contents, saved: list[Saved],
            vocab_size: int) -> tuple[list[ShardedTensor], list[str]]:
-    """Plan this rank's reads, with notes for a person, once everything has its place and nothing is left over."""
+    """Plan this rank's reads. Return them with notes for the log. Raises ValueError if something does not fit."""
     findings, entries, used = Findings(), [], set()
-    # One replica of each weight reads it, and the network carries it to the others.
+    # One replica of each weight reads it and sends it to the others.
     for module, piece in zip((one.module for one in saved for _ in one.pieces), spread_replicas(saved, state.grids),
                              strict=True):
         name = _theirs(piece, module, source)
@@ -359,7 +357,7 @@ def _check(state: RunState, source: MegatronSource, folder: Path, contents: Cont
 
 
 def _theirs(piece: ShardedTensor, module: str, source: MegatronSource) -> str | None:
-    """The checkpoint's global name of a piece; None where the source has no prefix for it."""
+    """Return the checkpoint's global name of a piece; None if the source has no prefix for it."""
     own = global_name(piece.key, piece.global_offset[:piece.prepend_axis_num]).removeprefix(f"{module}.")
     prefixes = [prefix for prefix in source.prefixes.get(module, {}) if own.startswith(prefix)]
     if not prefixes:
@@ -369,7 +367,7 @@ def _theirs(piece: ShardedTensor, module: str, source: MegatronSource) -> str | 
 
 
 def _left_over(state: RunState, contents: Contents, used: set[str]) -> set[tuple[str, str]]:
-    """Stored tensors that no rank has a piece of. Collective."""
+    """Find stored tensors of which no rank has a piece. Collective."""
     mask = torch.tensor([name in used for name in contents.tensors], dtype=torch.uint8)
     if len(mask):
         dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=state.grids.host)

@@ -305,10 +305,10 @@ def _cut(tensors: Iterable[TensorInfo], max_bytes: int) -> list[list[TensorInfo]
 class ShardWriter:
     """Writes a list of files into a folder, under temporary names until `publish`.
 
-    A context manager: where the block raises, the temporary files are removed.
+    Use it as a context manager, which removes temporary files that are left.
 
     Args:
-        folder: made where it is not there.
+        folder: folder to write; it is made if it does not exist.
         shards: the files, from `plan_shards`.
     """
 
@@ -325,12 +325,12 @@ class ShardWriter:
             raise
 
     def write(self, name: str, tensor: torch.Tensor, first_row: int = 0) -> bool:
-        """Write a tensor, or some rows of it; dtype and shape are those that were announced.
+        """Write a tensor, or some rows of it, with the planned dtype and shape.
 
         Args:
-            name: the tensor's.
-            tensor: its values, or as many of its rows as there are.
-            first_row: number of the first one.
+            name: name of the tensor.
+            tensor: its values, or the values of some rows.
+            first_row: number of the first of these rows.
 
         Returns:
             Whether all of the tensor has been written.
@@ -354,7 +354,7 @@ class ShardWriter:
         return name not in self._left
 
     def finish(self) -> None:
-        """Make the data safe on the disk. Every tensor must have been written."""
+        """Flush all data to the disk. Every tensor must have been written."""
         assert not self._left, f"not written: {sorted(self._left)}"
         for shard in self.shards:
             path = self._temporary(shard.file)
@@ -362,7 +362,7 @@ class ShardWriter:
                 os.fsync(file.fileno())
 
     def publish(self) -> None:
-        """Give the files their names."""
+        """Rename the files to their final names."""
         for shard in self.shards:
             self._temporary(shard.file).replace(self.folder / shard.file)
 
@@ -381,8 +381,8 @@ class ShardWriter:
         return self.folder / f".{file}.writing"
 
     def _begin(self, shard: Shard) -> None:
-        """The header, and the file at its full size."""
-        # Readers map the file and need every tensor at a multiple of its element's size: the widest come first.
+        """Write the header of a file and extend the file to its full size."""
+        # Readers map the file and need every tensor aligned to its element size, so tensors of wide dtypes come first.
         order = sorted(shard.tensors, key=lambda info: -info.dtype.itemsize)
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
@@ -404,14 +404,14 @@ class ShardWriter:
 
 
 def check_empty(folder: Path) -> None:
-    """Raise ValueError where a folder has weights already: what is left of others would be loaded with new ones."""
+    """Raise ValueError if a folder has weights already, because leftover files would be loaded with new ones."""
     found = [path.name for path in weight_files(folder)] if folder.is_dir() else []
     if found or (folder / INDEX).is_file():
         raise ValueError(f"{folder} already holds weights ({', '.join(found[:3]) or INDEX}); give a folder without")
 
 
 def write_index(folder: Path, shards: Iterable[Shard]) -> None:
-    """`model.safetensors.index.json` of all files; none where there is one file only."""
+    """Write `model.safetensors.index.json` for all files, unless there is only one file."""
     shards = list(shards)
     if [shard.file for shard in shards] == [SINGLE]:
         return

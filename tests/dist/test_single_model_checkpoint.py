@@ -234,7 +234,7 @@ def test_folders_that_hold_no_such_checkpoint(pool: WorkerPool, sources: Sources
         (folder / "metadata.json").write_bytes(content)
     expected = {tmp_path / "absent": "there is no such folder", empty: "holds no checkpoint",
                 old: "Megatron's old format, one file a rank (mp_rank_00); only torch_dist is loaded",
-                other: "is of format zarr; only torch_dist is loaded", torn: "does not say of what format",
+                other: "is of format zarr; only torch_dist is loaded", torn: "does not say which format",
                 own: "is a checkpoint of this trainer, with modules of their own: give it as --load"}
     (found,) = pool.run(refusals, (*MOCK, "--layout", "colocated"), 1, [(str(root), unchanged) for root in expected],
                         world_size=1)

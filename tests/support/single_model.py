@@ -1,4 +1,4 @@
-"""Megatron checkpoints of the whole model as one, written by Megatron Core, and trainers that start from them."""
+"""Megatron checkpoints of a whole model, written by Megatron Core, and trainers that start from them."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ FLAG = "--load-single-checkpoint"
 
 @dataclass(frozen=True)
 class Config(mock.Config):
-    """Model family: mock, from a checkpoint of the model as one."""
+    """Model family: mock, from a checkpoint of the whole model."""
 
     load_single_checkpoint: str = ""
-    """Megatron checkpoint of the model as one."""
+    """Megatron checkpoint of the whole model."""
 
 
 class MockProvider(mock.MockProvider):
@@ -58,10 +58,10 @@ class MockProvider(mock.MockProvider):
 
 @dataclass(frozen=True)
 class TextConfig(deepseek_v3.Config):
-    """Model family: a text model with layers that differ, from a checkpoint of the model as one."""
+    """Model family: a text model with layers that differ, from a checkpoint of the whole model."""
 
     load_single_checkpoint: str = ""
-    """Megatron checkpoint of the model as one."""
+    """Megatron checkpoint of the whole model."""
 
 
 class TextProvider(deepseek_v3.DeepseekV3Provider):

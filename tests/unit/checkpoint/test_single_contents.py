@@ -1,4 +1,4 @@
-"""What a checkpoint of the model as one is taken to hold, from its index alone."""
+"""Contents of a Megatron checkpoint of a whole model, found from its index alone."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_modules_that_the_run_does_not_have_may_stay_unread(pool: WorkerPool) ->
 @pytest.mark.parametrize(("index", "message"), [
     (index_of(vision__encoders__v__x=(1,), language__x=(1,)), "checkpoint of this trainer.*--load.*--finetune"),
     (index_of(a__language_model__x=(1,), b__language_model__x=(1,)), r"under a\., b\.: which of them"),
-    (index_of(embedding__x=(1,), decoder__x=(1,)), r"not a checkpoint of the model as one, .*holds decoder\.\*, emb"),
+    (index_of(embedding__x=(1,), decoder__x=(1,)), r"not a checkpoint of a whole model with .*holds decoder\.\*, emb"),
     (index_of(), "it holds no tensors"),
 ], ids=["own", "two", "text", "empty"])
 def test_what_is_no_such_checkpoint_says_what_it_is(pool: WorkerPool, index: Metadata, message: str) -> None:
