@@ -1,4 +1,4 @@
-"""Files of records, read at any place: JSON lines and JSON lists."""
+"""Files of records, read at any place: JSON lines, JSON lists, Parquet, and Arrow as `datasets` saves it."""
 
 from __future__ import annotations
 
@@ -6,31 +6,53 @@ import json
 import mmap
 import os
 import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from data.conversations import from_data_url
+
+if TYPE_CHECKING:
+    import pyarrow
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # White space between the values of a JSON document.
 JSON_SPACE = re.compile(r"[ \t\r\n]*")
 # Bytes of a file that are examined at a time.
 CHUNK = 1 << 24
-SUFFIXES = (".jsonl", ".json")
+JSON_SUFFIXES = (".jsonl", ".json")
+SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".arrow")
 
 
 class RecordFile(Protocol):
-    """A file of records."""
+    """A file of records.
+
+    Attributes:
+        path: the file.
+        block_starts: number of the first record of each block that can only be read as a whole, then the number of all
+            records; empty if records can be read one by one.
+    """
 
     path: Path
+    block_starts: Sequence[int]
 
     def __len__(self) -> int: ...
 
-    def raw(self, index: int) -> Any:
-        """Return a record as it is stored. Raises ValueError if the file has become shorter."""
+    def read_block(self, block: int) -> Any:
+        """Read a block of a file that has some. Raises ValueError if it is damaged."""
+        ...
+
+    def raw(self, index: int, block: Any = None) -> Any:
+        """Return a record as it is stored, in a file with blocks from its block.
+
+        Raises:
+            ValueError: the file has become shorter.
+        """
         ...
 
     def parse(self, raw: Any) -> Any:
@@ -42,7 +64,7 @@ class RecordFile(Protocol):
         ...
 
 
-class JsonRecords:
+class JsonRecords(RecordFile):
     """A JSON file of a record on each line, or of one list of records; its content decides which.
 
     Only the places of the records are kept in memory, and several processes may read one object.
@@ -53,6 +75,8 @@ class JsonRecords:
     Raises:
         ValueError: the file has neither form; the message names file and line.
     """
+
+    block_starts = ()
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -88,7 +112,7 @@ class JsonRecords:
     def __len__(self) -> int:
         return len(self._starts)
 
-    def raw(self, index: int) -> bytes:
+    def raw(self, index: int, block: Any = None) -> bytes:
         start, end = int(self._starts[index]), int(self._ends[index])
         data = os.pread(self._descriptor, end - start, start)
         if len(data) != end - start:
@@ -151,6 +175,100 @@ def _list_places(path: Path, content: mmap.mmap) -> tuple[np.ndarray, np.ndarray
     return starts, ends, np.array(lines, np.int64)
 
 
+class ParquetRecords(RecordFile):
+    """A Parquet file, whose row groups are its blocks. Raises ValueError if it is not one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        groups = self._open().metadata
+        sizes = [groups.row_group(group).num_rows for group in range(groups.num_row_groups)]
+        self.block_starts = [0, *accumulate(sizes)]
+        if not self.block_starts[-1]:
+            raise ValueError(f"{path}: has no record")
+
+    def _open(self) -> Any:
+        # It takes time to import, and JSON files do not need it.
+        import pyarrow
+        from pyarrow import parquet
+
+        try:
+            return parquet.ParquetFile(self.path, pre_buffer=False)
+        except pyarrow.ArrowException as error:
+            raise ValueError(f"{self.path}: is not a Parquet file: {error}") from error
+
+    def __len__(self) -> int:
+        return self.block_starts[-1]
+
+    def read_block(self, block: int) -> pyarrow.Table:
+        import pyarrow
+
+        # Workers are forks, in which Arrow's threads do not run. Nor is an open file shared with them.
+        with self._open() as file:
+            try:
+                return file.read_row_group(block, use_threads=False)
+            except (pyarrow.ArrowException, IndexError) as error:
+                raise ValueError(f"{self.path}: cannot read row group {block}: {error}") from error
+
+    def raw(self, index: int, block: Any = None) -> Any:
+        start = self.block_starts[bisect_right(self.block_starts, index) - 1]
+        return _row(block, index - start)
+
+    def parse(self, raw: Any) -> Any:
+        return raw
+
+    def name(self, index: int) -> str:
+        return f"row:{index + 1}"
+
+
+class ArrowRecords(RecordFile):
+    """A file of Arrow batches, mapped into memory. Raises ValueError if it is not one."""
+
+    block_starts = ()
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow
+
+        self.path = path
+        try:
+            content = pyarrow.memory_map(str(path))
+            if content.read(6) == b"ARROW1":
+                file = pyarrow.ipc.open_file(content)
+                self._batches = [file.get_batch(number) for number in range(file.num_record_batches)]
+            else:  # a stream, as `datasets` writes it
+                content.seek(0)
+                self._batches = list(pyarrow.ipc.open_stream(content))
+        except pyarrow.ArrowException as error:
+            raise ValueError(f"{path}: is not an Arrow file: {error}") from error
+        self._starts = [0, *accumulate(batch.num_rows for batch in self._batches)]
+        if not self._starts[-1]:
+            raise ValueError(f"{path}: has no record")
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def raw(self, index: int, block: Any = None) -> Any:
+        number = bisect_right(self._starts, index) - 1
+        return _row(self._batches[number], index - self._starts[number])
+
+    def parse(self, raw: Any) -> Any:
+        return raw
+
+    def name(self, index: int) -> str:
+        return f"row:{index + 1}"
+
+
+def _row(table: pyarrow.Table | pyarrow.RecordBatch, row: int) -> Any:
+    """Return a row as plain objects. A key that a record of a table lacks is null there, so nulls are left out."""
+    (record,) = table.slice(row, 1).to_pylist()
+    return _without_nulls(record)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def open_file(path: Path) -> RecordFile:
     """Open a file of records, once in a process while it stays the same. Raises ValueError if that is not possible."""
     if path.suffix not in SUFFIXES:
@@ -165,7 +283,8 @@ def open_file(path: Path) -> RecordFile:
 @lru_cache(maxsize=256)
 def _open(path: Path, size: int, modified: int) -> RecordFile:
     """Open a file; its size and the time of its last change are arguments so that a changed one is opened again."""
-    return JsonRecords(path)
+    kinds: dict[str, type[RecordFile]] = {".parquet": ParquetRecords, ".arrow": ArrowRecords}
+    return kinds.get(path.suffix, JsonRecords)(path)  # type: ignore[call-arg]
 
 
 class FolderImages:
@@ -189,6 +308,11 @@ class FolderImages:
             ValueError: there is no such image.
             OSError: the file system fails.
         """
+        if isinstance(place, Mapping):  # an image of `datasets`
+            data = place.get("bytes")
+            if isinstance(data, bytes):
+                return str(place.get("path") or "of the record"), data
+            place = place.get("path")
         if isinstance(place, bytes):
             return "of the record", place
         if not isinstance(place, str):

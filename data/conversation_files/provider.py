@@ -1,4 +1,4 @@
-"""Conversations about images in files as people publish them: JSONL and JSON with images beside them.
+"""Conversations about images in files as people publish them: JSONL, JSON, Parquet and folders of `datasets`.
 
 The files become Energon data sets of their own kind (`data.conversation_files.sources`), so that lanes, packing, bad
 samples and checkpoints are those of shards.
@@ -15,10 +15,11 @@ from mimo.protocols import DataRequest
 
 @dataclass(frozen=True)
 class Config(energon.Config):
-    """Data set `conversations`: JSONL and JSON files, with images in a folder."""
+    """Data set `conversations`: JSONL, JSON and Parquet files, with images in a folder or in the records."""
 
     data_path: str = ""
-    """A JSONL or JSON file, a folder with one, or a YAML file that mixes several."""
+    """A JSONL, JSON or Parquet file, a folder with one or of a Hugging Face data set, or a YAML file that mixes
+    several."""
     valid_data_path: str = ""
     """Held-out samples, in the same forms. Default: the `val` split of --data-path, if it has one."""
     image_folder: str = ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +38,10 @@ logger = logging.getLogger("mimo.data")
 FIRST_RECORDS = 16
 # Slices of the records that a worker reads side by side, as Energon's own data sets do.
 PARALLEL_SLICES = 16
+# Blocks of a file that a worker reads side by side and keeps in memory. A block may have hundreds of megabytes.
+PARALLEL_BLOCKS = 4
+# End of the name of a part of a data set, as in train-00000-of-00005.parquet or train-00000-of-00005-0a1b2c.parquet.
+PART = re.compile(r"-\d+-of-(\d+)(-[0-9a-f]+)?$")
 SPLIT_NAMES = {"train": "train", "valid": "val"}
 # Words in the names of files and folders that tell the split.
 SPLIT_WORDS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val",
@@ -99,21 +105,48 @@ def _files_of(path: Path, split: str | None) -> tuple[Path, ...]:
         if path.suffix not in SUFFIXES:
             raise ValueError(f"expected a file in {', '.join(SUFFIXES)}, a folder with one, or a YAML file")
         return (path,)
-    found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and not file.name.startswith("."))
+    wanted = split or "train"
+    if (path / "dataset_dict.json").is_file():  # `DatasetDict.save_to_disk`
+        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        (name,) = _only([name for name in splits if SPLIT_WORDS.get(name, "train") == wanted], wanted, splits)
+        return _files_of(path / name, "train")
+    if (path / "state.json").is_file():  # `Dataset.save_to_disk`
+        if split == "val":
+            raise ValueError("is a single split; name held-out samples with --valid-data-path, or leave out "
+                             "--eval-iters")
+        return tuple(path / file["filename"] for file in json.loads((path / "state.json").read_text())["_data_files"])
+    return _files_by_name(path, wanted)
+
+
+def _files_by_name(path: Path, wanted: str) -> tuple[Path, ...]:
+    """Return the files of a split in a folder whose names tell the split, as on the Hugging Face hub."""
+    folders = [path, *(path / name for name in ("data", *SPLIT_WORDS) if (path / name).is_dir())]
     by_split: dict[str, list[Path]] = {}
-    for file in found:
-        words = file.name.lower().replace("-", ".").replace("_", ".").split(".")
+    for file in sorted(file for folder in folders for file in folder.iterdir()):
+        if file.suffix not in SUFFIXES or file.name.startswith("."):
+            continue
+        words = re.split(r"[._-]", file.name.lower()) + [file.parent.name if file.parent != path else ""]
         named = next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), "train")
         by_split.setdefault(named, []).append(file)
-    files = by_split.get(split or "train", [])
-    if not files and split == "val":
+    sets: dict[str, list[Path]] = {}
+    for file in by_split.get(wanted, []):
+        sets.setdefault(str(file.parent / PART.sub("", file.stem)) + file.suffix, []).append(file)
+    (files,) = _only(list(sets.values()), wanted, [file.name for file in by_split.get(wanted, [])])
+    parts = PART.search(files[0].stem)
+    if parts is not None and int(parts[1]) != len(files):
+        raise ValueError(f"has {len(files)} of the {int(parts[1])} parts of {files[0].name}")
+    return tuple(files)
+
+
+def _only[T](found: Sequence[T], wanted: str, names: Sequence[str]) -> Sequence[T]:
+    """Return what was found of a split. Raises ValueError unless it is one data set."""
+    if not found and wanted == "val":
         raise ValueError("has no file of a val split (val or validation in its name); name held-out samples with "
                          "--valid-data-path, or leave out --eval-iters")
-    if len(files) != 1:
-        names = ", ".join(file.name for file in files) or "none"
-        raise ValueError(f"expected one file of the split in {', '.join(SUFFIXES)}, found {names}; name a file, or mix "
-                         "several in a YAML file")
-    return tuple(files)
+    if len(found) != 1:
+        raise ValueError(f"expected one data set of the split in {', '.join(SUFFIXES)}, found "
+                         f"{', '.join(names) or 'none'}; name a file, or mix several in a YAML file")
+    return found
 
 
 def _mixed(path: Path, split: str, image_folder: str) -> list[Source]:
@@ -175,6 +208,7 @@ class RecordReader:
         self._files = [open_file(path) for path in source.files]
         self._starts = [0, *accumulate(map(len, self._files))]
         self._order = order
+        self._blocks: OrderedDict[tuple[Path, int], Any] = OrderedDict()
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -196,11 +230,26 @@ class RecordReader:
     def __getitem__(self, index: int) -> dict[str, Any]:
         file, number = self.place(index)
         return {"__key__": file.name(number), "__shard__": file.path.name, "__restore_key__": ("Webdataset", index),
-                "__sources__": (self.source_info(index),), "__subflavors__": None, "raw": file.raw(number),
-                "parse": file.parse}
+                "__sources__": (self.source_info(index),), "__subflavors__": None,
+                "raw": file.raw(number, self._block(file, number)), "parse": file.parse}
+
+    def _block(self, file: RecordFile, number: int) -> Any:
+        """Return the block of a record. The blocks that were used last stay in memory."""
+        if not file.block_starts:
+            return None
+        block = int(np.searchsorted(file.block_starts, number, side="right")) - 1
+        place = file.path, block
+        if place not in self._blocks:
+            # One more than are in use, because the one that was left last is not the one that was used least recently.
+            while len(self._blocks) > PARALLEL_BLOCKS:
+                self._blocks.popitem(last=False)
+            self._blocks[place] = file.read_block(block)
+        self._blocks.move_to_end(place)
+        return self._blocks[place]
 
     def close(self) -> None:
-        """Do nothing: the files stay open for other readers of the process."""
+        """Forget the blocks. The files stay open for other readers of the process."""
+        self._blocks.clear()
 
 
 class RecordFiles(BaseCoreDatasetFactory[ParsedSample], Sharder):
@@ -221,24 +270,31 @@ class RecordFiles(BaseCoreDatasetFactory[ParsedSample], Sharder):
         self.source, self.paths, self.subflavors = source, [source.path], {}
         self._worker_config, self._max_samples_per_sequence = worker_config, max_samples_per_sequence
         self._shuffle = training and shuffle
-        self._count = sum(len(open_file(path)) for path in source.files)
+        self._files = [open_file(path) for path in source.files]
+        self._count = sum(map(len, self._files))
 
     def __len__(self) -> int:
         return self._count
 
     def build(self, worker_rotation_offset: int = 0) -> SavableDataset[ParsedSample]:
-        # Energon shuffles slices of neighbours. Any record is quickly found here, so all of them can be shuffled first.
-        seed = [self._worker_config.seed_offset % 2**32, self._count]
-        order = np.random.default_rng(seed).permutation(self._count) if self._shuffle else None
-        shard = ShardInfo(name=self.source.path.name, path=self.source.path, count=self._count)
+        # Energon shuffles slices of neighbours. Where any record is quickly found, all are shuffled first. Blocks that
+        # are read as a whole are slices, and the records of each are shuffled.
+        rng = np.random.default_rng([self._worker_config.seed_offset % 2**32, self._count])
+        has_blocks = any(file.block_starts for file in self._files)
+        sizes = [size for file in self._files for size in np.diff(file.block_starts)] if has_blocks else [self._count]
+        starts = [0, *accumulate(map(int, sizes))]
+        order = None
+        if self._shuffle:
+            order = np.concatenate([start + rng.permutation(size) for start, size in zip(starts, sizes, strict=False)])
+        shards = [ShardInfo(name=self.source.path.name, path=self.source.path, count=int(size)) for size in sizes]
         records = WebdatasetSampleLoaderDataset(
             join_readers=[RecordReader(self.source, order)],
             workers_sample_slice_offsets=self.shard_workers(
-                [shard], worker_config=self._worker_config, max_samples_per_sequence=self._max_samples_per_sequence,
-                rotation_offset=worker_rotation_offset),
+                shards, worker_config=self._worker_config, rotation_offset=worker_rotation_offset,
+                max_samples_per_sequence=None if has_blocks else self._max_samples_per_sequence),
             worker_config=self._worker_config,
             shuffle_over_epochs=1 if self._shuffle else None,
-            parallel_slice_iters=PARALLEL_SLICES if self._shuffle else 1,
+            parallel_slice_iters=(PARALLEL_BLOCKS if has_blocks else PARALLEL_SLICES) if self._shuffle else 1,
         )
         return MapDataset(records, partial(parsed, FolderImages(self.source.images)), stateless_map_fn=True,
                           worker_config=self._worker_config, map_fn_config={"type": type(self).__qualname__})
@@ -287,10 +343,15 @@ def load_sources(config: Config, split: str, worker_config: WorkerConfig,
 
 
 def check_files(config: Config, split: str) -> None:
-    """Raise ValueError unless all files of a split can be opened."""
+    """Raise ValueError unless all files of a split can be opened, and read as the flags say."""
+    flag = path_of(config, split)[0]
     for source in sources_of(config, split):
-        for path in source.files:
-            open_named(path_of(config, split)[0], path)
+        has_blocks = {bool(open_named(flag, path).block_starts) for path in source.files}
+        if len(has_blocks) > 1:
+            raise ValueError(f"{flag} {source.path}: has parts in Parquet and in another format")
+        if True in has_blocks and config.max_samples_per_sequence != Config.max_samples_per_sequence:
+            raise ValueError(f"--max-samples-per-sequence {config.max_samples_per_sequence}: {source.path} is in "
+                             "Parquet, which is read by row groups; leave the flag out")
 
 
 def open_named(flag: str, path: Path) -> RecordFile:
@@ -317,13 +378,14 @@ def check_first_records(config: Config, split: str, encode: Callable[[ParsedSamp
     flag = path_of(config, split)[0]
     for source in sources_of(config, split):
         file = open_named(flag, source.files[0])
+        reader = RecordReader(source, None)
         images = FolderImages(source.images)
         errors = []
         first = range(min(FIRST_RECORDS, len(file)))
         for number in first:
             place = f"{flag} {file.path} {file.name(number)}"
             try:
-                conversation = conversation_of_record(file.parse(file.raw(number)), images)
+                conversation = conversation_of_record(file.parse(reader[number]["raw"]), images)
                 if takes_images or not conversation.images:
                     encode(ParsedSample(__key__=place, __restore_key__=(), __subflavors__=None, __sources__=(),
                                         conversation=conversation))
@@ -344,9 +406,3 @@ def digest(config: Config) -> str:
     parts = [[[file.name, file.stat().st_size] for file in source.files] + [[source.weight, source.repetitions]]
              for source in sources_of(config, "train")]
     return f"files {hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}"
-
-
-def open_split(config: Config, split: str) -> Sequence[tuple[Source, RecordFile]]:
-    """Return the files of records of a split, each with its source, in order."""
-    flag = path_of(config, split)[0]
-    return [(source, open_named(flag, path)) for source in sources_of(config, split) for path in source.files]

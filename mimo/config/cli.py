@@ -33,7 +33,7 @@ Flags win over --config files, and later files win over earlier ones. The keys o
 FIRST_FLAGS = {
     "--config FILE": "Read flags from a TOML file. The flags that you type win.",
     "--model-provider NAME": "Model family, such as llava, causal_lm, nemotron_h or mock (docs/providers.md).",
-    "--dataset-provider NAME": "Data set: conversations reads JSONL and JSON files, energon shards; digits and "
+    "--dataset-provider NAME": "Data set: conversations reads JSONL, JSON and Parquet, energon shards; digits and "
                                "mock need no files.",
     "--encoder-dp N": "Number of encoder replicas. --encoder-tp splits each of them over several ranks.",
     "--llm-tp N": "Split the language model over N ranks. --llm-dp sets the number of its replicas.",

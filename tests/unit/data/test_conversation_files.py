@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 from PIL import Image
+from pyarrow import parquet
 from transformers import AutoTokenizer
 
 from data.conversation_files.files import open_file
@@ -277,7 +279,7 @@ def test_a_folder_is_read_if_it_is_clear_which_file_is_meant(tmp_path, config):
     folder = tmp_path / "data"
     folder.mkdir()
     config = replace(config, data_path=str(folder))
-    with pytest.raises(ValueError, match="expected one file of the split in .jsonl, .json, found none"):
+    with pytest.raises(ValueError, match="expected one data set of the split in .jsonl, .json, .*, found none"):
         provider.validate(config, request())
     write_lines(folder / "own_train.jsonl", [{"text": "a"}])
     write_lines(folder / "own_val.jsonl", [{"text": "b"}, {"text": "c"}])
@@ -368,3 +370,115 @@ def test_other_files_are_another_data_set(tmp_path, config):
     assert fields == provider.stream_fields(replace(config, image_folder="", num_workers=3))
     write_lines(tmp_path / "train.jsonl", [{"text": "ab"}])
     assert fields["data_path"] != provider.stream_fields(config)["data_path"]
+
+
+def table(numbers: Sequence[int]) -> pyarrow.Table:
+    """Rows as `datasets` stores them: images as bytes with a path, and null for every key that a record lacks."""
+    image = {"type": "image", "text": None}
+    return pyarrow.Table.from_pylist([
+        {"id": number, "images": [{"bytes": png(number % 10), "path": f"{number}.png"}],
+         "messages": [{"role": "user", "content": [image, {"type": "text", "text": "what?"}], "tool_calls": None},
+                      {"role": "assistant", "content": [{"type": "text", "text": "b" * (number % 5 + 1)}],
+                       "tool_calls": None}],
+         "conversations": None}
+        for number in numbers])
+
+
+def write_arrow(path: Path, rows: pyarrow.Table) -> None:
+    """Write rows as `datasets` does: a stream of batches."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, rows.schema) as stream:
+        stream.write_table(rows, max_chunksize=7)
+
+
+def write_saved(folder: Path) -> Path:
+    """A folder of `DatasetDict.save_to_disk`, with 30 rows in two files for training and 3 for validation."""
+    for split, files in {"train": [range(20), range(20, 30)], "validation": [range(3)]}.items():
+        names = [f"data-{place:05d}-of-{len(files):05d}.arrow" for place in range(len(files))]
+        for name, numbers in zip(names, files, strict=True):
+            write_arrow(folder / split / name, table(numbers))
+        (folder / split / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "dataset_dict.json").write_text('{"splits": ["train", "validation"]}')
+    return folder
+
+
+def write_hub(folder: Path) -> Path:
+    """The same rows as folders of the Hugging Face hub have them."""
+    (folder / "data").mkdir(parents=True)
+    for name, numbers in {"train-00000-of-00002": range(20), "train-00001-of-00002": range(20, 30),
+                          "validation-00000-of-00001": range(3)}.items():
+        parquet.write_table(table(numbers), folder / "data" / f"{name}.parquet", row_group_size=6)
+    return folder
+
+
+def test_tables_hold_the_records_of_json(tmp_path, config):
+    records = [{**record, "images": [f"{number % 10}.png"]}
+               for number, record in enumerate(table(range(30)).to_pylist())]
+    write_lines(tmp_path / "train.jsonl", records)
+    config = replace(config, shuffle=False)
+    expected = read(config, 35)
+    assert greys(expected[13]) == [3] and text_of(config, expected[13]) == "<s>#what?\n[bbbb</s>]"
+    saved, hub = write_saved(tmp_path / "saved"), write_hub(tmp_path / "hub")
+    for path in (saved, saved / "train", hub, hub / "data"):
+        rows = read(replace(config, data_path=str(path)), 35)
+        for row, wanted in zip(rows, expected, strict=True):
+            assert np.array_equal(row.tokens, wanted.tokens) and np.array_equal(row.target_mask, wanted.target_mask)
+            assert greys(row) == greys(wanted)
+    keys = [row.key for row in read(replace(config, data_path=str(hub)), 21)]
+    assert keys[0] == "hub/train-00000-of-00002.parquet/row:1" and keys[20].endswith("00001-of-00002.parquet/row:1")
+    for path in (saved, hub):
+        assert provider.num_samples(replace(config, data_path=str(path)), "valid") == 3
+        rows = read(replace(config, data_path=str(path)), 3, request(split="valid"))
+        assert [greys(row) for row in rows] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_pass_of_parquet_reads_each_row_once_and_each_group_about_once(tmp_path, config, lanes, monkeypatch):
+    from data.conversation_files.files import ParquetRecords
+
+    config = replace(config, data_path=str(write_hub(tmp_path / "hub")))
+    blocks: list[tuple[str, int]] = []
+    read_block = ParquetRecords.read_block
+    monkeypatch.setattr(ParquetRecords, "read_block",
+                        lambda file, block: blocks.append((file.path.name, block)) or read_block(file, block))
+    keys = [row.key for row in read(config, 30 // lanes, request(lanes), range(lanes))]
+    assert len(set(keys)) == 30
+    assert [int(key.rpartition(":")[2]) for key in keys[:10]] != list(range(1, 11)), "shuffled"
+    assert len(set(blocks)) == 6 and len(blocks) <= 10, blocks  # the first is checked before, and two lanes share one
+
+
+def test_parquet_goes_on_where_it_stopped(tmp_path, config):
+    config = replace(config, data_path=str(write_hub(tmp_path / "hub")), packing_buffer_size=6)
+    reader = provider.reader(config, request(2), [0, 1])
+    reader.start()
+    for _ in range(9):
+        reader.read(0), reader.read(1)
+    again = provider.reader(config, request(2), [0, 1])
+    again.load_state_dict(reader.state_dict(reader.mark()))
+    again.start()
+    for _ in range(20):
+        for lane in (0, 1):
+            assert reader.read(lane).key == again.read(lane).key
+
+
+def test_worker_processes_read_tables_as_this_process_does(tmp_path, config):
+    for path in (write_hub(tmp_path / "hub"), write_saved(tmp_path / "saved")):
+        config = replace(config, data_path=str(path))
+        rows = read(replace(config, num_workers=1), 40)
+        assert [row.key for row in rows] == [row.key for row in read(config, 40)]
+
+
+def test_tables_that_cannot_be_read_are_refused(tmp_path, config):
+    hub = write_hub(tmp_path / "hub")
+    with pytest.raises(ValueError, match="--max-samples-per-sequence 5: .*/hub is in Parquet"):
+        provider.validate(replace(config, data_path=str(hub), max_samples_per_sequence=5), request())
+    (hub / "data" / "train-00000-of-00002.parquet").unlink()
+    with pytest.raises(ValueError, match="has 1 of the 2 parts of train-00001-of-00002.parquet"):
+        provider.validate(replace(config, data_path=str(hub)), request())
+    for suffix, kind in (("parquet", "a Parquet"), ("arrow", "an Arrow")):
+        (tmp_path / f"bad.{suffix}").write_bytes(b"something else")
+        with pytest.raises(ValueError, match=f"bad.{suffix}: is not {kind} file"):
+            provider.validate(replace(config, data_path=f"{tmp_path}/bad.{suffix}"), request())
+    parquet.write_table(pyarrow.table({"prompt": ["a"]}), tmp_path / "form.parquet")
+    with pytest.raises(ValueError, match="form.parquet row:1: unknown form: it has prompt"):
+        provider.validate(replace(config, data_path=f"{tmp_path}/form.parquet"), request())
