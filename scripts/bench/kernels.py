@@ -1,4 +1,4 @@
-"""Show what a GPU did in a traced step: its kernels by kind and by part of the step, and how long it was idle.
+"""Show what a GPU and its host did in a traced step: kernels by kind and by part of the step, and how long both idled.
 
     python train_hetero.py ... --run-dir RUN --profile-steps 8:8
     python scripts/bench/kernels.py RUN/profile/rank-0.json.gz
@@ -8,8 +8,12 @@ the end of the last one. In `busy` time, at least one kernel or copy runs on som
 waits for its host or for another rank. The name of a kernel decides about its kind; the first match counts. Where
 streams overlap, the kinds may sum to more than `busy`, because each kernel counts in full. Parts are the ranges of the
 schedule (`language stage 0 forward`), summed over microbatches. A kernel belongs to the innermost range that contains
-its launch; kernels of `backward` passes belong to the pass that waits for autograd's thread. The last line of output is
-JSON; above it, Markdown tables show the same.
+its launch; kernels of `backward` passes belong to the pass that waits for autograd's thread.
+
+Then it shows where the time of the host's threads went, for those threads that launched a kernel: autograd's is one of
+them. An operation's time is its own, without the operations and CUDA calls inside it. In `Python` no operation runs.
+The profiler itself makes a host slower, so compare the shares and not the times with a step that was not traced. The
+last line of output is JSON; above it, Markdown tables show the same.
 """
 
 from __future__ import annotations
@@ -49,6 +53,7 @@ OTHER = "other"
 NAME_WIDTH = 100
 GPU_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
+HOST_KINDS = (*LAUNCHES, "cpu_op")
 MICROBATCH = re.compile(r" microbatch \d+.*$")
 
 
@@ -132,6 +137,45 @@ def summed(kernels: Iterable[Kernel], key: str) -> dict[str, dict[str, float]]:
             for name, found in sorted(times.items(), key=lambda item: -sum(item[1]))}
 
 
+def host_threads(events: Iterable[Mapping[str, Any]], top: int) -> list[dict[str, Any]]:
+    """Sum up what the threads that launch kernels do, the busiest first.
+
+    Returns:
+        For each thread its launches, `busy_ms` and `python_ms` (from the first operation of any of them to the last),
+        and the longest operations with their own time.
+    """
+    by_thread: dict[tuple[Any, Any], list[Mapping[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") in HOST_KINDS and "dur" in event:
+            by_thread[event["pid"], event["tid"]].append(event)
+    everything = [event for thread in by_thread.values() for event in thread]
+    begin = min((event["ts"] for event in everything), default=0.0)
+    end = max((event["ts"] + event["dur"] for event in everything), default=0.0)
+    found = []
+    for thread in by_thread.values():
+        launches = sum(event["cat"] in LAUNCHES and "Launch" in event["name"] for event in thread)
+        if not launches:
+            continue
+        own: dict[str, list[float]] = defaultdict(list)
+        busy, open_events = 0.0, list[list[Any]]()
+        for event in sorted(thread, key=lambda each: (each["ts"], -each["dur"])):
+            while open_events and open_events[-1][0] <= event["ts"]:
+                _, name, left = open_events.pop()
+                own[name].append(left)
+            if open_events:
+                open_events[-1][2] -= event["dur"]
+            else:
+                busy += event["dur"]
+            open_events.append([event["ts"] + event["dur"], event["name"], event["dur"]])
+        for _, name, left in open_events:
+            own[name].append(left)
+        longest = sorted(own.items(), key=lambda each: -sum(each[1]))[:top]
+        found.append({"launches": launches, "busy_ms": busy / 1000, "python_ms": (end - begin - busy) / 1000,
+                      "operations": {name[:NAME_WIDTH]: {"ms": sum(times) / 1000, "calls": len(times)}
+                                     for name, times in longest}})
+    return sorted(found, key=lambda each: -each["busy_ms"])
+
+
 def figures(events: Sequence[Mapping[str, Any]], top: int) -> dict[str, Any]:
     """Return all figures of a trace."""
     kernels = kernels_of(events)
@@ -145,7 +189,8 @@ def figures(events: Sequence[Mapping[str, Any]], top: int) -> dict[str, Any]:
         for part, found in summed(kernels, "part").items()}
     return {"window_ms": window_ms, "busy_ms": busy_ms, "idle_ms": window_ms - busy_ms,
             "kinds": summed(kernels, "kind"), "parts": parts,
-            "longest": _longest(kernels, top)}
+            "longest": _longest(kernels, top),
+            "host": host_threads(events, top)}
 
 
 def _longest(kernels: Iterable[Kernel], top: int) -> dict[str, dict[str, float]]:
@@ -153,10 +198,10 @@ def _longest(kernels: Iterable[Kernel], top: int) -> dict[str, dict[str, float]]
     return {name[:NAME_WIDTH]: found for name, found in list(summed(kernels, "name").items())[:top]}
 
 
-def table(title: str, rows: Mapping[str, Mapping[str, Any]], window_ms: float) -> str:
+def table(title: str, rows: Mapping[str, Mapping[str, Any]], window_ms: float, counted: str = "kernels") -> str:
     """Show times by name as a Markdown table."""
-    return harness.table([[title, "ms", "% of the window", "kernels"],
-                          *([name, f"{row['ms']:.2f}", f"{100 * row['ms'] / window_ms:.1f}", row["kernels"]]
+    return harness.table([[title, "ms", "% of the window", counted],
+                          *([name, f"{row['ms']:.2f}", f"{100 * row['ms'] / window_ms:.1f}", row[counted]]
                             for name, row in rows.items())])
 
 
@@ -176,6 +221,10 @@ def main(arguments: list[str] | None = None) -> int:
           f"({100 * found['idle_ms'] / window:.1f} %)\n")
     for title, key in (("kind", "kinds"), ("part", "parts"), ("kernel", "longest")):
         print(table(title, found[key], window) + "\n")
+    for thread in found["host"]:
+        print(f"a thread of the host: {thread['launches']} launches, operations for {thread['busy_ms']:.1f} ms, "
+              f"Python or nothing for {thread['python_ms']:.1f} ms\n")
+        print(table("operation", thread["operations"], window, "calls") + "\n")
     print(json.dumps({"trace": chosen.trace.name, **found}))
     return 0
 

@@ -31,7 +31,7 @@ def kernel(name: str, begin: float, length: float, correlation: int, kind: str =
 
 def launch(correlation: int, moment: float) -> dict[str, Any]:
     return {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": moment, "dur": 1,
-            "args": {"correlation": correlation}}
+            "pid": 1, "tid": 2, "args": {"correlation": correlation}}
 
 
 def span(name: str, begin: float, length: float) -> dict[str, Any]:
@@ -45,7 +45,8 @@ EVENTS = [
     launch(1, 110), launch(2, 210), launch(3, 450),
     kernel("nvjet_x", 1000, 300, 1), kernel("nvjet_x", 1200, 400, 2),
     kernel("Memset (Device)", 2000, 100, 3, "gpu_memset"),
-    {"cat": "cpu_op", "name": "aten::mm", "ts": 110, "dur": 5},
+    {"cat": "cpu_op", "name": "aten::mm", "ts": 109, "dur": 6, "pid": 1, "tid": 2},
+    {"cat": "cpu_op", "name": "aten::item", "ts": 100, "dur": 900, "pid": 1, "tid": 3},
 ]
 
 
@@ -71,6 +72,15 @@ def test_time_is_told_by_kind_and_by_part() -> None:
     assert (forward["ms"], forward["kernels"]) == (pytest.approx(0.7), 2), "both microbatches, by their launches"
     assert outside["kinds"] == {"copies and memset": pytest.approx(0.1)}
     assert list(found["longest"]) == ["nvjet_x"]
+
+
+def test_an_operation_of_the_host_has_its_own_time_without_what_it_calls() -> None:
+    (thread,) = kernels.figures(EVENTS, top=5)["host"]
+    assert thread["launches"] == 3, "the thread that launches nothing is left out"
+    assert thread["operations"] == {"aten::mm": {"ms": pytest.approx(0.005), "calls": 1},
+                                    "cudaLaunchKernel": {"ms": pytest.approx(0.003), "calls": 3}}
+    assert thread["busy_ms"] == pytest.approx(0.008)
+    assert thread["python_ms"] == pytest.approx(0.9 - 0.008), "another thread worked until then"
 
 
 def test_a_table_and_then_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
