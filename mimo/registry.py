@@ -18,6 +18,7 @@ MODEL_PROVIDERS = {
     "nemotron-moe-vlm-54l": "providers.nemotron_moe_vlm:provider_54l",
     "nemotron-moe-vlm-tiny": "providers.nemotron_moe_vlm:provider_tiny",
     "nemotron_h": "providers.nemotron_h:provider",
+    "qwen2_5_vl": "providers.qwen2_5_vl:provider",
 }
 DATASET_PROVIDERS = {
     "arithmetic": "data.arithmetic:provider",

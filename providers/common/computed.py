@@ -17,7 +17,8 @@ NOT_COMPUTED = frozenset({
     "hf_config", "load_nemotron_checkpoint", "training_stage", "hidden_dropout", "attention_dropout",
     "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate", "mtp_loss_scaling_factor",
     "make_vocab_size_divisible_by", "max_position_embeddings", "ignored_mtp_layers", "vision_num_unused_layers",
-    "vision_cpe_augmentation",
+    "vision_cpe_augmentation", "vision_tokens_per_second", "video_token_id", "vision_start_token_id",
+    "vision_end_token_id",
 })
 VISION_PREFIXES = ("vision_", "projector_")
 YARN = frozenset({"rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
@@ -27,6 +28,7 @@ HYBRID_PREFIXES = {MAMBA: ("mamba_",), MOE: ("moe_", "num_experts"), MLP: ("ffn_
                    ATTENTION: ("num_attention_heads", "num_query_groups", "kv_channels")}
 # Field -> key of a Hugging Face configuration with the same meaning, for messages.
 HF_KEYS = {
+    "mrope_section": "rope_scaling.mrope_section",
     "rotary_base": "rope_theta", "use_rope_scaling": "rope_scaling", "rope_scaling_factor": "rope_scaling.factor",
     "rotary_scaling_factor": "rope_scaling.factor", "rope_type": "rope_scaling.rope_type",
     "norm_epsilon": "rms_norm_eps", "num_query_groups": "num_key_value_heads", "kv_channels": "head_dim",
@@ -40,6 +42,10 @@ HF_KEYS = {
     "vision_num_layers": "vision_feature_layer", "vision_num_attention_heads": "vision_config.num_attention_heads",
     "vision_image_size": "vision_config.image_size", "vision_patch_size": "vision_config.patch_size",
     "image_token_id": "image_token_index", "vision_pixel_shuffle": "downsample_ratio",
+    "vision_spatial_merge_size": "vision_config.spatial_merge_size",
+    "vision_temporal_patch_size": "vision_config.temporal_patch_size",
+    "vision_window_size": "vision_config.window_size",
+    "vision_full_attention_layers": "vision_config.fullatt_block_indexes",
 }
 
 
@@ -57,7 +63,8 @@ def computed_fields(config: Any, module: str) -> dict[str, Any]:
               if field.name not in NOT_COMPUTED
               and field.name.startswith(VISION_PREFIXES) == (module != LANGUAGE)}
     if module != LANGUAGE:
-        values["projector_hidden_size"] = config.projector_hidden_size or config.hidden_size
+        if "projector_hidden_size" in values:
+            values["projector_hidden_size"] = config.projector_hidden_size or config.hidden_size
         if isinstance(config, RadioConfig):
             values["vision_image_width"] = config.image_shape[1]
             unused = {"vision_image_size", "vision_image_width"} if config.vision_dynamic_resolution else set()

@@ -14,6 +14,7 @@ from providers.common.vision import VisionConfig
 from providers.common.vision_language import VISION
 
 if TYPE_CHECKING:
+    from providers.common.qwen_vision import QwenVisionConfig
     from providers.radio import RadioConfig
 
 PROJECTOR = "projector"
@@ -137,6 +138,20 @@ def vision_components(config: VisionConfig | RadioConfig, *, num_extra: int, par
     yield FlopComponent(name="layers", module=VISION, part=VISION, linear=layers * layer,
                         attention=layers * scores(hidden, hidden), tokens_per_token=patches, extra_tokens=num_extra,
                         recomputed=True)
+
+
+def windowed_vision_components(config: QwenVisionConfig) -> Iterable[FlopComponent]:
+    """Return the components of Qwen2.5-VL's tower. Every window counts as a whole one."""
+    hidden, layers, patches = config.vision_hidden_size, config.vision_num_layers, config.vision_spatial_merge_size**2
+    pixels = config.vision_num_channels * config.vision_temporal_patch_size * config.vision_patch_size**2
+    whole = len(config.vision_full_attention_layers)
+    layer = linear((hidden, 3 * hidden), (hidden, hidden)) + mlp(hidden, config.vision_ffn_hidden_size, GATED)
+    window = scores(hidden, hidden) * config.window_side**2 * patches
+    yield FlopComponent(name="patch embedding", module=VISION, part=VISION, linear=linear((pixels, hidden)),
+                        opens_part=True, parallel_linear=False, tokens_per_token=patches)
+    yield FlopComponent(name="layers", module=VISION, part=VISION,
+                        linear=layers * layer + (layers - whole) * window, attention=whole * scores(hidden, hidden),
+                        tokens_per_token=patches, recomputed=True)
 
 
 def projector_components(feature_size: int, inner: int, language_size: int, *, has_norm: bool) -> Iterable[

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from mimo.weights.configuration import ROPE_KEYS
 from tests.support import hf_families
-from tests.support.hf_families import LLAMA3, LLAVA_MODELS, TEXT_MODELS, VOCAB_SIZE
+from tests.support.hf_families import LLAMA3, LLAVA_MODELS, QWEN_MODELS, TEXT_MODELS, VOCAB_SIZE
 from tests.support.marks import fast_only
 from tests.support.spawn import WorkerPool
 from tests.support.stored import safetensors_of
@@ -42,13 +42,13 @@ LLAVA_LAYOUTS = {
 }
 LAYOUTS_OF: dict[str, dict[str, tuple[int, str]]] = {
     **{name: MOE_LAYOUTS if name in MOE else TEXT_LAYOUTS for name in TEXT_MODELS},
-    **dict.fromkeys(LLAVA_MODELS, LLAVA_LAYOUTS),
+    **dict.fromkeys((*LLAVA_MODELS, *QWEN_MODELS), LLAVA_LAYOUTS),
 }
 CASES = [(name, layout) for name, layouts in LAYOUTS_OF.items() for layout in layouts]
 # Layouts of the fast suite, where more than one process and disjoint grids.
 FAST = [("llama", "tp2"), ("qwen2-tied-one-key-head", "tp2"), ("qwen2-tied-one-key-head", "pp2"),
         ("clip-llama", "disjoint-tp2-pp2"), ("clip-last-layer-qwen2-tied", "one-process"),
-        ("clip-last-layer-qwen2-tied", "disjoint")]
+        ("clip-last-layer-qwen2-tied", "disjoint"), ("qwen2.5-vl", "one-process")]
 Saved = Callable[[str], tuple[Path, dict[str, torch.Tensor]]]
 
 

@@ -68,17 +68,37 @@ NEMOTRON_MODELS: dict[str, dict[str, Any]] = {
     "nemotron-h-top1": NEMOTRON | {"layers_block_type": ["moe", "attention"], "num_experts_per_tok": 1,
                                    "norm_topk_prob": False},
 }
-MODELS = TEXT_MODELS | LLAVA_MODELS | NEMOTRON_MODELS
+QWEN_TEXT = TEXT | {"max_position_embeddings": 4096, "rope_parameters": {
+    "rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 2, 1]}}
+# Windows of 2 x 2 tokens, of images up to 5 x 5 tokens; head size 8 in the tower.
+QWEN_TOWER = {"depth": 3, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "patch_size": 4,
+              "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [1], "out_hidden_size": 32}
+QWEN_MODELS: dict[str, dict[str, Any]] = {
+    "qwen2.5-vl": {"model_type": "qwen2_5_vl", "text_config": QWEN_TEXT, "vision_config": QWEN_TOWER},
+    "qwen2.5-vl-tied": {"model_type": "qwen2_5_vl", "text_config": QWEN_TEXT | {"num_key_value_heads": 1},
+                        "vision_config": QWEN_TOWER | {"fullatt_block_indexes": [0, 2]}, "tie_word_embeddings": True},
+}
+VISION_LANGUAGE = (*LLAVA_MODELS, *QWEN_MODELS)
+MODELS = TEXT_MODELS | LLAVA_MODELS | NEMOTRON_MODELS | QWEN_MODELS
 
 
 def build_hf(name: str) -> Any:
     """The model `name` as transformers builds it, its parameters drawn by `randomize`."""
-    from transformers import AutoConfig, AutoModelForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+    )
 
     sizes = {key: dict(value) if isinstance(value, dict) else value for key, value in MODELS[name].items()}
     if name in LLAVA_MODELS:
         config = LlavaConfig(**sizes, image_token_index=VOCAB_SIZE - 1)
         model = LlavaForConditionalGeneration._from_config(config, attn_implementation="eager")
+    elif name in QWEN_MODELS:
+        config = AutoConfig.for_model(sizes.pop("model_type"), **sizes, image_token_id=VOCAB_SIZE - 1)
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
     else:
         config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -99,9 +119,9 @@ def save_hf(rank: int, name: str, folder: str) -> dict[str, torch.Tensor]:
 
 def reloaded_logits(rank: int, name: str, folder: str, source: str) -> dict[str, torch.Tensor]:
     """Logits of the tests' batch by transformers, from an exported folder; the batch is that of the model `source`."""
-    from transformers import AutoModelForCausalLM, LlavaForConditionalGeneration
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    kind = LlavaForConditionalGeneration if name in LLAVA_MODELS else AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if name in VISION_LANGUAGE else AutoModelForCausalLM
     model = kind.from_pretrained(folder, attn_implementation="eager", dtype="float32")
     return _hf_logits(rank, model.eval(), name, source)
 
@@ -109,21 +129,37 @@ def reloaded_logits(rank: int, name: str, folder: str, source: str) -> dict[str,
 @torch.no_grad()
 def _hf_logits(rank: int, model: Any, name: str, folder: str) -> dict[str, torch.Tensor]:
     found = {}
-    for batch in _batches(rank, flags_of(name, folder, ("--layout", "colocated") if name in LLAVA_MODELS else ()), 1):
+    layout = ("--layout", "colocated") if name in VISION_LANGUAGE else ()
+    for batch in _batches(rank, flags_of(name, folder, layout), 1):
         inputs = {}
         for encoder in batch.encoders.values():
-            inputs = {key: value for key, value in encoder.inputs.items() if len(value)}
+            inputs = dict(encoder.inputs)
         assert batch.text is not None
         ids = batch.text.input_ids
+        if name in QWEN_MODELS:
+            inputs = qwen_inputs(model.config, inputs) | {"position_ids": batch.text.position_ids}
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits
         found |= dict(zip(batch.text.keys, logits, strict=True))
     return found
 
 
+def qwen_inputs(config: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Inputs of an encoder as transformers' models of the Qwen-VL families take them."""
+    if not inputs:
+        return {}
+    grids = torch.from_numpy(inputs["imgs_sizes"]) // config.vision_config.patch_size
+    return {"pixel_values": inputs["pixel_values"][0],
+            "image_grid_thw": torch.cat([torch.ones_like(grids[:, :1]), grids], dim=1)}
+
+
 def flags_of(name: str, folder: str, layout: tuple[str, ...]) -> tuple[str, ...]:
     """Flags of a run of the model `name` that is saved in `folder`."""
     provider = "llava" if name in LLAVA_MODELS else "nemotron_h" if name in NEMOTRON_MODELS else "causal_lm"
-    return ("--model-provider", provider, "--hf-config", folder, *BASE, *layout)
+    sizes: tuple[str, ...] = ()
+    if name in QWEN_MODELS:
+        provider = MODELS[name]["model_type"]
+        sizes = ("--mock-image-size", "16", "--mock-image-size-cv", "0.8", "--seq-length", "64")
+    return ("--model-provider", provider, "--hf-config", folder, *BASE, *sizes, *layout)
 
 
 def _batches(rank: int, flags: tuple[str, ...], world_size: int) -> list[Microbatch]:
@@ -230,7 +266,7 @@ def export(rank: int, name: str, folder: str, out: str, base: str = "") -> None:
     from mimo.weights.export import ExportOptions
     from tests.support.export_live import export_model
 
-    with trainer_of(flags_of(name, folder, ("--layout", "colocated") if name in LLAVA_MODELS else ()), 1) as parts:
+    with trainer_of(flags_of(name, folder, ("--layout", "colocated") if name in VISION_LANGUAGE else ()), 1) as parts:
         load(parts, model=folder)
         provider = model_provider(parts.config.model.model_provider)
         export_model(parts.built, parts.grids, provider, parts.config.model_family, out, ExportOptions(base))

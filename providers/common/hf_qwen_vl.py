@@ -1,0 +1,167 @@
+"""Convert between a Hugging Face `Qwen2_5_VLConfig` and the flags, without importing transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mimo.protocols import LANGUAGE
+from providers.common import hf_config
+from providers.common.decoder import MultimodalDecoderConfig
+from providers.common.hf import causal_lm_sizes
+from providers.common.hf_text import allow, refuse_quantized, rope_of, text_sizes, with_defaults
+from providers.common.qwen_vision import NUM_CHANNELS, ROTARY_BASE, QwenVisionConfig
+
+ARCHITECTURE, MODEL_TYPE = "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl"
+TEXT_TYPE, VISION_TYPE = "qwen2_5_vl_text", "qwen2_5_vl_vision"
+# Class defaults, which a saved file leaves out.
+TEXT_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "hidden_act": "silu", "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+}
+VISION_DEFAULTS: dict[str, Any] = {
+    "depth": 32, "hidden_size": 3584, "hidden_act": "silu", "intermediate_size": 3420, "num_heads": 16,
+    "in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "tokens_per_second": 4,
+    "window_size": 112, "out_hidden_size": 3584, "fullatt_block_indexes": (7, 15, 23, 31),
+}
+TOKEN_DEFAULTS = {"image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652,
+                  "vision_end_token_id": 151653}
+ROTARY_BASE_OF_TEXT = 1e6
+SECTIONS = (16, 24, 24)
+# Spellings of rotary positions in a configuration.
+ROPE_KEYS = ("rope_scaling", "rope_parameters")
+
+
+def qwen2_5_vl_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the `qwen2_5_vl` provider's `Config` that a `Qwen2_5_VLConfig` sets.
+
+    Args:
+        config: the configuration as a dict. Keys with their default values may be missing, and the keys of the text
+            model may be at the top, as in the published files, or in `text_config`.
+
+    Raises:
+        ValueError: a value that the model cannot reproduce; the message names the key.
+    """
+    allow("", "model_type", config.get("model_type", MODEL_TYPE), (MODEL_TYPE,))
+    allow("", "per_layer_config", config.get("per_layer_config") or None, (None,))
+    refuse_quantized(config, "")
+    language = language_sizes(config)
+    return language | vision_sizes(config, language["hidden_size"]) | {
+        key: config.get(key, default) for key, default in TOKEN_DEFAULTS.items()}
+
+
+def module_sizes(values: Mapping[str, Any], module: str) -> dict[str, Any]:
+    """Return the fields that a configuration sets for one module.
+
+    Args:
+        values: configuration of the whole model, or for `language` of a text model.
+        module: `language` or `vision`.
+
+    Raises:
+        ValueError: a value that the model cannot reproduce; the message names the key.
+    """
+    config = dict(values)
+    if module == LANGUAGE and config.get("model_type", MODEL_TYPE) != MODEL_TYPE:
+        # Positions of text are the same on every axis, so that any sections compute what a text model does.
+        return causal_lm_sizes(config)
+    sizes = qwen2_5_vl_sizes(config)
+    names = {*MultimodalDecoderConfig.__dataclass_fields__, "image_token_id"}
+    return {name: value for name, value in sizes.items() if (name in names) == (module == LANGUAGE)}
+
+
+def language_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the decoder's fields. Raises the errors of `qwen2_5_vl_sizes`."""
+    nested = config.get("text_config")
+    section = "text_config." if nested else ""
+    given = nested or {key: value for key, value in config.items() if key not in ("model_type", "vision_config")}
+    text = with_defaults({"model_type": TEXT_TYPE, **given}, section, TEXT_TYPE, {TEXT_TYPE: TEXT_DEFAULTS})
+    channels = text["hidden_size"] // text["num_attention_heads"]
+    allow(section, "head_dim", text.get("head_dim") or channels, (channels,))
+    key, rope = rope_of(text | {name: _plain(text.get(name)) for name in ROPE_KEYS}, section, ROTARY_BASE_OF_TEXT)
+    allow(section, f"{key}.rope_type", rope["rope_type"], ("default",))
+    allow(section, f"{key}.mrope_interleaved", rope.get("mrope_interleaved", False), (False,))
+    plain = {name: value for name, value in text.items() if name not in (*ROPE_KEYS, "rope_theta")}
+    tied = bool(config.get("tie_word_embeddings")) or bool(text.get("tie_word_embeddings"))
+    return text_sizes(plain | {"model_type": "qwen2", "rope_theta": rope["rope_theta"]}, section) | {
+        "mrope_section": tuple(rope.get("mrope_section") or SECTIONS),
+        "untie_embeddings_and_output_weights": not tied}
+
+
+def _plain(scaling: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a spelling of rotary positions with the type `mrope` under its present name, `default`."""
+    if not isinstance(scaling, dict):
+        return scaling
+    return {name: "default" if name in ("type", "rope_type") and value == "mrope" else value
+            for name, value in scaling.items()}
+
+
+def vision_sizes(config: dict[str, Any], language_size: int) -> dict[str, Any]:
+    """Return the tower's fields. Raises the errors of `qwen2_5_vl_sizes`."""
+    section, given = "vision_config.", dict(config.get("vision_config") or {})
+    if given.get("model_type") == MODEL_TYPE:  # as in the published files
+        given["model_type"] = VISION_TYPE
+    vision = with_defaults(given, section, VISION_TYPE, {VISION_TYPE: VISION_DEFAULTS})
+    for key, allowed in (("hidden_act", "silu"), ("in_channels", NUM_CHANNELS), ("out_hidden_size", language_size)):
+        allow(section, key, vision[key], (allowed,))
+    # Other names in the published files, which transformers ignores.
+    allow(section, "in_chans", vision.get("in_chans", NUM_CHANNELS), (NUM_CHANNELS,))
+    allow(section, "spatial_patch_size", vision.get("spatial_patch_size", vision["patch_size"]),
+          (vision["patch_size"],))
+    for key in ("patch_size", "temporal_patch_size"):
+        if not isinstance(vision[key], int):
+            raise ValueError(f"--hf-config: {section}{key} = {vision[key]!r} is not supported; supported: one number")
+    _, rope = rope_of({"rope_parameters": vision.get("rope_parameters")}, section, ROTARY_BASE)
+    allow(section, "rope_parameters.rope_theta", rope["rope_theta"], (ROTARY_BASE,))
+    allow(section, "rope_parameters.rope_type", rope["rope_type"], ("default", "axial"))
+    return {
+        "vision_patch_size": vision["patch_size"],
+        "vision_temporal_patch_size": vision["temporal_patch_size"],
+        "vision_spatial_merge_size": vision["spatial_merge_size"],
+        "vision_hidden_size": vision["hidden_size"],
+        "vision_num_layers": vision["depth"],
+        "vision_num_attention_heads": vision["num_heads"],
+        "vision_ffn_hidden_size": vision["intermediate_size"],
+        "vision_window_size": vision["window_size"],
+        # The class's default names layers that a smaller tower does not have.
+        "vision_full_attention_layers": tuple(
+            layer for layer in vision["fullatt_block_indexes"] if layer < vision["depth"]),
+        "vision_tokens_per_second": vision["tokens_per_second"],
+    }
+
+
+def qwen2_5_vl_config(decoder: MultimodalDecoderConfig, vision: QwenVisionConfig,
+                      token_ids: Mapping[str, int]) -> dict[str, Any]:
+    """Return a model as a config.json, with the text model in `text_config`.
+
+    Args:
+        decoder: the language model.
+        vision: the tower.
+        token_ids: values of the keys of `TOKEN_DEFAULTS`.
+
+    Raises:
+        ValueError: the decoder has parts that the family does not have.
+    """
+    text = hf_config.text_config(decoder)
+    channels = decoder.hidden_size // decoder.num_attention_heads
+    if text["model_type"] != "qwen2" or text.pop("head_dim") != channels:
+        raise ValueError(f"{ARCHITECTURE} has a Qwen2 decoder: --add-qkv-bias, --no-qk-layernorm, --num-experts 0 and "
+                         f"--kv-channels {channels} (--hidden-size / --num-attention-heads)")
+    text |= {"model_type": TEXT_TYPE, "use_sliding_window": False,
+             "rope_scaling": {"rope_type": "default", "type": "default", "mrope_section": list(decoder.mrope_section)}}
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": MODEL_TYPE,
+        **token_ids,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "text_config": text,
+        "vision_config": {
+            "model_type": VISION_TYPE, "depth": vision.vision_num_layers, "hidden_size": vision.vision_hidden_size,
+            "hidden_act": "silu", "intermediate_size": vision.vision_ffn_hidden_size,
+            "num_heads": vision.vision_num_attention_heads, "in_channels": NUM_CHANNELS,
+            "patch_size": vision.vision_patch_size, "spatial_merge_size": vision.vision_spatial_merge_size,
+            "temporal_patch_size": vision.vision_temporal_patch_size,
+            "tokens_per_second": vision.vision_tokens_per_second, "window_size": vision.vision_window_size,
+            "out_hidden_size": decoder.hidden_size,
+            "fullatt_block_indexes": list(vision.vision_full_attention_layers)},
+    }

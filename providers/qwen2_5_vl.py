@@ -1,0 +1,148 @@
+"""Qwen2.5-VL: a vision tower for images of any size, a Qwen2 decoder with rotary positions of three axes.
+
+Sizes come from flags (the defaults are those of Qwen2.5-VL-7B) or from a Hugging Face `Qwen2_5_VLConfig`
+(`--hf-config`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mimo.data.positions import TokenGrid
+from mimo.observability.flops import FlopComponent
+from mimo.protocols import LANGUAGE, BuildContext, ParameterShape, TokenSpec
+from providers.common import hf, hf_qwen_vl
+from providers.common.decoder import (
+    MultimodalDecoderConfig,
+    check_decoder_grid,
+    check_multimodal_decoder,
+    decoder_shapes,
+)
+from providers.common.flops import decoder_components, projector_components, windowed_vision_components
+from providers.common.qwen_vision import (
+    QwenVisionConfig,
+    check_qwen_vision,
+    check_qwen_vision_grid,
+    image_tokens,
+    qwen_vision_shapes,
+    token_grid,
+)
+from providers.common.vision_language import VisionLanguageProvider
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from mimo.weights.rules import WeightMap
+
+ENCODER = "tower"
+
+
+@dataclass(frozen=True)
+class Config(QwenVisionConfig, MultimodalDecoderConfig):
+    """Model family: Qwen2.5-VL."""
+
+    num_layers: int = 28
+    hidden_size: int = 3584
+    num_attention_heads: int = 28
+    num_query_groups: int = 4
+    ffn_hidden_size: int = 18944
+    vocab_size: int = 152064
+    max_position_embeddings: int = 128000
+    rotary_base: float = 1e6
+    norm_epsilon: float = 1e-6
+    add_qkv_bias: bool = True
+    image_token_id: int = 151655
+    """Token id that stands for an image."""
+    video_token_id: int = 151656
+    """Token id that stands for a video in config.json. Video is not supported yet."""
+    vision_start_token_id: int = 151652
+    """Token id before an image, which the data set writes."""
+    vision_end_token_id: int = 151653
+    """Token id behind an image, which the data set writes."""
+    hf_config: str = ""
+    """Hugging Face config.json, or the folder that holds one. Its sizes replace those of the flags."""
+
+
+class Qwen25VlProvider(VisionLanguageProvider):
+    """The `mimo.protocols.ModelProvider` of Qwen2.5-VL. Every method also takes unresolved configurations."""
+
+    Config: ClassVar[type] = Config
+    hf_architectures: ClassVar[tuple[str, ...]] = (hf_qwen_vl.ARCHITECTURE,)
+    checks = (check_multimodal_decoder, check_qwen_vision)
+    check_language_grid = staticmethod(check_decoder_grid)
+    check_encoder_grid = staticmethod(check_qwen_vision_grid)
+    image_tokens = staticmethod(image_tokens)
+    language_shapes = staticmethod(decoder_shapes)
+
+    def resolved(self, config: Config) -> Config:
+        """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `hf_qwen_vl`."""
+        if not config.hf_config:
+            return config
+        return dataclasses.replace(config, **hf_qwen_vl.qwen2_5_vl_sizes(hf.load(config.hf_config)), hf_config="")
+
+    def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
+        """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
+        return dataclasses.replace(config, **hf_qwen_vl.module_sizes(values, module))
+
+    def vision_shapes(self, config: Config) -> list[ParameterShape]:
+        """Return every parameter of tower and merger."""
+        return qwen_vision_shapes(config, config.hidden_size)
+
+    def token_spec(self, config: Config) -> TokenSpec:
+        """Return what a data set must produce."""
+        config = self.resolved(config)
+        return TokenSpec(config.vocab_size, config.image_token_id, 0, config.vision_num_channels,
+                         patch_size=config.vision_patch_size, size_multiple=config.size_multiple,
+                         merge_size=config.vision_spatial_merge_size,
+                         temporal_patch_size=config.vision_temporal_patch_size)
+
+    def token_grid(self, config: Config, module: str, height: int, width: int) -> TokenGrid:
+        """Return the language tokens of an image as a grid. Raises ValueError for a wrong size in pixels."""
+        return token_grid(self.resolved(config), height, width)
+
+    def num_experts(self, config: Config) -> int:
+        """Return 0, because the decoder is dense."""
+        return self.resolved(config).num_experts
+
+    def flop_components(self, config: Config) -> list[FlopComponent]:
+        """Return the FLOPs of tower, merger and decoder."""
+        config = self.resolved(config)
+        return [*windowed_vision_components(config),
+                *projector_components(config.feature_size, config.feature_size, config.hidden_size, has_norm=True),
+                *decoder_components(config)]
+
+    def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
+        """Return the spec of the decoder. `context` is None on ranks that only read its width."""
+        from providers.common.build import decoder_spec
+
+        return decoder_spec(self.resolved(config), context)
+
+    def encoder_spec(self, config: Config, module: str, context: BuildContext) -> ModuleSpec:
+        """Return the spec of the vision module, a `mimo.model.submodule.VisionSubmodule`."""
+        from providers.common.qwen_build import qwen_vision_spec
+
+        self.check_module(module)
+        config = self.resolved(config)
+        return qwen_vision_spec(config, ENCODER, config.hidden_size, context)
+
+    def weight_map(self, config: Config, module: str) -> WeightMap:
+        """Return the names of a Qwen2.5-VL checkpoint. For the language model, a Qwen2 checkpoint works too."""
+        from providers.common import qwen_weights, weights
+
+        config = self.resolved(config)
+        if module == LANGUAGE:
+            return weights.decoder_map(config, qwen_weights.LANGUAGE_SCHEMES)
+        self.check_module(module)
+        return qwen_weights.qwen_vision_map(config, ENCODER)
+
+    def hf_config(self, config: Config) -> dict[str, Any]:
+        """Return the model as a `Qwen2_5_VLConfig`. Raises ValueError if none has all its parts."""
+        config = self.resolved(config)
+        return hf_qwen_vl.qwen2_5_vl_config(
+            config, config, {key: getattr(config, key) for key in hf_qwen_vl.TOKEN_DEFAULTS})
+
+
+provider = Qwen25VlProvider()
