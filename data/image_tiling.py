@@ -10,10 +10,12 @@ The values of `--image-tiling`:
 - dynamic: one tile of about the image's own size and aspect ratio, for encoders that pack patches. There is no
   thumbnail, so there are as many tiles as images. vLLM serves Nemotron models with the same sizes
   (`DynamicResolutionImageTiler`), which are those of Megatron's `DynamicResolutionImageTilingStrategy`.
+- smart_resize: likewise, with the sizes of the Qwen-VL families (`smart_resize` of Hugging Face's
+  Qwen2VLImageProcessor), which keep the aspect ratio between limits of pixels.
 
-stretch, crop and pad compute what Hugging Face's image processors do with their default backend, torchvision. Their
-PIL backend rounds once more on the way and differs by up to 2 of 255 in a few pixels of a thousand. fixed and dynamic
-resize with PIL, as InternVL and Megatron do.
+stretch, crop, pad and smart_resize compute what Hugging Face's image processors do with their default backend,
+torchvision. Their PIL backend rounds once more on the way and differs by up to 2 of 255 in a few pixels of a thousand.
+fixed and dynamic resize with PIL, as InternVL and Megatron do.
 """
 
 from __future__ import annotations
@@ -46,17 +48,23 @@ UPRIGHT = {
 }
 
 
+# Kinds that make one tile of about the image's own size.
+ANY_SIZE = ("dynamic", "smart_resize")
+# Largest ratio of an image's sides that `smart_resize` takes.
+MAX_ASPECT_RATIO = 200
+
+
 @dataclass(frozen=True)
 class Tiling:
     """How images become tiles, as plain data that `tiling_of` has checked.
 
     Attributes:
-        kind: stretch, crop, pad, fixed or dynamic; see the docstring of this module.
-        tile_size: height and width of a tile in pixels; (0, 0) with dynamic.
-        patch_size: pixels a side of a patch; 0 unless dynamic.
-        size_multiple: height and width of a dynamic tile are multiples of it, and it is a multiple of `patch_size`.
-        min_patches: fewest patches of a dynamic tile.
-        max_patches: most patches of a dynamic tile.
+        kind: stretch, crop, pad, fixed, dynamic or smart_resize; see the docstring of this module.
+        tile_size: height and width of a tile in pixels; (0, 0) with tiles of any size.
+        patch_size: pixels a side of a patch; 0 unless tiles have any size.
+        size_multiple: height and width of a tile of any size are multiples of it, and it is a multiple of `patch_size`.
+        min_patches: fewest patches of a tile of any size.
+        max_patches: most patches of a tile of any size.
         min_side: least pixels of the shorter side of a dynamic tile, as far as `max_patches` allows; 0 for any.
         max_tiles: most tiles of a fixed grid, without the thumbnail.
         use_thumbnail: whether a fixed grid of several tiles is followed by the whole image.
@@ -67,7 +75,7 @@ class Tiling:
         max_pixels: most pixels of an image while it is resized or padded.
     """
 
-    kind: Literal["stretch", "crop", "pad", "fixed", "dynamic"]
+    kind: Literal["stretch", "crop", "pad", "fixed", "dynamic", "smart_resize"]
     tile_size: Size
     patch_size: int
     size_multiple: int
@@ -97,14 +105,15 @@ def tiling_of(config: Config, tokens: TokenSpec) -> Tiling:
     if kind in ("auto", "resize") or resample == "auto" or not config.image_mean or not config.image_std:
         raise ValueError(f"{flag} --image-resample {resample} --image-mean {_listed(config.image_mean)} --image-std "
                          f"{_listed(config.image_std)}: not filled in from the model")
-    dynamic = kind == "dynamic"
+    dynamic = kind in ANY_SIZE
     if dynamic and not tokens.packs_patches:
         height, width = tokens.image_shape
         fixed = f"images of {height} pixels a side" if height == width else f"images of {height} x {width} pixels"
         takes = fixed if tokens.image_size else "whole images, not patches"
         raise ValueError(f"{flag}: the encoder takes {takes}; use --image-tiling crop, stretch, pad or fixed")
     if not dynamic and tokens.image_size < 1:
-        advice = "use --image-tiling dynamic" if tokens.packs_patches else "give the model an image size"
+        advice = ("use --image-tiling dynamic or smart_resize" if tokens.packs_patches
+                  else "give the model an image size")
         raise ValueError(f"{flag}: the encoder takes images of any size, so there is no size to make; {advice}")
     if kind in ("crop", "pad") and tokens.image_shape[0] != tokens.image_shape[1]:
         raise ValueError(f"{flag}: makes squares, and the encoder takes images of {tokens.image_shape[0]} x "
@@ -114,7 +123,7 @@ def tiling_of(config: Config, tokens: TokenSpec) -> Tiling:
     max_tiles = config.max_tiles or 0
     if kind == "fixed" and max_tiles < 1:
         raise ValueError(f"--max-tiles {config.max_tiles}: must be at least 1")
-    if config.min_side and not dynamic:
+    if config.min_side and kind != "dynamic":
         raise ValueError(f"--min-side {config.min_side}: only with --image-tiling dynamic, not {kind}")
     if tokens.num_channels not in (1, 3):
         raise ValueError(f"{flag}: images are grey (1 channel) or RGB (3), the encoder takes {tokens.num_channels}")
@@ -162,8 +171,8 @@ def check_patches(tiling: Tiling) -> None:
     """Raise ValueError, with flags and values, if limits of dynamic tiles contradict each other."""
     if tiling.size_multiple < 1 or tiling.size_multiple % tiling.patch_size:
         raise ValueError(
-            f"--image-tiling dynamic: the model's size multiple {tiling.size_multiple} must be a multiple of its patch "
-            f"size {tiling.patch_size}"
+            f"--image-tiling {tiling.kind}: the model's size multiple {tiling.size_multiple} must be a multiple of its "
+            f"patch size {tiling.patch_size}"
         )
     given = f"--min-patches {tiling.min_patches} --max-patches {tiling.max_patches}"
     if not 1 <= tiling.min_patches <= tiling.max_patches:
@@ -209,6 +218,27 @@ def dynamic_size(height: int, width: int, tiling: Tiling) -> Size:
     rows = _divisible(rows, divisor, most // cols)
     cols = _divisible(cols, divisor, most // rows)
     return rows * patch, cols * patch
+
+
+def smart_size(height: int, width: int, tiling: Tiling) -> Size:
+    """Return height and width in pixels of an image as `smart_resize` of transformers does, operation by operation.
+
+    Raises:
+        ValueError: the image is too narrow.
+    """
+    factor, patch = tiling.size_multiple, tiling.patch_size
+    least, most = (count * patch**2 for count in (tiling.min_patches, tiling.max_patches))
+    if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
+        raise ValueError(f"an image of {height} x {width} pixels (height x width) is too narrow: one side may be at "
+                         f"most {MAX_ASPECT_RATIO} times the other")
+    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    if rows * columns > most:
+        scale = math.sqrt((height * width) / most)
+        rows, columns = (max(factor, math.floor(side / scale / factor) * factor) for side in (height, width))
+    elif rows * columns < least:
+        scale = math.sqrt(least / (height * width))
+        rows, columns = (math.ceil(side * scale / factor) * factor for side in (height, width))
+    return rows, columns
 
 
 def _divisible(count: int, divisor: int, most: int) -> int:
@@ -258,8 +288,8 @@ def tile_sizes(height: int, width: int, tiling: Tiling) -> list[Size]:
     """
     if height < 1 or width < 1:
         raise ValueError(f"an image of {height}x{width} pixels")
-    if tiling.kind == "dynamic":
-        return [dynamic_size(height, width, tiling)]
+    if tiling.kind in ANY_SIZE:
+        return [(dynamic_size if tiling.kind == "dynamic" else smart_size)(height, width, tiling)]
     if tiling.kind in ("crop", "pad"):
         between = covering_size(height, width, tiling.tile_size[0]) if tiling.kind == "crop" else (
             max(height, width), max(height, width))
@@ -391,6 +421,9 @@ def tile_image(image: Image.Image, tiling: Tiling) -> list[np.ndarray]:
     sizes = tile_sizes(*size, tiling)
     if tiling.kind == "dynamic":
         return [normalised(resized(upright, sizes[0], tiling.resample), tiling)]
+    if tiling.kind == "smart_resize":
+        pixels = np.asarray(upright).reshape(*size, tiling.num_channels)
+        return [normalised(torch_resized(pixels, sizes[0], tiling.resample), tiling)]
     if tiling.kind != "fixed":
         return [normalised(square_tile(upright, tiling), tiling)]
     rows, cols = fixed_grid(*size, tiling)

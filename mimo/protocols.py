@@ -122,15 +122,15 @@ class ImageProcessing:
         mean: mean of each channel, of pixels in 0..1.
         std: standard deviation of each channel, of pixels in 0..1.
         resample: kernel with which images are resized, always with antialiasing.
-        min_patches: with dynamic tiling, fewest patches of an image; 0: not specified.
-        max_patches: with dynamic tiling, most patches of an image; 0: not specified; -1: no limit.
+        min_patches: with dynamic tiling or smart_resize, fewest patches of an image; 0: not specified.
+        max_patches: with dynamic tiling or smart_resize, most patches of an image; 0: not specified; -1: no limit.
         min_side: with dynamic tiling, fewest pixels of the shorter side if that is possible; 0: any number.
         max_tiles: with fixed tiling, most tiles of an image; 0: not specified.
         use_thumbnail: with fixed tiling, whether several tiles are followed by the whole image.
         source: where these values were found, for messages.
     """
 
-    tiling: Literal["stretch", "crop", "pad", "fixed", "dynamic"]
+    tiling: Literal["stretch", "crop", "pad", "fixed", "dynamic", "smart_resize"]
     mean: tuple[float, ...]
     std: tuple[float, ...]
     resample: Literal["bicubic", "bilinear"] = "bicubic"

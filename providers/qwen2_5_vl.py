@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mimo.data.positions import TokenGrid
 from mimo.observability.flops import FlopComponent
-from mimo.protocols import LANGUAGE, BuildContext, ParameterShape, TokenSpec
+from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing, ParameterShape, TokenSpec
 from providers.common import hf, hf_qwen_vl
 from providers.common.decoder import (
     MultimodalDecoderConfig,
@@ -22,6 +23,8 @@ from providers.common.decoder import (
     decoder_shapes,
 )
 from providers.common.flops import decoder_components, projector_components, windowed_vision_components
+from providers.common.hf_processor import CLIP_MEAN, CLIP_STD
+from providers.common.qwen_processor import read_qwen_processing, write_qwen_processing
 from providers.common.qwen_vision import (
     QwenVisionConfig,
     check_qwen_vision,
@@ -38,6 +41,9 @@ if TYPE_CHECKING:
     from mimo.weights.rules import WeightMap
 
 ENCODER = "tower"
+# Images of 4 to 16,384 language tokens.
+PROCESSING = ImageProcessing("smart_resize", CLIP_MEAN, CLIP_STD, min_patches=16, max_patches=65536,
+                             source="the image processor of Qwen2.5-VL")
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,14 @@ class Qwen25VlProvider(VisionLanguageProvider):
         config = self.resolved(config)
         return hf_qwen_vl.qwen2_5_vl_config(
             config, config, {key: getattr(config, key) for key in hf_qwen_vl.TOKEN_DEFAULTS})
+
+    def image_processing(self, config: Config, folder: str = "") -> ImageProcessing | None:
+        """Return how images become pixels: as a folder's files say, or as in the published models."""
+        return read_qwen_processing(folder, self.resolved(config)) if folder else PROCESSING
+
+    def write_image_processing(self, config: Config, folder: Path, processing: ImageProcessing) -> str:
+        """Write preprocessor_config.json, or return the reason why no processor makes the pixels of training."""
+        return write_qwen_processing(folder, self.resolved(config), processing)
 
 
 provider = Qwen25VlProvider()

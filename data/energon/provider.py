@@ -49,12 +49,13 @@ class Config:
     """Largest number of samples that are read from a shard in a row."""
     shuffle: bool = True
     """Shuffle train shards and samples. --no-shuffle reads them in stored order."""
-    image_tiling: Literal["auto", "stretch", "crop", "pad", "fixed", "dynamic", "resize"] = "auto"
+    image_tiling: Literal["auto", "stretch", "crop", "pad", "fixed", "dynamic", "smart_resize", "resize"] = "auto"
     """How an image becomes what the encoder takes. stretch: resized to the encoder's size. crop: the shorter side
     resized to it, then the centre cut out. pad: made square with borders in the mean colour, then resized. fixed: cut
-    into tiles of that size. dynamic: its own size and aspect ratio, in patches. auto: as the model's Hugging Face
-    processor does (preprocessor_config.json beside --hf-config, --load-hf or --load-vision-from, or else that of the
-    family: CLIP crops, SigLIP stretches, Nemotron is dynamic). resize: the earlier name of stretch."""
+    into tiles of that size. dynamic: its own size and aspect ratio, in patches. smart_resize: likewise, with the sizes
+    of Qwen-VL. auto: as the model's Hugging Face processor does (preprocessor_config.json beside --hf-config, --load-hf
+    or --load-vision-from, or else that of the family: CLIP crops, SigLIP stretches, Nemotron is dynamic, Qwen-VL
+    resizes smartly). resize: the earlier name of stretch."""
     image_resample: Literal["auto", "bicubic", "bilinear"] = "auto"
     """Kernel that images are resized with; auto: as the model's processor."""
     max_tiles: int | None = None
@@ -63,11 +64,11 @@ class Config:
     use_thumbnail: bool = False
     """With --image-tiling fixed, the whole image too, as a last tile, where there are several."""
     min_patches: int | None = None
-    """Fewest patches of an image with --image-tiling dynamic; smaller images are enlarged. Left out: as the model's
-    config.json says, or else 4."""
+    """Fewest patches of an image with --image-tiling dynamic or smart_resize; smaller images are enlarged. Left out: as
+    the model's files say, or else 4 (dynamic) or as the family has it (smart_resize)."""
     max_patches: int | None = None
-    """Most patches of an image with --image-tiling dynamic; larger images are reduced. Left out: as the model's
-    config.json says, or else 1024."""
+    """Most patches of an image with --image-tiling dynamic or smart_resize; larger images are reduced. Left out: as the
+    model's files say, or else 1024 (dynamic) or as the family has it (smart_resize)."""
     min_side: int = 0
     """With --image-tiling dynamic: images whose shorter side would have fewer pixels are enlarged, as far as
     --max-patches allows (Megatron's --dynamic-resolution-min-side); 0: off, as engines serve."""
@@ -151,13 +152,14 @@ def with_image_flags(config: Config, find: Callable[[], Sequence[ImageProcessing
 def _open_flags(config: Config) -> list[str]:
     """Return the flags whose values come from the model's image processor."""
     tiling = config.image_tiling
+    any_size = tiling in ("dynamic", "smart_resize")
     is_open = {
         "image_tiling": tiling == "auto",
         "image_resample": config.image_resample == "auto",
         "image_mean": not config.image_mean,
         "image_std": not config.image_std,
-        "min_patches": tiling == "dynamic" and config.min_patches is None,
-        "max_patches": tiling == "dynamic" and config.max_patches is None,
+        "min_patches": any_size and config.min_patches is None,
+        "max_patches": any_size and config.max_patches is None,
         "max_tiles": tiling == "fixed" and config.max_tiles is None,
     }
     return [flag_name(name) for name, value in is_open.items() if value]
@@ -171,7 +173,7 @@ def _filled(config: Config, processing: ImageProcessing) -> Config:
             config = replace(config, use_thumbnail=config.use_thumbnail or processing.use_thumbnail)
     if config.image_resample == "auto":
         config = replace(config, image_resample=processing.resample)
-    if config.image_tiling == "dynamic":
+    if config.image_tiling in ("dynamic", "smart_resize"):
         if config.max_patches is None and processing.max_patches < 0:
             raise ValueError(f"{processing.source} sets no limit to the patches of an image: give --max-patches")
         config = replace(

@@ -62,6 +62,8 @@ def computed_fields(config: Any, module: str) -> dict[str, Any]:
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)
               if field.name not in NOT_COMPUTED
               and field.name.startswith(VISION_PREFIXES) == (module != LANGUAGE)}
+    # A checkpoint's fields come from JSON, which has no tuples.
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     if module != LANGUAGE:
         if "projector_hidden_size" in values:
             values["projector_hidden_size"] = config.projector_hidden_size or config.hidden_size

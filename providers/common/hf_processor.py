@@ -53,20 +53,20 @@ def read_processing(folder: str, side: int, *, any_size: bool) -> ImageProcessin
     Raises:
         ValueError: the file is not JSON, or has a value that is not supported; the message names file, key and value.
     """
-    path, values = _read_file(Path(folder))
+    path, values = read_file(Path(folder))
     if values is None:
         return None
     name = str(values.get("image_processor_type") or values.get("feature_extractor_type"))
     kind = name.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
-    _allow(path, "image_processor_type", name, kind in PROCESSOR_DEFAULTS, ", ".join(PROCESSOR_DEFAULTS))
+    allow_value(path, "image_processor_type", name, kind in PROCESSOR_DEFAULTS, ", ".join(PROCESSOR_DEFAULTS))
     defaults = PROCESSOR_DEFAULTS[kind]
     for key in values.keys() - defaults.keys() - WITHOUT_EFFECT:
-        _allow(path, key, values[key], values[key] is None or values[key] is False, "null")
+        allow_value(path, key, values[key], values[key] is None or values[key] is False, "null")
     values = {key: default if values.get(key) is None else values[key] for key, default in defaults.items()}
-    _allow(path, "do_rescale", values["do_rescale"], bool(values["do_rescale"]), "true")
-    _allow(path, "rescale_factor", values["rescale_factor"],
-           math.isclose(values["rescale_factor"], 1 / 255, rel_tol=1e-6), f"{1 / 255}")
-    _allow(path, "resample", values["resample"], values["resample"] in RESAMPLE, "2 (bilinear), 3 (bicubic)")
+    allow_value(path, "do_rescale", values["do_rescale"], bool(values["do_rescale"]), "true")
+    allow_value(path, "rescale_factor", values["rescale_factor"],
+                math.isclose(values["rescale_factor"], 1 / 255, rel_tol=1e-6), f"{1 / 255}")
+    allow_value(path, "resample", values["resample"], values["resample"] in RESAMPLE, "2 (bilinear), 3 (bicubic)")
     tiling: Literal["stretch", "crop", "pad", "dynamic"] = "dynamic" if any_size else _tiling(path, kind, values, side)
     if not values["do_normalize"]:
         values |= {"image_mean": 0.0, "image_std": 1.0}
@@ -75,7 +75,7 @@ def read_processing(folder: str, side: int, *, any_size: bool) -> ImageProcessin
     return ImageProcessing(tiling, mean, std, RESAMPLE[values["resample"]], source=str(path))
 
 
-def _allow(path: Path, key: str, value: Any, is_allowed: bool, supported: str) -> None:
+def allow_value(path: Path, key: str, value: Any, is_allowed: bool, supported: str) -> None:
     if not is_allowed:
         raise ValueError(f"{path}: {key} = {value!r} is not supported; supported: {supported}. To do without the file "
                          "give --image-tiling, --image-resample, --image-mean and --image-std")
@@ -89,16 +89,17 @@ def _tiling(path: Path, kind: str, values: dict[str, Any], side: int) -> Literal
         size = {"height": size, "width": size} if kind == "SiglipImageProcessor" else {"shortest_edge": size}
     if isinstance(crop, int):
         crop = {"height": crop, "width": crop}
-    _allow(path, "do_resize", values["do_resize"], bool(values["do_resize"]), "true, as images have any size")
-    _allow(path, "size", size, size in ({"shortest_edge": side}, square),
-           f"the {side} pixels a side that the encoder takes, as shortest_edge or as height and width")
+    allow_value(path, "do_resize", values["do_resize"], bool(values["do_resize"]), "true, as images have any size")
+    allow_value(path, "size", size, size in ({"shortest_edge": side}, square),
+                f"the {side} pixels a side that the encoder takes, as shortest_edge or as height and width")
     if values["do_center_crop"]:
-        _allow(path, "crop_size", crop, crop == square, f"the {side} x {side} pixels that the encoder takes")
+        allow_value(path, "crop_size", crop, crop == square, f"the {side} x {side} pixels that the encoder takes")
     if values["do_pad"]:
-        _allow(path, "do_pad", values["do_pad"], kind == "LlavaImageProcessor", "true for LlavaImageProcessor alone")
+        allow_value(path, "do_pad", values["do_pad"], kind == "LlavaImageProcessor",
+                    "true for LlavaImageProcessor alone")
         return "pad"
-    _allow(path, "do_center_crop", values["do_center_crop"], bool(values["do_center_crop"]) or size == square,
-           "true where size is the shortest edge, as the encoder takes squares")
+    allow_value(path, "do_center_crop", values["do_center_crop"], bool(values["do_center_crop"]) or size == square,
+                "true where size is the shortest edge, as the encoder takes squares")
     return "stretch" if size == square else "crop"
 
 
@@ -107,7 +108,7 @@ def three(values: Sequence[float]) -> list[float]:
     return list(values) if len(values) == 3 else [values[0]] * 3
 
 
-def _read_file(folder: Path) -> tuple[Path, dict[str, Any] | None]:
+def read_file(folder: Path) -> tuple[Path, dict[str, Any] | None]:
     """Find the image processor of a folder as transformers does. Return it and its file, or None."""
     folder = folder.parent if folder.name.endswith(".json") else folder
     for path in (folder / PROCESSOR, folder / PREPROCESSOR):

@@ -62,7 +62,7 @@ class Outcome:
 def parse_config(*flags: str) -> RunConfig:
     """The tests' small model with more flags; a model of other flags brings its own sizes."""
     named = flags[flags.index("--model-provider") + 1] if "--model-provider" in flags else "mock"
-    return parse([*BASE, *(() if named.startswith("nemotron") else MODEL), *flags])
+    return parse([*BASE, *(() if named.startswith(("nemotron", "qwen")) else MODEL), *flags])
 
 
 def make_loader(config: RunConfig, layout: Layout, rank: int) -> Any:

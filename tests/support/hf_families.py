@@ -71,7 +71,7 @@ NEMOTRON_MODELS: dict[str, dict[str, Any]] = {
 QWEN_TEXT = TEXT | {"max_position_embeddings": 4096, "rope_parameters": {
     "rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 2, 1]}}
 # Windows of 2 x 2 tokens, of images up to 5 x 5 tokens; head size 8 in the tower.
-QWEN_TOWER = {"depth": 3, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "patch_size": 4,
+QWEN_TOWER = {"depth": 4, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "patch_size": 4,
               "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [1], "out_hidden_size": 32}
 QWEN_MODELS: dict[str, dict[str, Any]] = {
     "qwen2.5-vl": {"model_type": "qwen2_5_vl", "text_config": QWEN_TEXT, "vision_config": QWEN_TOWER},
@@ -311,3 +311,47 @@ def load_parts(rank: int, name: str, folder: str, tower: str, text: str) -> dict
         load(parts, model=folder)
         differs = [key for key, value in tensors(parts).items() if not torch.equal(value, whole[key])]
     return {"absent": report.absent, "changed": changed, "text": differs}
+
+
+def _loss(logits: torch.Tensor, batch: Microbatch) -> torch.Tensor:
+    """Sum of the losses of a microbatch's targets."""
+    assert batch.text is not None
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.text.labels.flatten(), reduction="none")
+    return (losses * batch.text.loss_mask.flatten()).sum()
+
+
+def save_hf_gradients(rank: int, name: str, folder: str, out: str) -> None:
+    """Save the gradients of the tests' batch by transformers as the tensors of a folder."""
+    model = build_hf(name)
+    for batch in _batches(rank, flags_of(name, folder, ("--layout", "colocated")), 1):
+        inputs = qwen_inputs(model.config, dict(batch.encoders["vision"].inputs))
+        assert batch.text is not None
+        found = model(input_ids=batch.text.input_ids, attention_mask=torch.ones_like(batch.text.input_ids),
+                      position_ids=batch.text.position_ids, **inputs)
+        _loss(found.logits, batch).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.copy_(parameter.grad)
+    model.save_pretrained(out)
+
+
+def export_gradients(rank: int, name: str, folder: str, out: str) -> None:
+    """Export the trainer's gradients of the tests' batch on one process, as `save_hf_gradients`."""
+    from tests.support.export_live import export_model
+
+    flags = flags_of(name, folder, ("--layout", "colocated"))
+    with trainer_of(flags, 1) as parts:
+        load(parts, model=folder)
+        model = parts.built.model
+        for batch in _batches(rank, flags, 1):
+            assert batch.text is not None
+            for bridge in model.colocated_comms.values():
+                counts = [[sum(batch.encoders["vision"].token_counts)]]
+                bridge.begin_step(counts, counts)
+            (model(batch) * batch.text.loss_mask).sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.main_grad)
+        export_model(parts.built, parts.grids, model_provider(parts.config.model.model_provider),
+                     parts.config.model_family, out)

@@ -14,7 +14,7 @@ from mimo.config.cli import parse
 from mimo.config.validate import validate
 from mimo.data.batch import Microbatch
 from mimo.grid.lanes import needs_of
-from mimo.protocols import Sample
+from mimo.protocols import Sample, TokenGridProvider
 from mimo.registry import model_provider
 from tests.support import equality
 from tests.support.global_state import Piece, assemble, read_gradients, worst_errors
@@ -80,7 +80,7 @@ def microbatch(rows: Sequence[Sample], parts: Any, seq_length: int | None) -> Mi
         parts: this rank's trainer.
         seq_length: tokens of a row; None: as many as the row has.
     """
-    from mimo.data.collate import collate_encoder, collate_text, expand_images
+    from mimo.data.collate import PatchOrder, collate_encoder, collate_text, expand_images
 
     config, layout, rank = parts.config, parts.grids.layout, parts.grids.rank
     provider, family = model_provider(config.model.model_provider), config.model_family
@@ -91,7 +91,9 @@ def microbatch(rows: Sequence[Sample], parts: Any, seq_length: int | None) -> Mi
         row = rows[layout.language.coordinates(rank)["dp"]]
         length = seq_length or len(expand_images(row, modules, counter).tokens)
         text = collate_text([row], modules=modules, num_image_tokens=counter, seq_length=length,
-                            vocab_size=tokens.vocab_size, pad_token_id=0)
+                            vocab_size=tokens.vocab_size, pad_token_id=0,
+                            token_grid=partial(provider.token_grid, family)
+                            if isinstance(provider, TokenGridProvider) else None)
     for grid in layout.encoders:
         needs = [need for need in needs_of(layout, rank, 1) if need.module == grid.name]
         if needs:
@@ -99,7 +101,7 @@ def microbatch(rows: Sequence[Sample], parts: Any, seq_length: int | None) -> Mi
             encoders[grid.name] = collate_encoder(
                 [rows[lane] for lane in lanes], module=grid.name, modules=modules, num_image_tokens=counter,
                 num_channels=tokens.num_channels, lane_sizes=[1] * len(lanes), dtype=torch.float32,
-                patch_size=tokens.patch_size, pixels=needs[0].pixels)
+                patches=PatchOrder.of(tokens), pixels=needs[0].pixels)
     return Microbatch(text, encoders)
 
 

@@ -1,0 +1,128 @@
+"""Read and write the image processor files of the Qwen-VL families (`Qwen2VLImageProcessor`)."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Protocol
+
+from mimo.protocols import ImageProcessing
+from providers.common.hf_processor import (
+    CLIP_MEAN,
+    CLIP_STD,
+    PREPROCESSOR,
+    PROCESSOR,
+    RESAMPLE,
+    WITHOUT_EFFECT,
+    allow_value,
+    read_file,
+    three,
+)
+
+KINDS = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Qwen3VLImageProcessor")
+# Class defaults, which a file may leave out; a test compares them with the installed transformers.
+DEFAULTS: dict[str, Any] = {
+    "do_resize": True, "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}, "resample": 3,
+    "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": CLIP_MEAN,
+    "image_std": CLIP_STD, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
+}
+# Limits of pixels as earlier releases of transformers spell them.
+LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+
+
+class PatchSizes(Protocol):
+    """Sizes of an encoder that its image processor must share."""
+
+    @property
+    def vision_patch_size(self) -> int: ...
+
+    @property
+    def vision_temporal_patch_size(self) -> int: ...
+
+    @property
+    def vision_spatial_merge_size(self) -> int: ...
+
+
+def read_qwen_processing(folder: str, config: PatchSizes) -> ImageProcessing | None:
+    """Read how a folder's image processor makes pixels.
+
+    Args:
+        folder: a Hugging Face folder or the config.json in it.
+        config: the encoder.
+
+    Returns:
+        The processing, or None if the folder has no image processor.
+
+    Raises:
+        ValueError: the file is not JSON, or has a value that is not supported; the message names file, key and value.
+    """
+    path, values = read_file(Path(folder))
+    if values is None:
+        return None
+    name = str(values.get("image_processor_type"))
+    allow_value(path, "image_processor_type", name, name.removesuffix("Fast").removesuffix("Pil") in KINDS,
+                ", ".join(KINDS))
+    for key in values.keys() - DEFAULTS.keys() - LIMITS.keys() - WITHOUT_EFFECT:
+        allow_value(path, key, values[key], values[key] is None or values[key] is False, "null")
+    found = {key: default if values.get(key) is None else values[key] for key, default in DEFAULTS.items()}
+    for key, expected in (
+            ("do_resize", True), ("do_rescale", True), ("patch_size", config.vision_patch_size),
+            ("temporal_patch_size", config.vision_temporal_patch_size),
+            ("merge_size", config.vision_spatial_merge_size)):
+        allow_value(path, key, found[key], found[key] == expected, f"{expected}, as the model has it")
+    allow_value(path, "rescale_factor", found["rescale_factor"],
+                math.isclose(found["rescale_factor"], 1 / 255, rel_tol=1e-6), f"{1 / 255}")
+    allow_value(path, "resample", found["resample"], found["resample"] in RESAMPLE, "2 (bilinear), 3 (bicubic)")
+    patches = [_patches(path, values, found["size"], key, config.vision_patch_size) for key in LIMITS]
+    if not found["do_normalize"]:
+        found |= {"image_mean": 0.0, "image_std": 1.0}
+    mean, std = (tuple(map(float, found[key] if isinstance(found[key], list | tuple) else [found[key]]))
+                 for key in ("image_mean", "image_std"))
+    return ImageProcessing("smart_resize", mean, std, RESAMPLE[found["resample"]], min_patches=patches[0],
+                           max_patches=patches[1], source=str(path))
+
+
+def _patches(path: Path, values: dict[str, Any], size: dict[str, Any], key: str, patch_size: int) -> int:
+    """Return a limit of pixels, `min_pixels` or `max_pixels`, in patches. Raises ValueError if it is not whole."""
+    pixels = values.get(key)
+    if pixels is None:
+        pixels = size.get(LIMITS[key], size.get(key))
+    area = patch_size**2
+    is_whole = isinstance(pixels, int) and pixels > 0 and pixels % area == 0
+    allow_value(path, key, pixels, is_whole, f"multiples of {area}, the pixels of a patch")
+    assert isinstance(pixels, int)
+    return pixels // area
+
+
+def write_qwen_processing(folder: Path, config: PatchSizes, processing: ImageProcessing) -> str:
+    """Write an image processor that makes these pixels; see `ImageProcessingProvider.write_image_processing`."""
+    try:
+        if read_qwen_processing(str(folder), config) == processing:
+            return ""
+    except ValueError:
+        pass  # an unsupported processor is not the one of training either
+    path = folder / PROCESSOR
+    outer = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    has_nested = outer.pop("image_processor", None) is not None
+    if processing.tiling == "smart_resize":
+        area = config.vision_patch_size**2
+        limits = {"min_pixels": processing.min_patches * area, "max_pixels": processing.max_patches * area}
+        values = DEFAULTS | limits | {
+            "image_processor_type": KINDS[0], "do_convert_rgb": True,
+            "size": {LIMITS[key]: pixels for key, pixels in limits.items()},
+            "resample": next(number for number, name in RESAMPLE.items() if name == processing.resample),
+            "image_mean": three(processing.mean), "image_std": three(processing.std),
+            "patch_size": config.vision_patch_size, "temporal_patch_size": config.vision_temporal_patch_size,
+            "merge_size": config.vision_spatial_merge_size}
+        (folder / PREPROCESSOR).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        if has_nested:
+            outer["image_processor"] = values
+        note = ""
+    else:
+        (folder / PREPROCESSOR).unlink(missing_ok=True)
+        note = (f"no image processor in it: none of this family's makes the pixels of --image-tiling "
+                f"{processing.tiling}, which it was trained on")
+    if has_nested:
+        path.write_text(json.dumps(outer, indent=2) + "\n", encoding="utf-8")
+    return note

@@ -1,0 +1,150 @@
+"""The Qwen-VL families on every layout against one process, packed rows against single ones, gradients against
+transformers.
+
+Logits, imports and exports are in test_hf_families.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import equality, hf_families, packing
+from tests.support.marks import fast_only
+from tests.support.packing import Outcome
+from tests.support.spawn import WorkerPool
+from tests.support.stored import safetensors_of
+
+TOWER_25 = """--model-provider qwen2_5_vl --mrope-section 1 2 1 --num-query-groups 2 --vision-patch-size 4
+--vision-hidden-size 16 --vision-num-layers 4 --vision-num-attention-heads 2 --vision-ffn-hidden-size 20
+--vision-window-size 16 --vision-full-attention-layers 1 2 --image-token-id 95 --hidden-size 32
+--num-attention-heads 4 --vocab-size 96 --max-position-embeddings 4096 --rotary-base 100"""
+DECODER = "--num-layers 2 --ffn-hidden-size 48"
+IMAGES = "--mock-image-size 16 --mock-image-size-cv 0.6 --seq-length 96"
+MODELS = {"qwen2.5-vl": TOWER_25}
+# name -> (ranks, flags)
+LAYOUTS = {
+    "disjoint": (2, ""),
+    "disjoint-tp2": (4, "--encoder-tp 2 --llm-tp 2 --sequence-parallel"),
+    "disjoint-tp2-without-sequence-parallelism": (3, "--llm-tp 2"),
+    "disjoint-pp2": (4, "--encoder-pp 2 --llm-pp 2"),
+    "disjoint-fan-out": (3, "--llm-dp 2"),
+    "disjoint-fan-in": (3, "--encoder-dp 2 --micro-batch-size 2"),
+    "colocated": (2, "--layout colocated --encoder-tp 2 --llm-dp 2"),
+    "colocated-windows": (2, "--layout colocated --encoder-dp 2 --llm-pp 2"),
+    "homogeneous-pp2": (2, "--layout homogeneous --llm-pp 2"),
+    "recomputed": (2, "--recompute full --encoder-recompute full"),
+    "recomputed-selectively": (2, "--recompute selective"),
+}
+FAST = [("qwen2.5-vl", "disjoint-tp2"), ("qwen2.5-vl", "disjoint-pp2")]
+SIZES = ((16, 24), (8, 8), (8, 32), (40, 24))
+TOLERANCE = 3e-6
+GRADIENT_ERROR = 1e-4
+
+
+@pytest.fixture(scope="module")
+def oracle(pool: WorkerPool) -> Callable[[str], equality.Outcome]:
+    """The training of one process in plain PyTorch, computed once."""
+
+    @functools.cache
+    def run(model: str) -> equality.Outcome:
+        flags = f"{MODELS[model]} {DECODER} {IMAGES}"
+        (outcome,) = pool.run(equality.run_oracle, tuple(flags.split()), world_size=1)
+        return outcome
+
+    return run
+
+
+@pytest.mark.parametrize(("model", "layout"), fast_only(FAST, [
+    (model, layout) for model in MODELS for layout in LAYOUTS]))
+def test_training_equals_one_process(pool: WorkerPool, oracle: Any, model: str, layout: str) -> None:
+    world_size, grids = LAYOUTS[layout]
+    flags = f"{MODELS[model]} {DECODER} {IMAGES} {grids}"
+    expected = oracle(model)
+    assert expected.batch_facts["text_only"] >= 2 and expected.batch_facts["different_images"] >= 3
+    equality.assert_equal(expected, pool.run(equality.run_layout, tuple(flags.split()), world_size,
+                                             world_size=world_size))
+
+
+@pytest.fixture(scope="module")
+def alone(pool: WorkerPool) -> Callable[[str], Outcome]:
+    """The samples one by one on one process, computed once."""
+
+    @functools.cache
+    def run(model: str) -> Outcome:
+        flags = (*MODELS[model].split(), "--layout", "colocated")
+        (outcome,) = pool.run(packing.run, flags, 1, False, SIZES, world_size=1)
+        return outcome
+
+    return run
+
+
+@pytest.mark.parametrize(("model", "layout"), fast_only([("qwen2.5-vl", "colocated")], [
+    (model, layout) for model in MODELS for layout in ("colocated", "disjoint-tp2", "disjoint-pp2")]))
+def test_packed_rows_equal_each_sample_alone(pool: WorkerPool, alone: Any, model: str, layout: str) -> None:
+    ranks, grids = LAYOUTS[layout]
+    outcomes = pool.run(packing.run, (*MODELS[model].split(), *grids.split()), ranks, True, SIZES, world_size=ranks)
+    found = packing.differences(alone(model), outcomes, TOLERANCE)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", fast_only(["qwen2.5-vl"], hf_families.QWEN_MODELS))
+def test_gradients_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("transformers")
+    folders = [str(tmp_path / part) for part in ("model", "theirs", "ours")]
+    pool.run(hf_families.save_hf, name, folders[0], world_size=1)
+    pool.run(hf_families.save_hf_gradients, name, folders[0], folders[1], world_size=1)
+    pool.run(hf_families.export_gradients, name, folders[0], folders[2], world_size=1)
+    theirs, ours = (safetensors_of(Path(folder)) for folder in folders[1:])
+    assert theirs.keys() == ours.keys()
+    errors = {key: float((ours[key] - value).abs().max() / value.abs().max()) for key, value in theirs.items()}
+    assert not {key: error for key, error in errors.items() if not error < GRADIENT_ERROR}
+    assert all(value.abs().max() > 0 for value in theirs.values())
+
+
+def test_a_change_of_the_tower_changes_the_features(pool: WorkerPool) -> None:
+    (found,) = pool.run(changed_features, world_size=1)
+    assert found.pop("same") == 0.0
+    assert set(found) == {"windows", "whole images", "order of layers"} and min(found.values()) > 1e-3, found
+
+
+def changed_features(rank: int) -> dict[str, float]:
+    """Largest change of an image's features by changes of the attention."""
+    import dataclasses
+
+    import numpy as np
+
+    from mimo.data.collate import PatchOrder, packed_patches
+    from mimo.grid.spec import GridSpec
+    from mimo.platform import current_platform
+    from mimo.protocols import LANGUAGE
+    from providers import qwen2_5_vl
+    from providers.common.qwen_vision import QwenVisionConfig
+    from tests.support import provider_cases as cases
+
+    sizes = QwenVisionConfig(
+        vision_patch_size=4, vision_hidden_size=16, vision_num_layers=4, vision_num_attention_heads=2,
+        vision_ffn_hidden_size=20, vision_window_size=16, vision_full_attention_layers=(1, 2))
+    config = qwen2_5_vl.Config(**{**vars(sizes), "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 4,
+                                  "num_layers": 1, "mrope_section": (1, 2, 1), "vocab_size": 96})
+    images = [np.random.default_rng(0).standard_normal((3, 40, 24)).astype(np.float32)]
+    inputs = packed_patches(images, [(40, 24)], PatchOrder(4, 2, 2), torch.float32)
+
+    def features(**changes: Any) -> torch.Tensor:
+        with cases.grids_of(GridSpec("vision"), GridSpec(LANGUAGE)) as grids:
+            current_platform().seed(7, tp_rank=0, ep_rank=0, expt_tp_rank=0)
+            context = cases.context_of(grids, "vision", 64)
+            spec = qwen2_5_vl.provider.encoder_spec(dataclasses.replace(config, **changes), "vision", context)
+            module = spec.module.from_spec(spec, is_first_stage=True, is_last_stage=True)
+            cases.randomize(module)
+            return module(inputs).detach()
+
+    expected = features()
+    return {name: float((features(**changes) - expected).abs().max()) for name, changes in (
+        ("same", {}), ("windows", {"vision_window_size": 8}), ("whole images", {"vision_full_attention_layers": ()}),
+        ("order of layers", {"vision_full_attention_layers": (0, 3)}))}
