@@ -14,9 +14,9 @@ from mimo.protocols import LANGUAGE
 from mimo.weights.match import ModuleMatch, check_tensor, match_source
 from mimo.weights.rules import WeightMap
 from mimo.weights.safetensors_io import Catalog, HfSource, SourceTensor
-from providers import causal_lm, llava, nemotron_h
+from providers import causal_lm, llava, nemotron_h, qwen2_5_vl
 from providers.common.vision_language import VISION
-from tests.support.hf_families import LLAVA_MODELS, MODELS, TEXT_MODELS, build_hf
+from tests.support.hf_families import LLAVA_MODELS, MODELS, QWEN_MODELS, TEXT_MODELS, build_hf
 
 Shapes = Mapping[str, Iterable[int]]
 
@@ -63,6 +63,9 @@ def maps_of(model: Any) -> dict[str, WeightMap]:
     sizes = model.config.to_dict()
     if sizes["model_type"] == "nemotron_h":
         return {LANGUAGE: nemotron_h.provider.weight_map(nemotron_h.from_hf(sizes), LANGUAGE)}
+    if sizes["model_type"] == "qwen2_5_vl":
+        own = qwen2_5_vl.from_hf(sizes)
+        return {module: qwen2_5_vl.provider.weight_map(own, module) for module in (VISION, LANGUAGE)}
     if sizes["model_type"] != "llava":
         return {LANGUAGE: causal_lm.provider.weight_map(causal_lm.from_hf(sizes), LANGUAGE)}
     config = llava.from_hf(sizes)
@@ -87,6 +90,17 @@ def test_what_transformers_saves_is_matched(models: Any, name: str) -> None:
     if name in TEXT_MODELS:  # of a vision tower some tensors are passed over
         module = found[LANGUAGE]
         assert {source for rule in module.rules.values() for source in module.sources(rule)} == shapes.keys()
+
+
+@pytest.mark.parametrize("name", QWEN_MODELS)
+def test_names_in_memory_of_a_qwen_vl_are_matched(models: Any, name: str) -> None:
+    model, shapes = models(name)
+    maps = maps_of(model)
+    held = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    if "lm_head.weight" not in shapes:
+        del held["lm_head.weight"]
+    assert held.keys() != shapes.keys() and len(held) == len(shapes)
+    match(held, maps, list(maps))
 
 
 @pytest.mark.parametrize("name", LLAVA_MODELS)
