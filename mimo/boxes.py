@@ -174,9 +174,9 @@ class View:
     """A strided view of memory, in elements. Strides are not negative.
 
     Attributes:
-        offset: of its first element.
+        offset: offset of its first element.
         sizes: elements on each axis.
-        strides: of its axes.
+        strides: strides of its axes.
     """
 
     offset: int

@@ -18,7 +18,7 @@ MAY_BE_ZERO = ("llm_offset", "encoder_window", "encoder_chunk", "encoder_activat
 
 
 def build_layout(config: LayoutConfig, world_size: int, encoders: tuple[str, ...]) -> Layout:
-    """The layout that the flags describe; `validate_layout` checks that it works.
+    """Return the layout that the flags describe. `validate_layout` checks that it works.
 
     Args:
         config: the layout flags; the encoder flags describe the one encoder of the provider.

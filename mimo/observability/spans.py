@@ -227,11 +227,11 @@ class Trace:
         """Context of a wait: `with trace.wait("data", Kind.DATA_WAIT, on_loader=True):`.
 
         Args:
-            what: what for, in words, without what differs from rank to rank.
-            kind: what the timeline counts it as.
-            module: whose wait it is; the timeline takes that of the stretch around it where this is left out.
-            microbatch: index in the step, likewise.
-            report: more for the watchdog's report, see `Watchdog.waiting`.
+            what: name of the wait, without details that differ from rank to rank.
+            kind: kind of the wait in the timeline.
+            module: module that waits; the default in the timeline is that of the stretch around it.
+            microbatch: index in the step, with the same default.
+            report: details for the watchdog's report, see `Watchdog.waiting`.
         """
         with (self.watchdog.waiting(what, module=module, microbatch=microbatch, **report),
               self.spans.span(kind, what, module=module, microbatch=microbatch)):

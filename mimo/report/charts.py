@@ -33,11 +33,11 @@ class Line:
     """Figures of one kind.
 
     Attributes:
-        name: in the legend.
+        name: name in the legend.
         x: iterations, increasing, float64 `[n]`.
         y: float64 `[n]`; values that are not finite are left out.
         colour: its index, less than `NUM_COLOURS`.
-        dashed: for the second of two runs.
+        dashed: whether the line is dashed, as for the second of two runs.
         dots: whether points are marked, such as those of evaluations.
     """
 
@@ -55,7 +55,7 @@ class Points:
 
     Attributes:
         x: middle of the iterations that a point stands for, float64 `[k]`.
-        mean, low, high: of their values, float64 `[k]`.
+        mean, low, high: mean, minimum and maximum of their values, float64 `[k]`.
         thinned: whether a point stands for several.
     """
 
@@ -115,8 +115,8 @@ def line_chart(title: str, lines: Sequence[Line], *, log: bool = False, zero: bo
     """Return a chart of figures over iterations, or nothing if no line has a value to show.
 
     Args:
-        title: what is shown, with its unit.
-        lines: on common axes.
+        title: title of the chart, with the unit.
+        lines: lines on common axes.
         log: whether the vertical axis is logarithmic; values that are not above 0 are left out then.
         zero: whether the vertical axis includes 0.
         note: a sentence under the chart.
@@ -226,7 +226,7 @@ def stacked_bars(title: str, bars: Sequence[Bar], kinds: Mapping[str, str], *, a
     """Return bars on one axis of seconds.
 
     Args:
-        title: what is shown.
+        title: title of the chart.
         bars: rows, with the same parts or some of them.
         kinds: kind of each part, which decides its fill; the legend has them in this order.
         axis_s: least length of the axis, seconds: charts that are compared have the same.
@@ -270,9 +270,9 @@ class Row:
 
     Attributes:
         module: the grid.
-        rank: global.
-        name: of the row: the rank, and its coordinates on axes with more than one rank.
-        intervals: of the file.
+        rank: global rank.
+        name: name of the row: the rank, and its coordinates on axes with more than one rank.
+        intervals: intervals in the file.
     """
 
     module: str
@@ -282,7 +282,7 @@ class Row:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of passes."""
+        """Seconds that the rank spends in passes."""
         return sum(one["end_s"] - one["begin_s"] for one in self.intervals if one["kind"] in PASSES)
 
 

@@ -31,7 +31,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", 
     Args:
         heads: titles of the columns.
         rows: cells of each row, as HTML.
-        title: of the whole table.
+        title: title of the table.
         numeric_from: columns from this one on hold numbers.
         wide: whether the table takes the width of the page, or that of one chart.
     """
@@ -57,10 +57,10 @@ def figure(title: str, traces: Sequence[Mapping[str, Any]], layout: Mapping[str,
     """Return a chart for `document`.
 
     Args:
-        title: what is shown, with its unit.
-        traces: as Plotly takes them. A colour may be a variable of the style sheet, such as `var(--ink)`.
-        layout: what differs from `TEMPLATE`.
-        height: in pixels.
+        title: title of the chart, with the unit.
+        traces: Plotly's traces. A colour may be a variable of the style sheet, such as `var(--ink)`.
+        layout: Plotly's layout, as far as it differs from `TEMPLATE`.
+        height: height in pixels.
         note: a sentence under the chart.
         wide: whether the chart takes the width of the page.
     """
@@ -86,7 +86,7 @@ def document(title: str, css: str, body: str) -> str:
     """Return a whole page.
 
     Args:
-        title: of the browser's window, as HTML.
+        title: title of the browser's window, as HTML.
         css: rules beside `CSS`.
         body: contents, as HTML.
     """

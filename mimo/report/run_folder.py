@@ -19,14 +19,14 @@ METRICS, FLAGS, START, STALL_SUMMARY = "metrics.jsonl", "run_config.toml", "star
 EVALUATED = " validation"
 # Every record of an iteration has this key, in every kind of run.
 STEP_KEY = "iteration-time"
-# The page shows so many characters of the report of a stall.
+# Most characters of the report of a stall that the page shows.
 SHOWN_OF_STALL = 4000
-# All reports of one stall are written within so many seconds.
+# Seconds within which all reports of one stall are written.
 SAME_STALL_S = 10.0
 
-# So many records with the same keys become numbers together.
+# Number of records with the same keys that become numbers together.
 AT_ONCE = 1024
-# So many steps of all ranks are read, because the files of thousands of ranks are large.
+# Most steps of all ranks that are read, because the files of thousands of ranks are large.
 MAX_STEPS = 6
 STEP_FILE = re.compile(r"step-(\d+)\.json")
 
@@ -70,7 +70,7 @@ class Predicted:
         bound_s: the same if transfers took no time and images were shared out evenly.
         tokens_per_s: tokens of text and images without padding, per GPU.
         memory_gib: allocated memory of the fullest rank, at its peak.
-        fullest: which rank that is.
+        fullest: description of that rank.
         other_data: whether the prediction has another data set, or other flags of it, than the run.
     """
 
@@ -90,13 +90,13 @@ class Run:
         path: its folder.
         steps: figures of the iterations.
         evaluations: figures of the evaluations, whose keys end in ` validation`.
-        flags: of the run, by section; empty where `run_config.toml` is missing or broken.
+        flags: flags of the run by section; empty if `run_config.toml` is missing or broken.
         timelines: `timeline/step-N.json` by iteration, a few of them.
-        num_timelines: of these files.
+        num_timelines: number of these files.
         start: seconds until the end of the first iteration by phase, of `startup.json`; empty without one.
-        problems: what went wrong with the run or its files, in sentences.
+        problems: sentences about the run or its files, each on something that went wrong.
         stall: report of a stall, shortened; empty without one.
-        predicted: what `mimo plan` predicted for it; None if no prediction was given.
+        predicted: prediction of `mimo plan` for it; None if none was given.
     """
 
     path: Path
@@ -339,14 +339,14 @@ def read_run(path: Path) -> Run:
     """Read a run folder. A run that died or still goes on is read as far as it came.
 
     Raises:
-        ValueError: it is no run folder.
+        ValueError: it is not a run folder.
         OSError: a file in it cannot be opened.
     """
     wanted = f"a run folder (--run-dir of train_hetero.py or train_rl.py) has {METRICS}"
     if not path.is_dir():
         raise ValueError(f"{path}: there is no such folder; {wanted}")
     if not (path / METRICS).is_file():
-        raise ValueError(f"{path}: is no run folder: there is no {path / METRICS}; {wanted}, {FLAGS} and perhaps "
+        raise ValueError(f"{path}: not a run folder: there is no {path / METRICS}; {wanted}, {FLAGS} and perhaps "
                          "timeline/step-N.json")
     steps, evaluations, problems = _read_metrics(path / METRICS)
     flags, flag_problems = _read_flags(path / FLAGS)

@@ -300,10 +300,10 @@ class Difference:
     """Figures of two runs at the iterations that both have.
 
     Attributes:
-        key: of the figure.
-        iterations: of those where both figures are finite, float64 `[n]`.
-        one, two: float64 `[n]`, finite.
-        one_sided: iterations where just one run's figure is finite, float64.
+        key: key of the figure.
+        iterations: iterations in which both figures are finite, float64 `[n]`.
+        one, two: finite figures of both runs, float64 `[n]`.
+        one_sided: iterations in which only one run's figure is finite, float64.
         lost_by: letter of the run whose figure is not finite at the first of these; empty without one.
         num_shared: iterations that both have, finite or not.
     """

@@ -46,16 +46,16 @@ PREFETCH_SLACK = 1.05
 
 @dataclass(frozen=True)
 class Learning:
-    """How the loss, or the reward, changed.
+    """Change of the loss, or of the reward.
 
     Attributes:
         key: `lm loss` or `reward`.
         first, last: means over the first and the last iterations.
         window: iterations of each mean.
         change: 1 for better, -1 for worse, 0 for neither.
-        held_out: of the last evaluation, by name; empty without one.
-        held_out_first: the same of the first one, where there are several.
-        best: iteration of the best evaluation and its figure, where the last one is clearly worse.
+        held_out: figures of the last evaluation, by name; empty without one.
+        held_out_first: figures of the first evaluation, if there are several.
+        best: iteration and figure of the best evaluation, if the last one is clearly worse.
     """
 
     key: str
@@ -84,8 +84,8 @@ class ModuleTime:
     """Seconds of a module's step, means over its ranks and the typical iterations.
 
     Attributes:
-        parts: by part, in the order of `ORDER`; they sum to the step.
-        step_s: of the step.
+        parts: seconds by part, in the order of `ORDER`; they sum to the step.
+        step_s: seconds of the step.
         beside_s: of passes beside these parts, at most: the timeline does not show a stream of the encoder's own.
     """
 

@@ -81,7 +81,7 @@ class Collector:
         sender: gives the engine weights.
         source: draws and scores, on the first rank; None on the others.
         held_out: the same for evaluations.
-        cursor: where the run is among its prompts.
+        cursor: position of the run among its prompts.
         devices: moves memory between trainer and engine if they share devices.
 
     Attributes:
@@ -108,7 +108,7 @@ class Collector:
         """Collect the completions to train on after `iteration` updates, on every rank.
 
         Raises:
-            ValueError, RefitError: as `RolloutSource`, on the first rank.
+            ValueError, RefitError: on the first rank, see `RolloutSource`.
         """
         began = time.perf_counter()
         self.refit_s = 0.0
@@ -140,7 +140,7 @@ class Collector:
         """Wait for the completions that `prefetch` started, then give the engine the weights after `iteration` updates.
 
         Raises:
-            ValueError, RefitError: as `RolloutSource`, on the first rank.
+            ValueError, RefitError: on the first rank, see `RolloutSource`.
         """
         began = time.perf_counter()
         with (self._engine_timeout(),
@@ -218,7 +218,7 @@ class Collector:
             num_shown: number of completions to return as text.
 
         Raises:
-            ValueError, RefitError: as `RolloutSource`, on the first rank.
+            ValueError, RefitError: on the first rank, see `RolloutSource`.
         """
         self.refit(iteration)
         result = None
@@ -262,7 +262,7 @@ class Collector:
         assert self.source is not None
         try:
             result.set_result(self.source.ask(first, self.config.prompts_per_step, str(self._version)))
-        except BaseException as error:  # of any kind: `drain` raises it again
+        except BaseException as error:  # `drain` raises any error again on the main thread.
             result.set_exception(error)
 
     def _scored(self, answers: Answers | None) -> Rollouts:

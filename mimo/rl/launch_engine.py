@@ -20,9 +20,7 @@ from mimo.rollout.engine import EngineOptions
 from mimo.rollout.process import start_processes
 from mimo.rollout.replicas import RolloutClient, one_client
 
-# The image processor of the rollout engine: files beside its config.json.
-
-
+# File that shows whether a folder has an image processor.
 TOKENIZER = "tokenizer_config.json"
 
 
@@ -32,7 +30,7 @@ def write_processor(config: RlRunConfig, provider: ModelProvider, folder: Path) 
     Args:
         config: the run.
         provider: the model family.
-        folder: of the model's config.json.
+        folder: folder of the model's config.json.
 
     Raises:
         OSError: the folder cannot be written.
@@ -51,7 +49,7 @@ def write_processor(config: RlRunConfig, provider: ModelProvider, folder: Path) 
 
 
 def has_processor(folder: Path) -> bool:
-    """Whether the folder has an image processor, which vLLM gives its tokenizer: it then has to load one."""
+    """Whether the folder has an image processor. vLLM passes it its tokenizer, so it has to load one then."""
     return (folder / TOKENIZER).is_file()
 
 
@@ -222,7 +220,7 @@ def leave_group() -> None:
 
 
 def leave_launcher() -> None:
-    """Forget the launcher, in the engine's process: it is no worker of it, and ends with the rank that started it."""
+    """Forget the launcher in the engine's process, which is not a worker and ends with the rank that started it."""
     for name in list(os.environ):
         if name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIX):
             del os.environ[name]

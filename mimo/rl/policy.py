@@ -171,7 +171,7 @@ class PolicyTrainer:
         Raises:
             ValueError: a loss is not finite (with --check-for-nan-in-loss), before anything is updated by it, naming
                 the completions; or a sequence does not fit a microbatch; or gen-kl is above its limit.
-            ReportedElsewhereError: as above, on ranks that do not hold those completions' losses.
+            ReportedElsewhereError: the same, on ranks that do not hold those completions' losses.
         """
         parts, size = self.parts, len(completions) // self.config.updates_per_rollout
         parts.built.residency.require("a policy update", *KINDS)

@@ -18,12 +18,12 @@ def no_pictures() -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Something to complete, and what a completion is scored against.
+    """Prompt to complete, with the answer against which completions are scored.
 
     Attributes:
         key: name of the prompt, unique in its data set.
-        text: what the model goes on from, chat template included.
-        token_ids: of the text; at least one. Each image is one placeholder, the model's image token.
+        text: text that the model continues, chat template included.
+        token_ids: tokens of the text; at least one. Each image is one placeholder, the model's image token.
         ground_truth: the answer, for the reward.
         metadata: other fields, for the reward.
         image_sizes: `(height, width)` in pixels of each image, in the order of the placeholders.
@@ -45,7 +45,7 @@ class Normalisation:
     """Normalisation of pictures, (value / 255 - mean) / std, which the engine's image processor computes too.
 
     Attributes:
-        mean, std: of each channel.
+        mean, std: mean and standard deviation of each channel.
     """
 
     mean: tuple[float, ...]

@@ -23,13 +23,13 @@ def run(config: RlRunConfig, layout: Layout) -> int:
 
     Args:
         config: the run's flags.
-        layout: what `mimo.config.rl_run.validate_rl` made of them.
+        layout: layout from `mimo.config.rl_run.validate_rl`.
 
     Returns:
         Exit code: 0 at the end of the run or after SIGTERM.
 
     Raises:
-        ValueError: a device that is not there, or no place for the engine, before any process group exists.
+        ValueError: the device does not exist, or there is no room for the engine; before any process group exists.
     """
     platform = get_platform(config.train.device)
     config = replace(config, train=replace(config.train, device=platform.name))
