@@ -19,6 +19,7 @@ MODEL_PROVIDERS = {
     "nemotron-moe-vlm-tiny": "providers.nemotron_moe_vlm:provider_tiny",
     "nemotron_h": "providers.nemotron_h:provider",
     "qwen2_5_vl": "providers.qwen2_5_vl:provider",
+    "qwen3_vl": "providers.qwen3_vl:provider",
 }
 DATASET_PROVIDERS = {
     "arithmetic": "data.arithmetic:provider",

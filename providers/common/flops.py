@@ -14,6 +14,7 @@ from providers.common.vision import VisionConfig
 from providers.common.vision_language import VISION
 
 if TYPE_CHECKING:
+    from providers.common.qwen3_vision import Qwen3VisionConfig
     from providers.common.qwen_vision import QwenVisionConfig
     from providers.radio import RadioConfig
 
@@ -152,6 +153,19 @@ def windowed_vision_components(config: QwenVisionConfig) -> Iterable[FlopCompone
     yield FlopComponent(name="layers", module=VISION, part=VISION,
                         linear=layers * layer + (layers - whole) * window, attention=whole * scores(hidden, hidden),
                         tokens_per_token=patches, recomputed=True)
+
+
+def qwen3_vision_components(config: Qwen3VisionConfig, language_size: int) -> Iterable[FlopComponent]:
+    """Return the components of Qwen3-VL's tower and of its mergers; `language_size` is the width of their output."""
+    hidden, layers, patches = config.vision_hidden_size, config.vision_num_layers, config.vision_spatial_merge_size**2
+    pixels = config.vision_num_channels * config.vision_temporal_patch_size * config.vision_patch_size**2
+    layer = linear((hidden, 3 * hidden), (hidden, hidden)) + mlp(hidden, config.vision_ffn_hidden_size)
+    yield FlopComponent(name="patch embedding", module=VISION, part=VISION, linear=linear((pixels, hidden)),
+                        opens_part=True, parallel_linear=False, tokens_per_token=patches)
+    yield FlopComponent(name="layers", module=VISION, part=VISION, linear=layers * layer,
+                        attention=layers * scores(hidden, hidden), tokens_per_token=patches, recomputed=True)
+    for _ in range(config.num_mergers):
+        yield from projector_components(config.feature_size, config.feature_size, language_size, has_norm=True)
 
 
 def projector_components(feature_size: int, inner: int, language_size: int, *, has_norm: bool) -> Iterable[

@@ -24,9 +24,14 @@ TOWER_25 = """--model-provider qwen2_5_vl --mrope-section 1 2 1 --num-query-grou
 --vision-hidden-size 16 --vision-num-layers 4 --vision-num-attention-heads 2 --vision-ffn-hidden-size 20
 --vision-window-size 16 --vision-full-attention-layers 1 2 --image-token-id 95 --hidden-size 32
 --num-attention-heads 4 --vocab-size 96 --max-position-embeddings 4096 --rotary-base 100"""
-DECODER = "--num-layers 2 --ffn-hidden-size 48"
+DECODER = "--num-layers 4 --ffn-hidden-size 48"
 IMAGES = "--mock-image-size 16 --mock-image-size-cv 0.6 --seq-length 96"
-MODELS = {"qwen2.5-vl": TOWER_25}
+# Three levels, of which the last is added behind the cut between two stages of two layers.
+TOWER_3 = """--model-provider qwen3_vl --mrope-section 4 2 2 --num-query-groups 2 --kv-channels 16 --vision-patch-size 4
+--vision-hidden-size 16 --vision-num-layers 4 --vision-num-attention-heads 2 --vision-ffn-hidden-size 20
+--vision-num-position-embeddings 25 --vision-deepstack-layers 0 1 3 --image-token-id 95 --hidden-size 32
+--num-attention-heads 4 --num-layers 4 --vocab-size 96 --max-position-embeddings 4096 --rotary-base 100"""
+MODELS = {"qwen2.5-vl": TOWER_25, "qwen3-vl": TOWER_3}
 # name -> (ranks, flags)
 LAYOUTS = {
     "disjoint": (2, ""),
@@ -41,7 +46,7 @@ LAYOUTS = {
     "recomputed": (2, "--recompute full --encoder-recompute full"),
     "recomputed-selectively": (2, "--recompute selective"),
 }
-FAST = [("qwen2.5-vl", "disjoint-tp2"), ("qwen2.5-vl", "disjoint-pp2")]
+FAST = [("qwen2.5-vl", "disjoint-tp2"), ("qwen2.5-vl", "disjoint-pp2"), ("qwen3-vl", "colocated-windows")]
 SIZES = ((16, 24), (8, 8), (8, 32), (40, 24))
 TOLERANCE = 3e-6
 GRADIENT_ERROR = 1e-4

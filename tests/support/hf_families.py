@@ -73,10 +73,21 @@ QWEN_TEXT = TEXT | {"max_position_embeddings": 4096, "rope_parameters": {
 # Windows of 2 x 2 tokens, of images up to 5 x 5 tokens; head size 8 in the tower.
 QWEN_TOWER = {"depth": 4, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "patch_size": 4,
               "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [1], "out_hidden_size": 32}
+# Levels for both layers of the language model, the second of them on another pipeline stage. Axes take turns among 8
+# frequencies, and learned positions are stretched and shrunk.
+QWEN3_TEXT = TEXT | {"max_position_embeddings": 4096, "head_dim": 16, "rope_parameters": {
+    "rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}}
+QWEN3_TOWER = {"depth": 4, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "patch_size": 4,
+               "spatial_merge_size": 2, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2],
+               "out_hidden_size": 32}
 QWEN_MODELS: dict[str, dict[str, Any]] = {
     "qwen2.5-vl": {"model_type": "qwen2_5_vl", "text_config": QWEN_TEXT, "vision_config": QWEN_TOWER},
     "qwen2.5-vl-tied": {"model_type": "qwen2_5_vl", "text_config": QWEN_TEXT | {"num_key_value_heads": 1},
                         "vision_config": QWEN_TOWER | {"fullatt_block_indexes": [0, 2]}, "tie_word_embeddings": True},
+    "qwen3-vl": {"model_type": "qwen3_vl", "text_config": QWEN3_TEXT, "vision_config": QWEN3_TOWER},
+    "qwen3-vl-tied": {
+        "model_type": "qwen3_vl", "text_config": QWEN3_TEXT | {"num_key_value_heads": 1}, "tie_word_embeddings": True,
+        "vision_config": QWEN3_TOWER | {"deepstack_visual_indexes": [1], "hidden_act": "gelu"}},
 }
 VISION_LANGUAGE = (*LLAVA_MODELS, *QWEN_MODELS)
 MODELS = TEXT_MODELS | LLAVA_MODELS | NEMOTRON_MODELS | QWEN_MODELS

@@ -1,0 +1,152 @@
+"""Convert between a Hugging Face `Qwen3VLConfig` and the flags, without importing transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mimo.protocols import LANGUAGE
+from providers.common import hf_config
+from providers.common.decoder import MultimodalDecoderConfig
+from providers.common.hf import ACTIVATIONS, causal_lm_sizes
+from providers.common.hf_qwen_vl import ROPE_KEYS, TOKEN_DEFAULTS
+from providers.common.hf_text import allow, refuse_quantized, rope_of, text_sizes, with_defaults
+from providers.common.qwen3_vision import Qwen3VisionConfig
+from providers.common.qwen_vision import NUM_CHANNELS, ROTARY_BASE
+
+ARCHITECTURE, MODEL_TYPE = "Qwen3VLForConditionalGeneration", "qwen3_vl"
+TEXT_TYPE, VISION_TYPE = "qwen3_vl_text", "qwen3_vl_vision"
+# Class defaults, which a saved file leaves out.
+TEXT_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "hidden_act": "silu",
+    "max_position_embeddings": 128000, "rms_norm_eps": 1e-6,
+}
+VISION_DEFAULTS: dict[str, Any] = {
+    "depth": 27, "hidden_size": 1152, "hidden_act": "gelu_pytorch_tanh", "intermediate_size": 4304, "num_heads": 16,
+    "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 3584,
+    "num_position_embeddings": 2304, "deepstack_visual_indexes": (8, 16, 24),
+}
+ROTARY_BASE_OF_TEXT = 5e5
+SECTIONS = (24, 20, 20)
+
+
+def qwen3_vl_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the `qwen3_vl` provider's `Config` that a `Qwen3VLConfig` sets.
+
+    Args:
+        config: the configuration as a dict. Keys with their default values may be missing.
+
+    Raises:
+        ValueError: a value that the model cannot reproduce; the message names the key.
+    """
+    allow("", "model_type", config.get("model_type", MODEL_TYPE), (MODEL_TYPE,))
+    allow("", "per_layer_config", config.get("per_layer_config") or None, (None,))
+    refuse_quantized(config, "")
+    language = language_sizes(config)
+    return language | vision_sizes(config, language["hidden_size"]) | {
+        key: config.get(key, default) for key, default in TOKEN_DEFAULTS.items()}
+
+
+def module_sizes(values: Mapping[str, Any], module: str) -> dict[str, Any]:
+    """Return the fields that a configuration sets for one module.
+
+    Args:
+        values: configuration of the whole model, or for `language` of a text model.
+        module: `language` or `vision`.
+
+    Raises:
+        ValueError: a value that the model cannot reproduce; the message names the key.
+    """
+    config = dict(values)
+    if module == LANGUAGE and config.get("model_type", MODEL_TYPE) != MODEL_TYPE:
+        # Positions of text are the same on every axis, so that any sections compute what a text model does.
+        return causal_lm_sizes(config)
+    sizes = qwen3_vl_sizes(config)
+    names = {*MultimodalDecoderConfig.__dataclass_fields__, "image_token_id"}
+    return {name: value for name, value in sizes.items() if (name in names) == (module == LANGUAGE)}
+
+
+def language_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the decoder's fields. Raises the errors of `qwen3_vl_sizes`."""
+    section = "text_config."
+    text = with_defaults(config.get("text_config") or {}, section, TEXT_TYPE, {TEXT_TYPE: TEXT_DEFAULTS})
+    key, rope = rope_of(text, section, ROTARY_BASE_OF_TEXT)
+    allow(section, f"{key}.rope_type", rope["rope_type"], ("default",))
+    # The family's models interleave the axes whatever the key says; another value would not mean what it says.
+    allow(section, f"{key}.mrope_interleaved", rope.get("mrope_interleaved", True), (True,))
+    allow(section, f"{key}.partial_rotary_factor", rope.get("partial_rotary_factor"), (None, 1, 1.0))
+    plain = {name: value for name, value in text.items() if name not in ROPE_KEYS}
+    return text_sizes(plain | {"model_type": "qwen3", "rope_theta": rope["rope_theta"]}, section) | {
+        "mrope_section": tuple(rope.get("mrope_section") or SECTIONS),
+        # The text model's own value has no effect in transformers.
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False)}
+
+
+def vision_sizes(config: dict[str, Any], language_size: int) -> dict[str, Any]:
+    """Return the tower's fields. Raises the errors of `qwen3_vl_sizes`."""
+    section, given = "vision_config.", dict(config.get("vision_config") or {})
+    if given.get("model_type") == MODEL_TYPE:  # as in the published files
+        given["model_type"] = VISION_TYPE
+    vision = with_defaults(given, section, VISION_TYPE, {VISION_TYPE: VISION_DEFAULTS})
+    allow(section, "hidden_act", vision["hidden_act"], tuple(ACTIVATIONS))
+    for key, allowed in (("in_channels", NUM_CHANNELS), ("out_hidden_size", language_size)):
+        allow(section, key, vision[key], (allowed,))
+    for key in ("patch_size", "temporal_patch_size"):
+        if not isinstance(vision[key], int):
+            raise ValueError(f"--hf-config: {section}{key} = {vision[key]!r} is not supported; supported: one number")
+    levels = tuple(vision["deepstack_visual_indexes"])
+    if list(levels) != sorted(set(levels)):
+        raise ValueError(f"--hf-config: {section}deepstack_visual_indexes = {list(levels)} is not supported; "
+                         "supported: numbers in ascending order")
+    _, rope = rope_of({"rope_parameters": vision.get("rope_parameters")}, section, ROTARY_BASE)
+    allow(section, "rope_parameters.rope_theta", rope["rope_theta"], (ROTARY_BASE,))
+    allow(section, "rope_parameters.rope_type", rope["rope_type"], ("default", "axial"))
+    return {
+        "vision_patch_size": vision["patch_size"],
+        "vision_temporal_patch_size": vision["temporal_patch_size"],
+        "vision_spatial_merge_size": vision["spatial_merge_size"],
+        "vision_num_position_embeddings": vision["num_position_embeddings"],
+        "vision_hidden_size": vision["hidden_size"],
+        "vision_num_layers": vision["depth"],
+        "vision_num_attention_heads": vision["num_heads"],
+        "vision_ffn_hidden_size": vision["intermediate_size"],
+        "vision_hidden_act": ACTIVATIONS[vision["hidden_act"]],
+        # The class's default names layers that a smaller tower does not have.
+        "vision_deepstack_layers": tuple(layer for layer in levels if layer < vision["depth"]),
+    }
+
+
+def qwen3_vl_config(decoder: MultimodalDecoderConfig, vision: Qwen3VisionConfig,
+                    token_ids: Mapping[str, int]) -> dict[str, Any]:
+    """Return a model as a config.json.
+
+    Args:
+        decoder: the language model.
+        vision: the tower.
+        token_ids: values of the keys of `TOKEN_DEFAULTS`.
+
+    Raises:
+        ValueError: the decoder has parts that the family does not have.
+    """
+    text = hf_config.text_config(decoder)
+    if text["model_type"] != "qwen3":
+        raise ValueError(f"{ARCHITECTURE} has a Qwen3 decoder: --qk-layernorm, --no-add-qkv-bias and --num-experts 0")
+    text |= {"model_type": TEXT_TYPE, "rope_scaling": {
+        "rope_type": "default", "mrope_interleaved": True, "mrope_section": list(decoder.mrope_section)}}
+    activation = {ours: theirs for theirs, ours in ACTIVATIONS.items()}[vision.vision_hidden_act]
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": MODEL_TYPE,
+        **token_ids,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "text_config": text,
+        "vision_config": {
+            "model_type": VISION_TYPE, "depth": vision.vision_num_layers, "hidden_size": vision.vision_hidden_size,
+            "hidden_act": activation, "intermediate_size": vision.vision_ffn_hidden_size,
+            "num_heads": vision.vision_num_attention_heads, "in_channels": NUM_CHANNELS,
+            "patch_size": vision.vision_patch_size, "spatial_merge_size": vision.vision_spatial_merge_size,
+            "temporal_patch_size": vision.vision_temporal_patch_size, "out_hidden_size": decoder.hidden_size,
+            "num_position_embeddings": vision.vision_num_position_embeddings,
+            "deepstack_visual_indexes": list(vision.vision_deepstack_layers)},
+    }
