@@ -71,6 +71,20 @@ class Config(Qwen3VisionConfig, MultimodalDecoderConfig):
     """Hugging Face config.json, or the folder that holds one. Its sizes replace those of the flags."""
 
 
+def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> Config:
+    """Return the configuration of a Hugging Face `Qwen3VLConfig`.
+
+    Args:
+        source: a config.json, its folder, or the configuration as a dict.
+        base: source of the fields that it does not set (dropout); default `Config()`.
+
+    Raises:
+        ValueError: no such file, or a value that this model cannot reproduce; the message names the key.
+    """
+    base = Config() if base is None else base
+    return dataclasses.replace(base, **hf_qwen3_vl.qwen3_vl_sizes(hf.load(source)), hf_config="")
+
+
 class Qwen3VlProvider(VisionLanguageProvider):
     """The `mimo.protocols.ModelProvider` of Qwen3-VL. Every method also takes unresolved configurations."""
 
@@ -83,10 +97,8 @@ class Qwen3VlProvider(VisionLanguageProvider):
     language_shapes = staticmethod(decoder_shapes)
 
     def resolved(self, config: Config) -> Config:
-        """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `hf_qwen3_vl`."""
-        if not config.hf_config:
-            return config
-        return dataclasses.replace(config, **hf_qwen3_vl.qwen3_vl_sizes(hf.load(config.hf_config)), hf_config="")
+        """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `from_hf`."""
+        return from_hf(config.hf_config, config) if config.hf_config else config
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
         """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""

@@ -90,8 +90,10 @@ def vision_sizes(config: dict[str, Any], language_size: int) -> dict[str, Any]:
         given["model_type"] = VISION_TYPE
     vision = with_defaults(given, section, VISION_TYPE, {VISION_TYPE: VISION_DEFAULTS})
     allow(section, "hidden_act", vision["hidden_act"], tuple(ACTIVATIONS))
-    for key, allowed in (("in_channels", NUM_CHANNELS), ("out_hidden_size", language_size)):
-        allow(section, key, vision[key], (allowed,))
+    allow(section, "in_channels", vision["in_channels"], (NUM_CHANNELS,))
+    if vision["out_hidden_size"] != language_size:
+        raise ValueError(f"--hf-config: text_config.hidden_size = {language_size}, but {section}out_hidden_size = "
+                         f"{vision['out_hidden_size']} is not supported; supported: text_config.hidden_size")
     for key in ("patch_size", "temporal_patch_size"):
         if not isinstance(vision[key], int):
             raise ValueError(f"--hf-config: {section}{key} = {vision[key]!r} is not supported; supported: one number")

@@ -16,6 +16,7 @@ from providers import nemotron_moe_vlm
 from providers.common.hf import causal_lm_sizes, llava_sizes
 from providers.common.hf_deepseek import deepseek_sizes
 from providers.common.hf_nemotron import OLD_NAMES, nemotron_sizes, vlm_config, vlm_sizes
+from providers.common.hf_qwen3_vl import language_sizes, qwen3_vl_sizes, vision_sizes
 from providers.common.hf_text import ALIASES, LLAMA3_ROPE
 
 PAGE = Path(__file__).parents[2] / "docs" / "hf_config_keys.md"
@@ -34,8 +35,9 @@ VALUES: dict[str, list[Any]] = {
     "hidden_act": ["gelu", "gelu_pytorch_tanh", "relu"], "mlp_hidden_act": ["silu"], "image_size": [64, [64, 32]],
     "time_step_min": [0.0005, 0.01], "time_step_limit": [[0.0, 1.0]], "vision_config.max_resolution": [1024],
     "routed_scaling_factor": [3.0, 0.0], "moe_latent_size": [16], "residual_in_fp32": [True],
-    "num_experts_per_tok": [3, 1], "router_jitter_noise": [0.1], "vision_config": [{"hidden_size": 96}],
-    "text_config": [{"hidden_size": 96}], "moe_router_dtype": ["bfloat16"], "scoring_func": ["softmax"],
+    "num_experts_per_tok": [3, 1], "router_jitter_noise": [0.1],
+    "vision_config": [{"hidden_size": 96, "out_hidden_size": 4096}],
+    "text_config": [{"num_hidden_layers": 3}], "moe_router_dtype": ["bfloat16"], "scoring_func": ["softmax"],
     "topk_method": ["greedy"], "moe_layer_freq": [2], "attention_dropout": [0.1], "hidden_dropout": [0.1],
     "downsample_ratio": [0.25, 0.3], "ps_version": ["v1"], "patch_size": [8], "vision_config.patch_size": [8],
     "vision_config.args.model": ["vit_large_patch16_224", "resnet"], "vision_config.args.in_chans": [4],
@@ -44,6 +46,7 @@ VALUES: dict[str, list[Any]] = {
     "vision_config.vitdet_window_size": [8], "vision_config.feature_normalizer_config": [{"a": 1}],
     "vision_config.inter_feature_normalizer_config": [{"a": 1}], "vision_config.args.min_num_patches": [4, None],
     "vision_config.min_num_patches": [4, None], "template": ["other"], "sound_config": [{"a": 1}],
+    "deepstack_visual_indexes": [[5, 11], [11, 5]],
     "llm_config": [{"model_type": "nemotron_h", "layers_block_type": ["mamba"]}],
 }
 # What else has to be so for a key to have an effect; None: the key is not there.
@@ -86,6 +89,7 @@ REASONS: dict[str, str] = {
     "image_seq_length": "it follows from the encoder's sizes", "projection_dim": OTHER_HEAD,
     "vision_use_head": OTHER_HEAD, "dtype": PRECISION, "torch_dtype": PRECISION,
     "use_mamba_kernels": "a choice of kernels in transformers",
+    "tie_word_embeddings": "the value outside of `text_config` decides",
     "expand": WIDTH, "mamba_expand": WIDTH, "chunk_size": SAME_SCAN, "mamba_chunk_size": SAME_SCAN,
     "moe_shared_expert_overlap": "a setting of the order of execution",
     "num_hidden_layers": "`layers_block_type` has one entry for each layer",
@@ -160,6 +164,11 @@ def families() -> list[Family]:
         Family("clip_vision_model", _llava("vision_config"), {"model_type": "clip_vision_model"}),
         Family("siglip_vision_model", _llava("vision_config", vision_feature_select_strategy="full"),
                {"model_type": "siglip_vision_model"}, ("vision_use_head",)),
+        Family("qwen3_vl", qwen3_vl_sizes, {"model_type": "qwen3_vl", "vision_config": {"out_hidden_size": 4096}}),
+        Family("qwen3_vl_text", lambda values: language_sizes({"text_config": values}),
+               {"model_type": "qwen3_vl_text"}, (*ROPE, "tie_word_embeddings")),
+        Family("qwen3_vl_vision", lambda values: vision_sizes({"vision_config": values}, 3584),
+               {"model_type": "qwen3_vl_vision"}),
         Family("NemotronH_Nano_VL_V2", vlm_sizes, vlm_config(nemotron_moe_vlm.Config()), (
             "vision_config.args.in_chans", "vision_config.args.cpe_num_registers", "quantization_config",
             "sound_config", "dtype")),
