@@ -27,9 +27,10 @@ from PIL import Image
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from data import digits
+from data.energon.shards import Member, prepare_shards, write_shard
 from data.prompts import IMAGE_MARKER
 from mimo.protocols import TokenSpec
-from scripts.shards import Member, prepare_shards, write_shard, write_word_tokenizer
+from scripts.shards import write_word_tokenizer
 
 # A scan has 17 grey levels, 0 to 16. In steps of 15 they fit into a byte.
 GREY_STEP = 15

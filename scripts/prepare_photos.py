@@ -30,8 +30,9 @@ import numpy as np
 from PIL import Image
 from tokenizers.pre_tokenizers import Whitespace
 
+from data.energon.shards import Member, prepare_shards, write_shard
 from data.prompts import IMAGE_MARKER
-from scripts.shards import Member, prepare_shards, write_shard, write_word_tokenizer
+from scripts.shards import write_word_tokenizer
 
 # Package and file of each photograph. Other images of scikit-image are downloaded, or are not colour photographs.
 PHOTOGRAPHS = {

@@ -7,6 +7,7 @@ samples and checkpoints are those of shards.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from data.energon import provider as energon
@@ -54,6 +55,12 @@ class ConversationsProvider(energon.EnergonProvider):
         fields = {name: value for name, value in vars(config).items()
                   if name not in (*energon.NOT_STREAMED, "image_folder")}
         return fields | {"data_path": digest(config), "tokenizer": energon.tokenizer_digest(config)}
+
+    def write_shards(self, config: Any, out: Path, samples_per_shard: int) -> str:
+        """Write all splits as shards and return what was written, for people; see `mimo.commands.convert_data`."""
+        from data.conversation_files.convert import convert
+
+        return convert(config, out, samples_per_shard)
 
 
 provider = ConversationsProvider()

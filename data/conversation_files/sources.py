@@ -48,6 +48,10 @@ SPLIT_WORDS = {"train": "train", "training": "train", "val": "val", "valid": "va
                "eval": "val", "test": "test"}
 
 
+class NoSplitError(ValueError):
+    """The data has no validation split."""
+
+
 @dataclass(frozen=True)
 class Source:
     """Files of one kind of record, read as one data set.
@@ -78,11 +82,10 @@ def sources_of(config: Config, split: str) -> list[Source]:
     try:
         if path.suffix in (".yaml", ".yml"):
             return _mixed(path, split, config.image_folder)
-        # A file that is named for a split is that split. A folder may hold several.
-        files = _files_of(path, None if path.is_file() and flag == "--valid-data-path" else SPLIT_NAMES[split])
+        files = _files_of(path, None if flag == "--valid-data-path" else SPLIT_NAMES[split])
         return [Source(path, files, _image_folder(config.image_folder, path))]
     except ValueError as error:
-        raise ValueError(f"{flag} {path}: {error}") from error
+        raise type(error)(f"{flag} {path}: {error}") from error
 
 
 def _image_folder(given: str, path: Path) -> Path:
@@ -93,32 +96,36 @@ def _image_folder(given: str, path: Path) -> Path:
 
 
 def _files_of(path: Path, split: str | None) -> tuple[Path, ...]:
-    """Return the files of a split in a file or folder; None: a file is of whichever split is wanted.
+    """Return the files of a split in a file or folder.
+
+    Args:
+        path: the file or folder.
+        split: `train` or `val`; None: `val`, or data of which nothing says a split, which the user named for this.
 
     Raises:
         ValueError: there are none, or it is unclear which ones are meant.
     """
     if path.is_file():
         if split == "val":
-            raise ValueError("a single file has no val split; name held-out samples with --valid-data-path, or leave "
-                             "out --eval-iters")
+            raise NoSplitError("a single file has no val split; name held-out samples with --valid-data-path, or leave "
+                               "out --eval-iters")
         if path.suffix not in SUFFIXES:
             raise ValueError(f"expected a file in {', '.join(SUFFIXES)}, a folder with one, or a YAML file")
         return (path,)
-    wanted = split or "train"
+    wanted = split or "val"
     if (path / "dataset_dict.json").is_file():  # `DatasetDict.save_to_disk`
         splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
         (name,) = _only([name for name in splits if SPLIT_WORDS.get(name, "train") == wanted], wanted, splits)
-        return _files_of(path / name, "train")
+        return _files_of(path / name, None)
     if (path / "state.json").is_file():  # `Dataset.save_to_disk`
         if split == "val":
-            raise ValueError("is a single split; name held-out samples with --valid-data-path, or leave out "
-                             "--eval-iters")
+            raise NoSplitError("is a single split; name held-out samples with --valid-data-path, or leave out "
+                               "--eval-iters")
         return tuple(path / file["filename"] for file in json.loads((path / "state.json").read_text())["_data_files"])
-    return _files_by_name(path, wanted)
+    return _files_by_name(path, split)
 
 
-def _files_by_name(path: Path, wanted: str) -> tuple[Path, ...]:
+def _files_by_name(path: Path, split: str | None) -> tuple[Path, ...]:
     """Return the files of a split in a folder whose names tell the split, as on the Hugging Face hub."""
     folders = [path, *(path / name for name in ("data", *SPLIT_WORDS) if (path / name).is_dir())]
     by_split: dict[str, list[Path]] = {}
@@ -126,12 +133,15 @@ def _files_by_name(path: Path, wanted: str) -> tuple[Path, ...]:
         if file.suffix not in SUFFIXES or file.name.startswith("."):
             continue
         words = re.split(r"[._-]", file.name.lower()) + [file.parent.name if file.parent != path else ""]
-        named = next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), "train")
+        named = next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), "")
         by_split.setdefault(named, []).append(file)
+    unnamed, wanted = by_split.get("", []), split or "val"
+    found = sorted(by_split.get(wanted, []) + (unnamed if split == "train" else []))
+    found = found or (unnamed if split is None else [])
     sets: dict[str, list[Path]] = {}
-    for file in by_split.get(wanted, []):
+    for file in found:
         sets.setdefault(str(file.parent / PART.sub("", file.stem)) + file.suffix, []).append(file)
-    (files,) = _only(list(sets.values()), wanted, [file.name for file in by_split.get(wanted, [])])
+    (files,) = _only(list(sets.values()), wanted, [file.name for file in found])
     parts = PART.search(files[0].stem)
     if parts is not None and int(parts[1]) != len(files):
         raise ValueError(f"has {len(files)} of the {int(parts[1])} parts of {files[0].name}")
@@ -141,8 +151,8 @@ def _files_by_name(path: Path, wanted: str) -> tuple[Path, ...]:
 def _only[T](found: Sequence[T], wanted: str, names: Sequence[str]) -> Sequence[T]:
     """Return what was found of a split. Raises ValueError unless it is one data set."""
     if not found and wanted == "val":
-        raise ValueError("has no file of a val split (val or validation in its name); name held-out samples with "
-                         "--valid-data-path, or leave out --eval-iters")
+        raise NoSplitError("has no file of a val split (val or validation in its name); name held-out samples with "
+                           "--valid-data-path, or leave out --eval-iters")
     if len(found) != 1:
         raise ValueError(f"expected one data set of the split in {', '.join(SUFFIXES)}, found "
                          f"{', '.join(names) or 'none'}; name a file, or mix several in a YAML file")
@@ -159,10 +169,13 @@ def _mixed(path: Path, split: str, image_folder: str) -> list[Source]:
     if not isinstance(content, Mapping) or not content.keys() <= {"train", "val"}:
         found = ", ".join(map(str, content)) if isinstance(content, Mapping) else type(content).__name__
         raise ValueError(f"expected the keys train and val, each with a list of files; found {found}")
+    if name == "val" and name not in content:
+        raise NoSplitError("has no list of files under val; add one, name held-out samples with --valid-data-path, or "
+                           "leave out --eval-iters")
     entries = content.get(name)
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"has no list of files under {name}")
-    sources = [_entry(path.parent, place, entry, image_folder) for place, entry in enumerate(entries, 1)]
+    sources = [_entry(path.parent, place, entry, image_folder, name) for place, entry in enumerate(entries, 1)]
     weights = [source.weight is not None for source in sources]
     repeated = [source.repetitions is not None for source in sources]
     if any(weights) and (any(repeated) or not all(weights)):
@@ -170,8 +183,8 @@ def _mixed(path: Path, split: str, image_folder: str) -> list[Source]:
     return sources
 
 
-def _entry(folder: Path, place: int, entry: Any, image_folder: str) -> Source:
-    """Read an entry of a list of files."""
+def _entry(folder: Path, place: int, entry: Any, image_folder: str, split: str) -> Source:
+    """Read an entry of a list of files of a split."""
     if isinstance(entry, str):
         entry = {"path": entry}
     known = {"path", "images", "weight", "repetitions"}
@@ -185,7 +198,7 @@ def _entry(folder: Path, place: int, entry: Any, image_folder: str) -> Source:
     if not path.exists():
         raise ValueError(f"entry {place}: {path}: does not exist")
     try:
-        files = _files_of(path, None if path.is_file() else "train")
+        files = _files_of(path, None if path.is_file() or split == "val" else split)
         images = entry.get("images")
         if images is not None and not (folder / str(images)).is_dir():
             raise ValueError(f"images {folder / str(images)}: is no folder")

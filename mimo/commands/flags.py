@@ -114,7 +114,29 @@ class PlanFlags:
     """Print JSON instead of text, with every layout."""
 
 
-Flags = InspectFlags | ExportFlags | ImportFlags | PlanFlags
+@dataclass(frozen=True)
+class ConvertDataFlags:
+    """Write the samples of --dataset-provider conversations as shards for --dataset-provider energon, which large runs
+    read fastest.
+
+    Records that cannot be used are left out and named.
+    """
+
+    data: Positional[Annotated[str, arg(metavar="DATA")]]
+    """File, folder or YAML file, as for --data-path."""
+    out: Positional[Annotated[str, arg(metavar="OUT")]]
+    """Folder to write; it must be empty or new."""
+    valid_data_path: Annotated[str, arg(metavar="PATH")] = ""
+    """Held-out samples. Default: the val split of DATA, if it has one."""
+    image_folder: Annotated[str, arg(metavar="PATH")] = ""
+    """Folder to which the names of images are relative. Default: the folder of the file that names them."""
+    samples_per_shard: int = 1000
+    """Samples of a tar file at most."""
+    max_bad_samples: int = 100
+    """Records that may be left out; one more ends the command."""
+
+
+Flags = InspectFlags | ExportFlags | ImportFlags | PlanFlags | ConvertDataFlags
 
 
 @dataclass(frozen=True)
@@ -131,7 +153,7 @@ class CommandLine:
 
 
 _COMMANDS: dict[str, Callable[..., Any]] = {"inspect": InspectFlags, "export": ExportFlags, "import": ImportFlags,
-                                            "plan": PlanFlags}
+                                            "plan": PlanFlags, "convert-data": ConvertDataFlags}
 
 
 def parse_command(argv: list[str]) -> CommandLine:
@@ -146,7 +168,8 @@ def parse_command(argv: list[str]) -> CommandLine:
     flags = tyro.extras.subcommand_cli_from_dict(
         _COMMANDS, prog="mimo", args=own or ["--help"], config=(tyro.conf.OmitArgPrefixes,),
         description="Checkpoints of mimo-hetero: look into one, turn one into a Hugging Face folder, and back. And "
-                    "layouts: predict which is fastest. `mimo COMMAND --help` tells more.")
+                    "layouts: predict which is fastest. And data: write files of conversations as shards. "
+                    "`mimo COMMAND --help` tells more.")
     return CommandLine(flags, run_flags)
 
 

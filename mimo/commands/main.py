@@ -5,7 +5,15 @@ from __future__ import annotations
 import os
 import sys
 
-from mimo.commands.flags import ExportFlags, Flags, InspectFlags, PlanFlags, check_folders, parse_command
+from mimo.commands.flags import (
+    ConvertDataFlags,
+    ExportFlags,
+    Flags,
+    InspectFlags,
+    PlanFlags,
+    check_folders,
+    parse_command,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,6 +44,10 @@ def _run(flags: Flags, run_flags: list[str]) -> int:
         from mimo.commands.plan import plan
 
         return plan(flags, run_flags)
+    if isinstance(flags, ConvertDataFlags):
+        from mimo.commands.convert_data import convert_data
+
+        return convert_data(flags)
     check_folders(flags)
     # Imported late: torch and Megatron take seconds, and neither --help nor a mistyped path needs them.
     from mimo.platform import get_platform

@@ -15,10 +15,10 @@ from megatron.energon.epathlib import EPath
 from PIL import Image
 
 from data.digits import NAMES
+from data.energon.shards import prepare_shards, write_shard
 from data.energon.task_encoder import EncodedSample, Row, VlmTaskEncoder
 from data.prompts import IMAGE_MARKER
 from scripts.prepare_digits import write_tokenizer
-from scripts.shards import prepare_shards, write_shard
 
 
 def draw(index: int, size: int) -> tuple[str, bytes]:

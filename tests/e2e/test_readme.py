@@ -18,7 +18,7 @@ import pytest
 
 from data import character_tokenizer
 from mimo import registry
-from mimo.commands.flags import ExportFlags, ImportFlags, InspectFlags, PlanFlags, parse_command
+from mimo.commands.flags import ConvertDataFlags, ExportFlags, ImportFlags, InspectFlags, PlanFlags, parse_command
 from mimo.config.cli import FileConfig, parse, parse_as
 from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
 from mimo.config.toml_file import flag_name, typed_fields
@@ -179,7 +179,7 @@ def test_every_mimo_command_is_accepted(words: list[str]) -> None:
 
 
 def test_every_flag_exists() -> None:
-    configs = [FileConfig, InspectFlags, ExportFlags, ImportFlags, PlanFlags]
+    configs = [FileConfig, InspectFlags, ExportFlags, ImportFlags, PlanFlags, ConvertDataFlags]
     configs += [*(type(section) for section in vars(RlRunConfig()).values() if section is not None)]
     configs += [
         registry.model_provider(name).Config

@@ -20,6 +20,9 @@ from transformers import AutoTokenizer
 
 from data.conversation_files.files import open_file
 from data.conversation_files.provider import Config, provider
+from data.energon.provider import Config as EnergonConfig
+from data.energon.provider import provider as energon
+from mimo.commands.main import main
 from mimo.protocols import DataRequest, RoutedDataProvider, Sample, TokenSpec
 from tests.support.chat_templates import QWEN25_TOOLS
 from tests.support.small_tokenizer import CHATML_TOKENS, write_tokenizer
@@ -73,6 +76,28 @@ def read(config: Config, count: int, asks: DataRequest | None = None, lanes: Seq
         reader.close()
 
 
+def read_shards(config: Config, folder: Path, count: int, split: str = "train") -> list[Sample]:
+    """The first rows of shards in stored order, under the same flags."""
+    values = {name: value for name, value in vars(config).items() if name != "image_folder"}
+    flags = EnergonConfig(**values | {"data_path": str(folder), "shuffle": False})
+    asks = request(split=split)
+    energon.validate(flags, asks)
+    reader = energon.reader(flags, asks, [0])
+    reader.start()
+    try:
+        return [reader.read(0) for _ in range(count)]
+    finally:
+        reader.close()
+
+
+def same(one: Sample, other: Sample) -> bool:
+    """Whether two rows are equal but for their names."""
+    assert one.images is not None and other.images is not None
+    return (np.array_equal(one.tokens, other.tokens) and np.array_equal(one.target_mask, other.target_mask)
+            and one.image_sizes == other.image_sizes and len(one.images) == len(other.images)
+            and all(map(np.array_equal, one.images, other.images)))
+
+
 def text_of(config: Config, row: Sample) -> str:
     """Tokens as text, an image as #, an answer between brackets."""
     backend = AutoTokenizer.from_pretrained(config.tokenizer)
@@ -103,38 +128,38 @@ DATA_URL = "data:image/png;base64," + base64.b64encode(png(7)).decode()
 TEXT = {"type": "text", "text": "or"}
 
 
-@pytest.mark.parametrize(
-    ("record", "text", "levels"),
-    [
-        ({"id": "a", "image": "3.png", "conversations": said("<image>\nwhat?", "dog")}, "<s>#\nwhat?\n[dog</s>]", [3]),
-        ({"image": "3.png", "conversations": said("what?\n<image>", "dog", "and?", "cat")},
-         "<s>what?\n#\n[dog</s>]\nand?\n[cat</s>]", [3]),
-        ({"image": ["3.png", "1.png"], "conversations": said("<image> or <image>?", "dog")},
-         "<s># or #?\n[dog</s>]", [3, 1]),
-        ({"model": "", "conversations": said("hi", "ho")}, "<s>hi\n[ho</s>]", []),
-        ({"system": "be brief", "conversations": said("hi", "ho")}, "<s>be brief\nhi\n[ho</s>]", []),
-        ({"messages": turns([{"type": "image_url", "image_url": {"url": "2.png"}}, TEXT], "cat")},
-         "<s>#or\n[cat</s>]", [2]),
-        ({"messages": turns([{"type": "image_url", "image_url": {"url": DATA_URL}}], "cat")}, "<s>#\n[cat</s>]", [7]),
-        ({"messages": turns([{"type": "image", "image": "2.png"}, TEXT], "cat")}, "<s>#or\n[cat</s>]", [2]),
-        ({"messages": turns([{"image": "2.png"}, {"text": "or"}], "cat")}, "<s>#or\n[cat</s>]", [2]),
-        ({"images": ["4.png", "5.png"], "messages": turns("<image><image> which?", "cat")},
-         "<s>## which?\n[cat</s>]", [4, 5]),
-        ({"images": ["4.png"], "messages": turns([{"type": "image", "text": None}, TEXT], "cat")},
-         "<s>#or\n[cat</s>]", [4]),
-        ({"image": "6.png", "caption": "a cat"}, "<s>#\n[a cat</s>]", [6]),
-        ({"image": "6.png", "text": "a cat"}, "<s>#\n[a cat</s>]", [6]),
-        ({"image": "6.png", "text": "a <image> cat"}, "<s>[a ]#[ cat</s>]", [6]),
-        ({"text": "a cat"}, "<s>[a cat</s>]", []),
-        ({"image": "6.png", "question": "what?", "answer": "cat"}, "<s>#what?\n[cat</s>]", [6]),
-        ({"image": "6.png", "question": "what? <image>", "answer": "cat"}, "<s>what? #\n[cat</s>]", [6]),
-        ({"image": "6.png", "question": "what?", "answers": ["dog", "cat", "cat"]}, "<s>#what?\n[cat</s>]", [6]),
-        ({"image": "6.png", "question": "what?", "answers": [{"answer": "cat", "answer_confidence": "yes"}]},
-         "<s>#what?\n[cat</s>]", [6]),
-        ({"images": ["6.png"], "texts": [{"user": "a?", "assistant": "b", "source": "x"},
-                                         {"user": "c?", "assistant": "d"}]}, "<s>#a?\n[b</s>]\nc?\n[d</s>]", [6]),
-    ],
-)
+FORMS = [
+    ({"id": "a", "image": "3.png", "conversations": said("<image>\nwhat?", "dog")}, "<s>#\nwhat?\n[dog</s>]", [3]),
+    ({"image": "3.png", "conversations": said("what?\n<image>", "dog", "and?", "cat")},
+     "<s>what?\n#\n[dog</s>]\nand?\n[cat</s>]", [3]),
+    ({"image": ["3.png", "1.png"], "conversations": said("<image> or <image>?", "dog")},
+     "<s># or #?\n[dog</s>]", [3, 1]),
+    ({"model": "", "conversations": said("hi", "ho")}, "<s>hi\n[ho</s>]", []),
+    ({"system": "be brief", "conversations": said("hi", "ho")}, "<s>be brief\nhi\n[ho</s>]", []),
+    ({"messages": turns([{"type": "image_url", "image_url": {"url": "2.png"}}, TEXT], "cat")},
+     "<s>#or\n[cat</s>]", [2]),
+    ({"messages": turns([{"type": "image_url", "image_url": {"url": DATA_URL}}], "cat")}, "<s>#\n[cat</s>]", [7]),
+    ({"messages": turns([{"type": "image", "image": "2.png"}, TEXT], "cat")}, "<s>#or\n[cat</s>]", [2]),
+    ({"messages": turns([{"image": "2.png"}, {"text": "or"}], "cat")}, "<s>#or\n[cat</s>]", [2]),
+    ({"images": ["4.png", "5.png"], "messages": turns("<image><image> which?", "cat")},
+     "<s>## which?\n[cat</s>]", [4, 5]),
+    ({"images": ["4.png"], "messages": turns([{"type": "image", "text": None}, TEXT], "cat")},
+     "<s>#or\n[cat</s>]", [4]),
+    ({"image": "6.png", "caption": "a cat"}, "<s>#\n[a cat</s>]", [6]),
+    ({"image": "6.png", "text": "a cat"}, "<s>#\n[a cat</s>]", [6]),
+    ({"image": "6.png", "text": "a <image> cat"}, "<s>[a ]#[ cat</s>]", [6]),
+    ({"text": "a cat"}, "<s>[a cat</s>]", []),
+    ({"image": "6.png", "question": "what?", "answer": "cat"}, "<s>#what?\n[cat</s>]", [6]),
+    ({"image": "6.png", "question": "what? <image>", "answer": "cat"}, "<s>what? #\n[cat</s>]", [6]),
+    ({"image": "6.png", "question": "what?", "answers": ["dog", "cat", "cat"]}, "<s>#what?\n[cat</s>]", [6]),
+    ({"image": "6.png", "question": "what?", "answers": [{"answer": "cat", "answer_confidence": "yes"}]},
+     "<s>#what?\n[cat</s>]", [6]),
+    ({"images": ["6.png"], "texts": [{"user": "a?", "assistant": "b", "source": "x"},
+                                     {"user": "c?", "assistant": "d"}]}, "<s>#a?\n[b</s>]\nc?\n[d</s>]", [6]),
+]
+
+
+@pytest.mark.parametrize(("record", "text", "levels"), FORMS)
 def test_records_of_every_form_become_rows(tmp_path, config, record, text, levels):
     write_lines(tmp_path / "train.jsonl", [record])
     (row,) = read(config, 1)
@@ -298,6 +323,13 @@ def test_held_out_samples_are_named(tmp_path, config):
         provider.validate(config, request(split="valid"))
     config = replace(config, valid_data_path=str(write_lines(tmp_path / "held.jsonl", [{"text": "b"}])))
     assert text_of(config, read(config, 1, request(split="valid"))[0]) == "<s>[b</s>]"
+    (tmp_path / "folder").mkdir()
+    config = replace(config, valid_data_path=f"{tmp_path}/folder")
+    write_lines(tmp_path / "folder" / "train.jsonl", [{"text": "c"}])
+    with pytest.raises(ValueError, match="--valid-data-path .*/folder: has no file of a val split"):
+        provider.validate(config, request(split="valid"))
+    write_lines(tmp_path / "folder" / "held.jsonl", [{"text": "d"}])
+    assert text_of(config, read(config, 1, request(split="valid"))[0]) == "<s>[d</s>]"
 
 
 def mix(config: Config, text: str) -> Config:
@@ -482,3 +514,59 @@ def test_tables_that_cannot_be_read_are_refused(tmp_path, config):
     parquet.write_table(pyarrow.table({"prompt": ["a"]}), tmp_path / "form.parquet")
     with pytest.raises(ValueError, match="form.parquet row:1: unknown form: it has prompt"):
         provider.validate(replace(config, data_path=f"{tmp_path}/form.parquet"), request())
+
+
+def test_shards_hold_the_samples_of_the_files(tmp_path, config, capsys):
+    """Every form, in shards of 6 samples, with tables beside it; two records are left out and named."""
+    records = [record for record, _, _ in FORMS] + [{"image": "x.png", "caption": "a"}, {"a": 1}]
+    write_lines(tmp_path / "train.jsonl", records)
+    valid = write_saved(tmp_path / "saved") / "validation"
+    config = replace(config, shuffle=False, valid_data_path=str(valid))
+    out = tmp_path / "shards"
+    words = ["--image-folder", config.image_folder, "--valid-data-path", str(valid), "--samples-per-shard", "6"]
+    assert main(["convert-data", config.data_path, str(out), *words]) == 0
+    shown = capsys.readouterr().out
+    assert f"{len(FORMS) + 3} samples in {-(-len(FORMS) // 6) + 1} shards in {out}\n2 records were left out:" in shown
+    assert "  train.jsonl line:21: image 'x.png': there is no file" in shown and "line:22: unknown form" in shown
+    expected = read(config, len(FORMS))
+    assert [greys(row) for row in expected] == [levels for _, _, levels in FORMS]
+    assert all(map(same, read_shards(config, out, len(FORMS)), expected))
+    config = replace(config, valid_data_path="")
+    expected = read(replace(config, valid_data_path=str(valid)), 3, request(split="valid"))
+    assert all(map(same, read_shards(config, out, 3, "valid"), expected))
+    assert main(["convert-data", config.data_path, str(out)]) == 2
+    assert f"error: {out}: is not empty" in capsys.readouterr().err
+    assert main(["convert-data", config.data_path, str(tmp_path / "more"), *words, "--max-bad-samples", "1"]) == 2
+    assert "--max-bad-samples 1: 2 records cannot be used; the last: train.jsonl line:21" in capsys.readouterr().err
+
+
+def test_tools_survive_in_shards(tmp_path, config):
+    folder = write_tokenizer(tmp_path / "tools", special=CHATML_TOKENS, chat_template=QWEN25_TOOLS)
+    tool = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
+    write_lines(tmp_path / "train.jsonl", [{"tools": [tool], "conversations": [
+        {"from": "human", "value": "?"}, {"from": "function_call", "value": '{"name": "look", "arguments": {}}'},
+        {"from": "observation", "value": "blue"}, {"from": "gpt", "value": "ah"}]}])
+    config = replace(config, tokenizer=str(folder), prompt_format="tokenizer")
+    assert main(["convert-data", config.data_path, str(tmp_path / "shards")]) == 0
+    rows = []
+    for source, flags in ((provider, config), (energon, EnergonConfig(
+            **{name: value for name, value in vars(config).items() if name != "image_folder"}
+            | {"data_path": str(tmp_path / "shards")}))):
+        reader = source.reader(flags, replace(request(), seq_length=1000), [0])
+        reader.start()
+        rows.append(reader.read(0))
+    assert same(*rows) and not rows[0].skipped
+
+
+@pytest.mark.parametrize("kind", ["weight", "repetitions"])
+def test_a_mix_becomes_a_blend_of_shards(tmp_path, config, kind):
+    write_lines(tmp_path / "a.jsonl", [{"image": "1.png", "caption": "a"}] * 10)
+    write_lines(tmp_path / "b.jsonl", [{"text": "b"}] * 30)
+    mixed = mix(replace(config, image_folder=""), f"train:\n- {{path: a.jsonl, images: images, {kind}: 3}}\n"
+                f"- {{path: b.jsonl, {kind}: 1}}\nval: [b.jsonl]\n")
+    assert main(["convert-data", mixed.data_path, str(tmp_path / "shards")]) == 0
+    path = tmp_path / "shards" / "blend.yaml"
+    rows = read_shards(replace(mixed, data_path=str(path)), path, 60)
+    shown = sum(bool(row.images) for row in rows)
+    assert (shown == 30) if kind == "repetitions" else 35 < shown < 55
+    assert energon.num_samples(EnergonConfig(data_path=str(path)), "valid") == 30
