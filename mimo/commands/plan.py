@@ -52,9 +52,9 @@ def plan(flags: PlanFlags, run_flags: list[str]) -> int:
                            min(flags.plan_steps * config.train.global_batch_size, MAX_SAMPLES))
     search = Search(config, costs, samples, size, 2 * flags.top)
     found = search.run()
-    if not found and not search.large:
-        raise ValueError(f"no layout of {counted(size, 'GPU')} works; the last one was refused: {search.refusal}")
     own = _own(config, search)
+    if not found and not search.large and own is None:
+        raise ValueError(f"no layout of {counted(size, 'GPU')} works; the last one was refused: {search.refusal}")
     document = json.dumps({
         "gpus": size, "profile": asdict(profile), "run": _sections(config, RUN_SECTIONS),
         "layouts": [_record(each) for each in found], "own": None if own is None else _record(own)})

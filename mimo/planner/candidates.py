@@ -25,7 +25,7 @@ MAX_ENCODER_SIZES = 6
 MICRO_BATCHES = (1, 2, 4)
 # Windows of a colocated layout that are tried, in microbatches; 0: the iteration.
 WINDOWS = (1, 2, 4, 0)
-# Sizes of expert parallelism that are tried, the largest that the grid and the experts allow.
+# Sizes of expert parallelism that are tried: those nearest to the GPUs of a node that the grid and the experts allow.
 MAX_EXPERT_SIZES = 3
 # On more GPUs than this fewer of each are tried, as there are more grids.
 MANY_GPUS = 16
@@ -294,7 +294,9 @@ class Search:
         """Yield the layouts of a language grid: with every size of expert parallelism, and cuts of the pipeline."""
         experts = self.costs.num_experts
         sizes = [ep for ep in divisors(tp * dp) if experts % ep == 0] if experts else [1]
-        for ep in sizes[-MAX_EXPERT_SIZES:]:
+        node = self.costs.gpu.gpus_per_node
+        # As many more as fewer GPUs are as near.
+        for ep in sorted(sizes, key=lambda ep: max(ep / node, node / ep))[:MAX_EXPERT_SIZES]:
             layout = LayoutConfig(llm_tp=tp, llm_dp=dp, llm_pp=pp, llm_ep=ep, sequence_parallel=tp > 1,
                                   **more)  # type: ignore[arg-type]
             if pp == 1 or even:
@@ -341,8 +343,18 @@ class Search:
         return list(islice(filter(self._can_split, nearest), self._num_encoder_sizes))
 
     def _can_split(self, ranks: int) -> bool:
-        """Whether the global batch and the lanes can be divided if the encoder has so many ranks."""
+        """Whether the trainer takes any disjoint layout whose encoder has so many ranks."""
         batch = self.base.train.global_batch_size // self.base.train.micro_batch_size
         encoders = [ranks // tp for tp in divisors(ranks) if tp <= self.costs.gpu.gpus_per_node]
-        return any(batch % dp == 0 and any(dp % replicas == 0 or replicas % dp == 0 for replicas in encoders)
-                   for _, dp, _ in self._grids(self.size - ranks))
+        # Most numbers can be left out without a look at every layout.
+        if not any(batch % dp == 0 and self.costs.num_layers % pp == 0
+                   and any(dp % replicas == 0 or replicas % dp == 0 for replicas in encoders)
+                   for _, dp, pp in self._grids(self.size - ranks)):
+            return False
+        for layout in self._disjoint(ranks):
+            try:
+                validate_without_data(replace(self.base, layout=layout), self.size)
+            except ValueError:
+                continue
+            return True
+        return False

@@ -252,31 +252,45 @@ class Costs:
         gemm = self.config.model.moe_gemm
         rate = ends_rate = self.gpu.tflops * 1e12 * DENSE_EFFICIENCY * tp
         host_forward_s, host_backward_s = HOST_FORWARD_S, HOST_BACKWARD_S
+        # Some layers may have no experts.
+        with_experts = self._layers_with_experts() / self.num_layers
         if self.num_experts:
             rate = self.gpu.tflops * 1e12 * EXPERT_EFFICIENCY[gemm] * tp
-            # Some layers may have no experts. A backward pass launches about twice as much as a forward pass.
-            share = max(shape.count for shape in self.shapes[LANGUAGE] if shape.split == "expert") / (
-                self.num_experts * self.num_layers)
-            host_forward_s += share * HOST_EXPERTS_S[gemm] / 3
-            host_backward_s += share * HOST_EXPERTS_S[gemm] * 2 / 3
-        # With sequence parallelism, a layer gathers its input and scatters its output around attention and MLP.
+            # A backward pass launches about twice as much as a forward pass.
+            host_forward_s += with_experts * HOST_EXPERTS_S[gemm] / 3
+            host_backward_s += with_experts * HOST_EXPERTS_S[gemm] * 2 / 3
+        # With sequence parallelism, a layer gathers its input and scatters its output around attention, and around its
+        # MLP; layers of hybrid models have only one of them.
         message = tokens * self.hidden_size * 2 * (tp - 1) / tp
         moved = message / (self.gpu.link_gb_s * 1e9) + LATENCY_S if tp > 1 else 0.0
-        # Tokens go to the ranks of their experts and come back, in both passes.
-        routed = tokens / tp * self._top_k * self.hidden_size * 2 * (ep - 1) / ep
-        bandwidth = self.gpu.link_gb_s if ep <= self.gpu.gpus_per_node else self.gpu.network_gb_s
-        dispatch = 2 * (routed / (bandwidth * 1e9) + LATENCY_S) if ep > 1 else 0.0
+        moved *= self._parts_of_layers() / self.num_layers
+        # Tokens go to the ranks of their experts and come back, in both passes. Those to other nodes take the network.
+        routed, inside = tokens / tp * self._top_k * self.hidden_size * 2 / ep, min(ep, self.gpu.gpus_per_node)
+        dispatch = 2 * with_experts * (routed * (inside - 1) / (self.gpu.link_gb_s * 1e9)
+                                       + routed * (ep - inside) / (self.gpu.network_gb_s * 1e9) + LATENCY_S)
+        dispatch = dispatch if ep > 1 else 0.0
         ratios = self.profile.ratios(LANGUAGE, tp, micro_batch_size)
-        forward_s = max(layers[0] / rate / self.num_layers, host_forward_s) + 4 * moved + dispatch
+        forward_s = max(layers[0] / rate / self.num_layers, host_forward_s) + 2 * moved + dispatch
         backward_s = 0.0
         if layers[1]:
-            backward_s = max(layers[1] / rate / self.num_layers, host_backward_s) + 6 * moved + dispatch
+            backward_s = max(layers[1] / rate / self.num_layers, host_backward_s) + 3 * moved + dispatch
         kept = tokens * self._kept_bytes(LANGUAGE, self.hidden_size) / self.num_layers / tp
         vocabulary = max((shape.shape[0] for shape in self.shapes[LANGUAGE] if shape.stage != "layer"), default=0)
         return LanguageCost(
             forward_s * ratios.forward, backward_s * ratios.backward,
             ends[0] / ends_rate * ratios.ends_forward, ends[1] / ends_rate * ratios.ends_backward,
             kept * ratios.bytes, tokens * self.hidden_size * 2 / tp, 6.0 * tokens * vocabulary / tp * ratios.ends_bytes)
+
+    def _layers_with_experts(self) -> float:
+        return max((shape.count / self.num_experts for shape in self.shapes[LANGUAGE] if shape.split == "expert"),
+                   default=0.0)
+
+    def _parts_of_layers(self) -> float:
+        """Return the number of attentions, mixers and MLPs, which each end in a product of the hidden size."""
+        ends = [shape for shape in self.shapes[LANGUAGE]
+                if shape.stage == "layer" and shape.split == "tp" and shape.shape[0] == self.hidden_size]
+        shared = any("shared_expert" in shape.name for shape in ends)
+        return sum(shape.count for shape in ends) + (0.0 if shared else self._layers_with_experts())
 
     def _encoder(self, name: str, tp: int) -> EncoderCost:
         ratios = self.profile.ratios(name, tp, 0)

@@ -13,8 +13,8 @@ from mimo.commands.main import main
 from mimo.config.cli import parse
 from mimo.config.validate import layers_of_stages, validate
 from mimo.observability.flops import SequenceSums
-from mimo.planner.candidates import BEST, HOMOGENEOUS, USABLE, Search, cuts, divisors
-from mimo.planner.costs import EXPERT_EFFICIENCY, GIB, GPUS, HOST_EXPERTS_S, HOST_FORWARD_S, Costs, Profile
+from mimo.planner.candidates import BEST, HOMOGENEOUS, USABLE, Search, cuts
+from mimo.planner.costs import EXPERT_EFFICIENCY, GIB, GPUS, HOST_EXPERTS_S, HOST_FORWARD_S, LATENCY_S, Costs, Profile
 from mimo.planner.measure import _line, _split
 from mimo.planner.memory import memory_line
 from mimo.planner.predict import Prediction, Step, predict
@@ -112,13 +112,34 @@ def test_mixtures_of_experts_that_were_measured(gemm: str, rows: int, step_ms: f
     assert found.parts_s["optimizer"] == pytest.approx(0.165, rel=0.1)
 
 
-def test_the_encoder_gets_numbers_of_ranks_with_which_the_batch_can_be_divided() -> None:
+def test_the_encoder_gets_numbers_of_ranks_that_the_trainer_takes() -> None:
     config = parse([*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1", "--global-batch-size", "768"])
     costs = Costs(config, Profile(GPUS["H200"]))
-    sizes = Search(config, costs, [SampleSize(2000, (144,))] * 8, 264)._encoder_sizes()
-    # The 251 ranks that 13 would leave divide neither 768 samples nor themselves.
-    assert {12, 14} <= set(sizes) and 13 not in sizes
-    assert all(any(768 % dp == 0 for dp in divisors(264 - size)) for size in sizes)
+    search = Search(config, costs, [SampleSize(2000, (144,))] * 8, 264)
+    sizes = search._encoder_sizes()
+    # 13 would be the encoder's share, but 251 ranks divide neither 768 samples nor 40 layers.
+    assert sizes == [8, 24]
+    for size in sizes:
+        assert any(search.accepted(replace(config, layout=layout)) for layout in search._disjoint(size))
+    assert not any(search.accepted(replace(config, layout=layout)) for layout in search._disjoint(12))
+
+
+@pytest.mark.parametrize(("gpus", "tried"), [(8, {2, 4, 8}), (64, {4, 8, 16})])
+def test_expert_parallelism_is_about_as_large_as_a_node(gpus: int, tried: set[int]) -> None:
+    config = parse([*QWEN_MOE, "--global-batch-size", "64"])
+    search = Search(config, Costs(config, Profile(GPUS["H200"])), [SampleSize(4096)], gpus)
+    assert {layout.llm_ep for layout in search._language(1, gpus, 1)} == tried
+
+
+def test_experts_of_other_nodes_take_the_network_and_layers_without_experts_nothing() -> None:
+    config = parse("""--model-provider nemotron-moe-vlm-54l --dataset-provider mock --mock-images-max 0 --bf16
+    --seq-length 8192 --global-batch-size 64 --train-iters 1""".split())
+    costs = Costs(config, Profile(GPUS["H200"]))
+    gpu, routed = GPUS["H200"], 8192 * 6 * 2688 * 2 / 16
+    waits = {ep: costs.language(1, 1, ep).forward_s - costs.language(1, 1).forward_s for ep in (8, 16)}
+    # Half of the 54 layers have experts; their tokens go there and back.
+    assert waits[8] == pytest.approx(routed * 2 * 7 / (gpu.link_gb_s * 1e9) + LATENCY_S)
+    assert waits[16] == pytest.approx(routed * (7 / gpu.link_gb_s + 8 / gpu.network_gb_s) / 1e9 + LATENCY_S)
 
 
 def test_weights_gradients_and_moments_are_18_bytes_of_a_parameter_and_shards_12_less() -> None:
