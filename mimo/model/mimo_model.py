@@ -216,15 +216,16 @@ class HeteroModel(MimoModel):
         return output if self.role.is_last_stage(LANGUAGE) else {LANGUAGE: output}
 
     def _padding(self, text: TextBatch) -> torch.Tensor | None:
-        """Padding in this rank's part of the rows, bool `[b, s / tp]`, that routers leave out; None for none."""
+        """Padding in this rank's part of the rows, bool `[b, s / cp / tp]`, that routers leave out; None for none."""
         config = self.config
         if text.padding is None or not config.num_moe_experts:
             return None
+        padding = text.own(text.padding)
         if not config.sequence_parallel:
-            return text.padding
+            return padding
         # Megatron Core takes the part of the row itself only where it embeds the tokens, too.
         group = self.grids.collections[LANGUAGE].tp
-        return text.padding.chunk(group.size(), dim=1)[group.rank()]
+        return padding.chunk(group.size(), dim=1)[group.rank()]
 
     def _merge(self, text: TextBatch, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Word embeddings with each placeholder replaced by its encoder row, `[s / cp, b, (1 + levels) * hidden]`.

@@ -168,7 +168,6 @@ def check_decoder_grid(config: DecoderConfig, grid: GridSpec, seq_length: int, p
     if seq_length > config.max_position_embeddings:
         problems.add(f"--seq-length {seq_length} exceeds --max-position-embeddings {config.max_position_embeddings}")
     if config.num_experts:
-        problems.no_context_parallelism(grid.cp, f"experts (--num-experts {config.num_experts})")
         problems.divides("num_experts", config.num_experts, "llm_ep", grid.ep)
         problems.divides("moe_ffn_hidden_size", config.moe_ffn_hidden_size, "llm_expt_tp", grid.expt_tp)
     else:

@@ -64,8 +64,13 @@ LAYOUTS = {
         4, "--layout colocated --encoder-tp 2 --encoder-dp 2 --llm-cp 2 --llm-dp 2 --encoder-window 1 "
            "--overlap-grad-reduce --overlap-param-gather"),
     "colocated-llm-cp2-pp2": (4, "--layout colocated --encoder-dp 4 --llm-cp 2 --llm-pp 2"),
+    "colocated-llm-cp2-ep2": (2, "--layout colocated --encoder-dp 2 --llm-cp 2 --llm-ep 2"),
+    "colocated-llm-cp2-dp2-ep4": (4, "--layout colocated --encoder-dp 4 --llm-cp 2 --llm-dp 2 --llm-ep 4"),
+    "colocated-llm-cp2-tp2-ep2-expert-tp2": (
+        4, "--layout colocated --encoder-dp 4 --llm-cp 2 --llm-tp 2 --sequence-parallel --llm-ep 2 --llm-expt-tp 2 "
+           "--micro-batch-size 2"),
     "homogeneous-cp2": (2, "--layout homogeneous --llm-cp 2"),
-    "homogeneous-cp2-tp2": (4, "--layout homogeneous --llm-cp 2 --llm-tp 2"),
+    "homogeneous-cp2-tp2": (4, "--layout homogeneous --llm-cp 2 --llm-tp 2 --sequence-parallel"),
     "homogeneous-cp4": (4, "--layout homogeneous --llm-cp 4 --micro-batch-size 2"),
     "homogeneous-cp2-pp2": (4, "--layout homogeneous --llm-cp 2 --llm-pp 2 --micro-batch-size 3"),
 }
@@ -94,8 +99,6 @@ def test_equal_to_one_process(pool: WorkerPool, oracles: dict[str, Outcome], mod
     world_size, flags = LAYOUTS[layout]
     if model == "dense" and "--llm-ep" in flags:
         pytest.skip("a dense model has no experts to split")
-    if model == "moe" and "--llm-cp" in flags:
-        pytest.skip("a mixture of experts has no context parallelism yet")
     oracle = oracles[model]
     outcomes = pool.run(run_layout, (*flags.split(), *MODELS[model]), world_size, world_size=world_size)
     assert_equal(oracle, outcomes)

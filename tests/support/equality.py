@@ -54,7 +54,7 @@ class Outcome:
     grad_norms: list[float] = field(default_factory=list)
     gradients: list[Piece] = field(default_factory=list)
     parameters: list[Piece] = field(default_factory=list)
-    routing: list[tuple[int, str, int, np.ndarray]] = field(default_factory=list)
+    routing: list[tuple[int, str, tuple[int, int], np.ndarray]] = field(default_factory=list)
     optimizer_tensors: dict[str, int] = field(default_factory=dict)
     batch_facts: dict[str, int] = field(default_factory=dict)
 
@@ -177,11 +177,12 @@ def count_optimizer_tensors(parts: Any) -> dict[str, int]:
 
 def _by_sample(
     parts: Any, layout: Layout, rank: int, microbatches: Any, routing: list[tuple[int, np.ndarray]]
-) -> list[tuple[int, str, int, np.ndarray]]:
-    """(layer, sample key, tensor-parallel rank, bool `[tokens of this rank, experts]`)."""
+) -> list[tuple[int, str, tuple[int, int], np.ndarray]]:
+    """(layer, sample key, context- and tensor-parallel rank, bool `[tokens of this rank, experts]`)."""
     if rank not in layout.language.ranks or not routing:
         return []
-    split = layout.language.coordinates(rank)["tp"] if parts.config.layout.sequence_parallel else 0
+    place = layout.language.coordinates(rank)
+    split = place["cp"], place["tp"] if parts.config.layout.sequence_parallel else 0
     layers = len({layer for layer, _ in routing})
     found = []
     for index, (layer, choice) in enumerate(routing):
@@ -193,11 +194,20 @@ def _by_sample(
 
 def gather_routing(outcomes: list[Outcome]) -> dict[tuple[int, str], np.ndarray]:
     """Decisions of whole samples, sequence shards joined in order."""
-    shards: dict[tuple[int, str], dict[int, np.ndarray]] = {}
+    from mimo.data.context import positions
+
+    shards: dict[tuple[int, str], dict[tuple[int, int], np.ndarray]] = {}
     for outcome in outcomes:
         for layer, key, split, choice in outcome.routing:
             shards.setdefault((layer, key), {})[split] = choice
-    return {place: np.concatenate([parts[split] for split in sorted(parts)]) for place, parts in shards.items()}
+    found = {}
+    for place, parts in shards.items():
+        by_rank = np.concatenate([parts[split] for split in sorted(parts)])
+        cp = 1 + max(split[0] for split in parts)
+        order = np.concatenate([positions((len(by_rank),), cp, rank) for rank in range(cp)])
+        found[place] = np.empty_like(by_rank)
+        found[place][order] = by_rank
+    return found
 
 
 def run_oracle(rank: int, flags: tuple[str, ...], num_steps: int = NUM_STEPS, frozen: frozenset[str] = frozenset(),
