@@ -60,8 +60,7 @@ class Sample:
         lengths: for a pack, the number of `tokens` of each of its samples, in order; empty for a single sample. Samples
             of a pack do not attend to each other.
         skipped: messages about bad samples that were skipped before this one, with shard and key.
-        unbalanced_image_tokens: for a balanced pack, the image tokens that the pack in its place would have had without
-            balancing; otherwise None.
+        unbalanced_image_tokens: for a balanced pack, the image tokens of the unbalanced pack in its place; else None.
     """
 
     key: str
@@ -81,8 +80,7 @@ class TokenSpec:
     Attributes:
         vocab_size: upper bound of token ids.
         image_token_id: placeholder id of an image; -1 for a text model, which takes no images.
-        image_size: height of images in pixels, and their width unless `image_width` is given; 0 if the encoder takes
-            images of any size.
+        image_size: height of images in pixels, and their width unless `image_width` is given; 0: images of any size.
         num_channels: channels of an image.
         patch_size: pixels a side of a patch if the encoder packs patches of images of any size; otherwise 0.
         size_multiple: divides height and width of an image (patch size times pixel shuffle factor).
@@ -202,6 +200,7 @@ class DataRequest:
         seq_length: tokens of a row, after image expansion.
         seed: seed of the sample order; every lane of a run has the same.
         split: `train` or `valid`.
+        sequence_multiple: a pack has to leave room for padding each of its samples to a multiple of so many tokens.
     """
 
     tokens: TokenSpec
@@ -211,6 +210,7 @@ class DataRequest:
     seq_length: int
     seed: int
     split: str = "train"
+    sequence_multiple: int = 1
 
 
 class LaneReader(Protocol):

@@ -148,7 +148,10 @@ class EnergonReader:
 
     def _state_flags(self) -> dict[str, Any]:
         flags = {name: vars(self._config)[name] for name in STATE_FLAGS} | {"seed": self._request.seed}
-        return flags | ({"seq_length": self._request.seq_length} if self._config.packing_buffer_size else {})
+        if self._config.packing_buffer_size:
+            # Packs leave room for the padding of context parallelism.
+            flags |= {"seq_length": self._request.seq_length, "llm_cp": max(self._request.sequence_multiple // 2, 1)}
+        return flags
 
     def load_state_dict(self, states: Mapping[int, dict[str, Any]]) -> None:
         """Continue each worker from a checkpoint, whichever lane owns it now.
@@ -181,8 +184,10 @@ class EnergonReader:
             )
         check_workers(state, self._request.num_lanes, self._num_workers)
         flags = self._state_flags()
-        changed = [f"--{name.replace('_', '-')} {value}: the checkpoint's data was read with {state['flags'].get(name)}"
-                   for name, value in flags.items() if state["flags"].get(name) != value]
+        # Older states do not say that there was no context parallelism.
+        stored = {"llm_cp": 1} | state["flags"]
+        changed = [f"--{name.replace('_', '-')} {value}: the checkpoint's data was read with {stored.get(name)}"
+                   for name, value in flags.items() if stored.get(name) != value]
         if changed:
             raise ValueError("; ".join(changed) + "; --no-load-data starts the data anew")
         if state["sizes"] != self._sizes:

@@ -246,7 +246,8 @@ class VlmTaskEncoder(TaskEncoder):
         # Energon numbers buffers over the workers of its loader. A routed loader has the workers of several lanes.
         buffer = (self.current_sample_index - worker.rank_worker_id()) // max(worker.num_workers, 1)
         rng = np.random.default_rng([self._request.seed, global_worker_id(), buffer])
-        lengths = [sample.length for sample in samples]
+        multiple = self._request.sequence_multiple
+        lengths = [-(-sample.length // multiple) * multiple for sample in samples]
         unbalanced: list[int] = []
         if self._config.packing_balance:
             image_tokens = [sample.image_tokens for sample in samples]

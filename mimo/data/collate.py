@@ -293,6 +293,7 @@ def collate_text(
     vocab_size: int,
     pad_token_id: int,
     token_grid: GridFinder | None = None,
+    sequence_multiple: int = 1,
 ) -> TextBatch:
     """Make the language side of a microbatch: images expanded, labels shifted by one, padding on the right.
 
@@ -304,6 +305,7 @@ def collate_text(
         vocab_size: upper bound of token ids.
         pad_token_id: fills `input_ids` and `labels` after a sample's end, where the loss mask is 0.
         token_grid: returns the tokens of an image as a grid, for a decoder that rotates three axes; None for one.
+        sequence_multiple: the samples of a pack are padded to multiples of this, each at its end.
 
     Raises:
         ValueError: naming the sample, for anything wrong with it.
@@ -316,14 +318,19 @@ def collate_text(
     input_ids = np.full((len(samples), seq_length), pad_token_id, np.int64)
     labels = input_ids.copy()
     loss_mask = np.zeros(input_ids.shape, np.float32)
+    stops = rows[0].ends if rows else np.zeros(1, np.int64)
     for index, row in enumerate(rows):
-        length = len(row.tokens)
-        input_ids[index, :length] = row.tokens
-        labels[index, : max(length - 1, 0)] = row.tokens[1:]
-        loss_mask[index, : max(length - 1, 0)] = row.targets[1:]
+        places = np.arange(len(row.tokens))
+        if samples[index].lengths:
+            stops, places = _aligned(row, sequence_multiple, seq_length, samples[index].key)
+            row.starts = places[row.starts]
+        input_ids[index, places] = row.tokens
+        labels[index, places[:-1]] = row.tokens[1:]
+        loss_mask[index, places[:-1]] = row.targets[1:]
         # The last token of a sample predicts nothing, because the token after it belongs to another sample.
-        labels[index, row.ends - 1], loss_mask[index, row.ends - 1] = pad_token_id, 0
-    packed = packed_sequences(rows[0].ends, seq_length) if samples and samples[0].lengths else None
+        last = places[row.ends[row.ends > 0] - 1]
+        labels[index, last], loss_mask[index, last] = pad_token_id, 0
+    packed = packed_sequences(stops, seq_length) if samples and samples[0].lengths else None
     if token_grid is None:
         position_ids = positions_of(packed, seq_length).expand(len(samples), seq_length).contiguous()
     else:
@@ -351,6 +358,24 @@ def collate_text(
     )
 
 
+def _aligned(row: Expanded, multiple: int, seq_length: int, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each sample of a pack ends once it is padded to a multiple, and the place of each token in the row.
+
+    Causal layers never show padding at the end of a sample to its tokens.
+
+    Raises:
+        ValueError: the padded samples are longer than the row; names the pack.
+    """
+    lengths = np.diff(row.ends, prepend=0)
+    stops = np.cumsum(-(-lengths // multiple) * multiple)
+    if stops[-1] > seq_length:
+        raise ValueError(f"sample {key}: its {len(lengths)} samples have {stops[-1]} tokens, each padded to a multiple "
+                         f"of {multiple} (twice --llm-cp), which are more than --seq-length {seq_length}: the data set "
+                         "has to leave room (DataRequest.sequence_multiple)")
+    shifts = np.concatenate([[0], stops[:-1]]) - (row.ends - lengths)
+    return stops, np.arange(len(row.tokens)) + np.repeat(shifts, lengths)
+
+
 def _row(sample: Sample, modules: dict[str, int], num_image_tokens: TokenCounter, seq_length: int,
          vocab_size: int) -> Expanded:
     """Check and expand a sample. Raises ValueError for anything wrong with it."""
@@ -376,7 +401,7 @@ def packed_sequences(ends: np.ndarray, row_length: int) -> PackedSequences:
     """Return the sequences of a packed row, with padding as one of its own.
 
     Args:
-        ends: end of each sample, one past its last token.
+        ends: end of each sample, one past its last token, or past its own padding.
         row_length: tokens of the row, padding included.
     """
     stops = [int(end) for end in ends]

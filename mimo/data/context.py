@@ -34,18 +34,11 @@ def positions(stops: Sequence[int], cp: int, rank: int) -> torch.Tensor:
 
 
 def with_part(text: TextBatch, cp: int, rank: int) -> TextBatch:
-    """Return a microbatch with the tokens of one context-parallel rank in `part`; itself if `cp` is 1.
-
-    Raises:
-        ValueError: the rows are packed, which context parallelism does not support yet; names the sample.
-    """
+    """Return a microbatch with the tokens of one context-parallel rank in `part`; itself if `cp` is 1."""
     if cp == 1:
         return text
-    if text.packed is not None:
-        raise ValueError(f"--llm-cp {cp} with packed rows (sample {text.keys[0]}) is not supported yet: use --llm-cp "
-                         "1, or turn packing off")
     samples, length = text.input_ids.shape
-    index = positions((length,), cp, rank)
+    index = positions((length,) if text.packed is None else text.packed.cu_seqlens[1:].tolist(), cp, rank)
     local = torch.full((length,), -1)
     local[index] = torch.arange(len(index))
     rows, slots = {}, {}

@@ -18,7 +18,7 @@ from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.data.collate import PatchOrder, collate_encoder, collate_text
 from mimo.data.context import with_part
 from mimo.data.sources import ReaderSource, RoutedSource, Source, StepSamples, StreamSource
-from mimo.grid.lanes import data_request, lanes_read_by, needs_of
+from mimo.grid.lanes import data_request, lanes_read_by, needs_of, sequence_multiple
 from mimo.grid.spec import Layout
 from mimo.protocols import (
     LANGUAGE,
@@ -83,6 +83,7 @@ class StepLoader:
             seq_length=seq_length,
             vocab_size=tokens.vocab_size,
             pad_token_id=pad_token_id,
+            sequence_multiple=sequence_multiple(layout),
             token_grid=partial(model_provider.token_grid, model_config)
             if isinstance(model_provider, TokenGridProvider) else None,
         )

@@ -72,6 +72,14 @@ def needs_from(layout: Layout, reader: int, rank: int, micro_batch_size: int) ->
                  if reader_of(layout, need.share.lane) == reader)
 
 
+def sequence_multiple(layout: Layout) -> int:
+    """Return the number of tokens of which each sample of a packed row needs a multiple, padding included.
+
+    Context-parallel ranks each take two chunks of every sample.
+    """
+    return 2 * layout.language.cp if layout.language.cp > 1 else 1
+
+
 def data_request(layout: Layout, model_provider: ModelProvider, model_config: Any, *, micro_batch_size: int,
                  seq_length: int, seed: int, split: str) -> DataRequest:
     """Return the request of a run to a data set that is read once for all ranks."""
@@ -79,7 +87,8 @@ def data_request(layout: Layout, model_provider: ModelProvider, model_config: An
     return DataRequest(
         tokens=model_provider.token_spec(model_config),
         num_image_tokens=partial(model_provider.num_image_tokens, model_config, module),
-        num_lanes=layout.num_lanes, micro_batch_size=micro_batch_size, seq_length=seq_length, seed=seed, split=split)
+        num_lanes=layout.num_lanes, micro_batch_size=micro_batch_size, seq_length=seq_length, seed=seed, split=split,
+        sequence_multiple=sequence_multiple(layout))
 
 
 def describe_images(config: RunConfig, model_provider: ModelProvider) -> str | None:

@@ -209,7 +209,7 @@ class HeteroModel(MimoModel):
             attention_mask=None,
             decoder_input=embeddings,
             labels=labels if with_labels else None,
-            packed_seq_params=packed_seq_params(packed),
+            packed_seq_params=packed_seq_params(packed, shared=text.part is not None),
             padding_mask=self._padding(text),
             **({"mtp_inputs": MtpInputs.of(text)} if self.mtp is not None and with_labels else {}),
         )

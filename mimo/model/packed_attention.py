@@ -6,9 +6,11 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -23,17 +25,27 @@ from mimo.data.context import positions
 MAX_SCORES = 1 << 20
 
 
-def packed_seq_params(sequences: PackedSequences | None) -> PackedSeqParams | None:
+def packed_seq_params(sequences: PackedSequences | None, *, shared: bool = False) -> PackedSeqParams | None:
     """Megatron Core's description of packed rows in self-attention; None for rows that are not packed.
 
-    The fields of padded sequences stay None: nothing lies between the sequences, padding is one of them, and
-    Transformer Engine would compare the two lists in every layer, waiting for the device.
+    Nothing lies between the sequences: padding is one of them, or belongs to the end of one. Without context
+    parallelism the fields of padded sequences stay None, because Transformer Engine would compare the two lists in
+    every layer, waiting for the device.
+
+    Args:
+        sequences: where the sequences of whole rows start.
+        shared: whether context-parallel ranks share the rows. Transformer Engine then wants the fields of padded
+            sequences, and is told that nothing lies between them.
     """
     if sequences is None:
         return None
     starts, longest = sequences.cu_seqlens, sequences.max_seqlen
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest,
-                           max_seqlen_kv=longest, seq_idx=sequences.seq_idx)
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest,
+                             max_seqlen_kv=longest, seq_idx=sequences.seq_idx)
+    if shared:
+        params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = starts
+        params.pad_between_seqs = False
+    return params
 
 
 class PackedDotProductAttention(DotProductAttention):
@@ -115,24 +127,77 @@ class ContextParallelAttention(PackedDotProductAttention):
     ) -> torch.Tensor:
         """Attend from this rank's tokens to all tokens of their rows that are not behind them.
 
-        Args and shapes are those of `PackedDotProductAttention`, with `s / cp` tokens; rows are not packed.
+        Args and shapes are those of `PackedDotProductAttention`, with `s / cp` tokens.
         """
-        assert attention_mask is None and packed_seq_params is None, "causal attention of rows that are not packed"
-        cp, channels, length = self.cp_group.size(), key.shape[-1], len(query) * self.cp_group.size()
+        assert attention_mask is None, "causal attention needs no other mask"
+        packed = packed_seq_params
+        chunks = _Chunks.of_rows(self.cp_group, query) if packed is None else _Chunks.of_packed(
+            self.cp_group, packed, query)
+        channels = key.shape[-1]
         # One collective for both. Its backward pass sums the gradients of all ranks and scatters them.
         gathered = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.cp_group)
-        places = [positions((length,), cp, rank) for rank in range(cp)]
-        gathered = gathered.index_select(0, torch.cat(places).argsort().to(query.device))
+        gathered = gathered.index_select(0, chunks.to_row)
         key, value = gathered[..., :channels].contiguous(), gathered[..., channels:].contiguous()
-        own, found = places[self.cp_group.rank()].to(query.device), []
-        for chunk in range(2):
-            rows = slice(chunk * len(own) // 2, (chunk + 1) * len(own) // 2)
-            number = self.cp_group.rank() if chunk == 0 else 2 * cp - 1 - self.cp_group.rank()
-            stop = (number + 1) * len(own) // 2
-            forbidden = own[rows, None] < torch.arange(stop, device=query.device)
-            found.append(super().forward(query[rows], key[:stop], value[:stop], forbidden[None, None], attn_mask_type,
-                                         attention_bias))
-        return torch.cat(found)
+        attend = DotProductAttention.forward
+        found = [attend(self, query[own], key[seen], value[seen], forbidden, attn_mask_type, attention_bias)
+                 for own, seen, forbidden in chunks.parts]
+        if packed is None:
+            return torch.cat(found)
+        return torch.cat([part.flatten(0, 1) for part in found])[chunks.order, None]
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """The chunks of sequences whose queries a context-parallel rank has, and the keys that they see.
+
+    Attributes:
+        to_row: int64 `[s]`, where each token of a row is among the tokens of all ranks, one rank behind the other.
+        parts: for each part, places of its queries among this rank's tokens, places of its keys in the row, and where
+            attention is forbidden, bool `[1, 1, queries, keys]`.
+        order: packed rows: where each of this rank's tokens is among the queries of all parts.
+    """
+
+    to_row: torch.Tensor
+    parts: list[tuple[Any, Any, torch.Tensor]]
+    order: torch.Tensor | None = None
+
+    @classmethod
+    def of_rows(cls, group: dist.ProcessGroup, query: torch.Tensor) -> _Chunks:
+        """Return the two chunks of rows that are one sequence each."""
+        cp, chunk = group.size(), len(query) // 2
+        parts: list[tuple[Any, Any, torch.Tensor]] = []
+        for half, number in enumerate((group.rank(), 2 * cp - 1 - group.rank())):
+            own, seen = slice(half * chunk, (half + 1) * chunk), slice((number + 1) * chunk)
+            parts.append((own, seen, _forbidden(number, chunk, query)))
+        return cls(_to_row((2 * cp * chunk,), cp, query), parts)
+
+    @classmethod
+    def of_packed(cls, group: dist.ProcessGroup, packed: PackedSeqParams, query: torch.Tensor) -> _Chunks:
+        """Return the chunks of packed sequences, those of equal length together. Kept as in `together`."""
+        kept: _Chunks | None = vars(packed).get("_chunks")
+        if kept is None:
+            cp, starts, parts, places = group.size(), packed.cu_seqlens_q.tolist(), [], []
+            assert starts[0] == 0 and starts[-1] == len(query) * cp, f"sequences {starts}, {len(query)} tokens of {cp}"
+            for length, firsts in equal_lengths(starts):
+                chunk, begins = length // (2 * cp), torch.tensor(firsts)
+                for half, number in enumerate((group.rank(), 2 * cp - 1 - group.rank())):
+                    own = begins // cp + half * chunk + torch.arange(chunk)[:, None]
+                    seen = begins + torch.arange((number + 1) * chunk)[:, None]
+                    parts.append((own.to(query.device), seen.to(query.device), _forbidden(number, chunk, query)))
+                    places.append(own.flatten())
+            kept = packed._chunks = cls(_to_row(starts[1:], cp, query), parts,
+                                        torch.cat(places).argsort().to(query.device))
+        return kept
+
+
+def _to_row(stops: Sequence[int], cp: int, query: torch.Tensor) -> torch.Tensor:
+    return torch.cat([positions(stops, cp, rank) for rank in range(cp)]).argsort().to(query.device)
+
+
+def _forbidden(number: int, chunk: int, query: torch.Tensor) -> torch.Tensor:
+    """Return which keys up to a chunk's end its queries do not see."""
+    keys = torch.arange((number + 1) * chunk, device=query.device)
+    return (keys[number * chunk :, None] < keys)[None, None]
 
 
 def together(packed: PackedSeqParams, query: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -65,7 +65,7 @@ def workload(microbatches: Iterable[Microbatch], encoders: Sequence[str]) -> Wor
         # Attention sees a row as one sequence, or as packed ones with the padding as the last of them.
         rows: Sequence[Sequence[int]] = [(row_length,)] * len(batch.lengths)
         if batch.packed is not None:
-            rows = [(*row, row_length - sum(row)) if sum(row) < row_length else row for row in batch.lengths]
+            rows = [batch.packed.cu_seqlens.diff().tolist()]
         padded += SequenceSums.of_rows(rows, row_length)
         for name in encoders:
             images[name] += SequenceSums.of(batch.image_lengths.get(name, ()))

@@ -122,13 +122,14 @@ def test_balancing_lowers_the_imbalance_that_a_run_reports(pool: WorkerPool, tmp
 
 # Losses of load balancing: the gradient of one process is that of a layout with the same --micro-batch-size.
 BALANCING = {
-    "seq_aux_loss": {"two-lanes": True, "two-samples": True, "two-lanes-of-two-samples": True},
-    "aux_loss": {"two-lanes": True, "two-samples": False, "two-lanes-of-two-samples": False},
-    "global_aux_loss": {"two-lanes": False, "two-samples": False, "two-lanes-of-two-samples": False},
+    "seq_aux_loss": {"two-lanes": True, "two-samples": True, "two-lanes-of-two-samples": True, "cp2": True},
+    "aux_loss": {"cp2": True, "two-lanes": True, "two-samples": False, "two-lanes-of-two-samples": False},
+    "global_aux_loss": {"cp2": True, "two-lanes": False, "two-samples": False, "two-lanes-of-two-samples": False},
 }
 BALANCING_LAYOUTS = {
     "two-lanes": (2, "--encoder-dp 2 --llm-dp 2"),
     "two-samples": (1, "--micro-batch-size 2"),
+    "cp2": (2, "--encoder-dp 2 --llm-cp 2"),
     "two-lanes-of-two-samples": (2, "--encoder-dp 2 --llm-dp 2 --micro-batch-size 2"),
 }
 

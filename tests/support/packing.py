@@ -13,7 +13,7 @@ import torch
 from mimo.config.cli import parse
 from mimo.config.validate import validate
 from mimo.data.batch import Microbatch
-from mimo.grid.lanes import needs_of
+from mimo.grid.lanes import needs_of, sequence_multiple
 from mimo.protocols import Sample, TokenGridProvider
 from mimo.registry import model_provider
 from tests.support import equality
@@ -81,6 +81,7 @@ def microbatch(rows: Sequence[Sample], parts: Any, seq_length: int | None) -> Mi
         seq_length: tokens of a row; None: as many as the row has.
     """
     from mimo.data.collate import PatchOrder, collate_encoder, collate_text, expand_images
+    from mimo.data.context import with_part
 
     config, layout, rank = parts.config, parts.grids.layout, parts.grids.rank
     provider, family = model_provider(config.model.model_provider), config.model_family
@@ -93,7 +94,9 @@ def microbatch(rows: Sequence[Sample], parts: Any, seq_length: int | None) -> Mi
         text = collate_text([row], modules=modules, num_image_tokens=counter, seq_length=length,
                             vocab_size=tokens.vocab_size, pad_token_id=0,
                             token_grid=partial(provider.token_grid, family)
-                            if isinstance(provider, TokenGridProvider) else None)
+                            if isinstance(provider, TokenGridProvider) else None,
+                            sequence_multiple=sequence_multiple(layout))
+        text = with_part(text, layout.language.cp, layout.language.coordinates(rank)["cp"])
     for grid in layout.encoders:
         needs = [need for need in needs_of(layout, rank, 1) if need.module == grid.name]
         if needs:
@@ -117,6 +120,7 @@ def run(rank: int, flags: tuple[str, ...], world_size: int, together: bool, size
         sizes: height and width of the images in pixels.
     """
     from mimo.training import step
+    from mimo.training.evaluate import whole_rows
 
     config = parse([*BASE, *(() if "--hybrid-layer-pattern" in flags else LAYERS), *flags])
     parts = equality.make_trainer(config, validate(config, world_size))
@@ -124,7 +128,7 @@ def run(rank: int, flags: tuple[str, ...], world_size: int, together: bool, size
     if together:
         rows, lanes = [join(samples) for samples in packs], parts.grids.layout.num_lanes
         groups = [rows[start : start + lanes] for start in range(0, len(rows), lanes)]
-        batches = [microbatch(group, parts, SEQ_LENGTH) for group in groups]
+        batches = [microbatch(group, parts, config.train.seq_length) for group in groups]
     else:
         batches = [microbatch([sample], parts, None) for samples in packs for sample in samples]
     outcome = Outcome()
@@ -132,12 +136,13 @@ def run(rank: int, flags: tuple[str, ...], world_size: int, together: bool, size
     def collect(batch: Microbatch, losses: torch.Tensor) -> Any:
         text = batch.text
         assert text is not None
-        whole = (losses * text.loss_mask).detach().numpy()[0]
+        whole = whole_rows(text, losses.detach(), parts.grids.collections["language"].cp)
+        whole = (whole * text.loss_mask).numpy()[0]
         starts = [0, len(whole)] if text.packed is None else text.packed.cu_seqlens.tolist()
         outcome.rows.append(tuple(np.diff(starts).tolist()))
         # Behind the last sample comes the padding.
-        for key, start, stop in zip(text.keys[0].split(), starts, starts[1:], strict=False):
-            outcome.losses[key] = whole[start:stop]
+        for key, start, length in zip(text.keys[0].split(), starts, text.lengths[0], strict=False):
+            outcome.losses[key] = whole[start : start + length]
         return step.loss_function(batch, losses)
 
     def forward(microbatches: Iterator[Microbatch], model: Any) -> Any:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mimo.data.batch import TextBatch
-from mimo.data.collate import placeholder_positions
+from mimo.data.collate import collate_text, placeholder_positions
 from mimo.data.context import positions, with_part
+from mimo.protocols import Sample
 
 IMAGE = 9
 
@@ -57,3 +60,33 @@ def test_one_rank_has_the_batch_as_it_is() -> None:
     whole = text_batch(torch.zeros(2, 16, dtype=torch.int64))
     assert with_part(whole, 1, 0) is whole and whole.own(whole.labels) is whole.labels
     assert {each.name for each in fields(whole)} >= {"part"}
+
+
+def pack(*lengths: int) -> Sample:
+    tokens = np.arange(sum(lengths)) + 10
+    return Sample("a b c", tokens, tokens > 0, lengths=lengths)
+
+
+def collated(sample: Sample, multiple: int) -> TextBatch:
+    return collate_text([sample], modules={}, num_image_tokens=lambda *size: 0, seq_length=24, vocab_size=99,
+                        pad_token_id=0, sequence_multiple=multiple)
+
+
+def test_samples_of_a_pack_are_padded_each_at_its_end() -> None:
+    text = collated(pack(5, 1, 8), 4)
+    assert text.packed is not None and text.packed.cu_seqlens.tolist() == [0, 8, 12, 20, 24]
+    assert text.input_ids[0].tolist() == [*range(10, 15), 0, 0, 0, 15, 0, 0, 0, *range(16, 24), 0, 0, 0, 0]
+    assert text.labels[0, :8].tolist() == [11, 12, 13, 14, 0, 0, 0, 0]
+    assert text.loss_mask[0].nonzero().flatten().tolist() == [0, 1, 2, 3, *range(12, 19)]
+    assert text.position_ids[0].tolist() == [*range(8), *range(4), *range(8), *range(4)]
+    assert text.num_tokens == 14 and text.lengths == ((5, 1, 8),)
+    alone = collated(pack(5, 1, 8), 1)
+    assert alone.packed is not None and alone.packed.cu_seqlens.tolist() == [0, 5, 6, 14, 24]
+    assert alone.input_ids[0, :14].tolist() == list(range(10, 24))
+    whole = torch.cat([with_part(text, 2, rank).own(text.input_ids) for rank in range(2)], dim=1)
+    assert torch.equal(whole.sort().values, text.input_ids.sort().values)
+
+
+def test_a_pack_without_room_for_padding_is_refused() -> None:
+    with pytest.raises(ValueError, match="sample a b c: its 3 samples have 28 tokens, each padded to a multiple of 4"):
+        collated(pack(9, 9, 1), 4)
