@@ -1,4 +1,4 @@
-"""What a user can get wrong, under torchrun: one message that names it, from the rank that met it, and no hang."""
+"""Mistakes of users under torchrun: one message names the mistake, from the rank that found it, and nothing hangs."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def run_slowly(rank: int, flags: tuple[str, ...], run_dir: str) -> list[dict[str
 
 
 @pytest.mark.slow
-def test_what_runs_inside_a_wait_is_a_forward_pass(pool: WorkerPool, tmp_path: Path) -> None:
+def test_prefetched_passes_inside_a_wait_count_as_forward_passes(pool: WorkerPool, tmp_path: Path) -> None:
     flags = ("--encoder-prefetch-depth", "1", "--timeline-interval", "1")
     found = pool.run(run_slowly, flags, str(tmp_path), world_size=2)[0]
     # The first iteration runs its own images and the second's, the last one none.

@@ -1,4 +1,4 @@
-"""How long collectives wait: on devices by the watchdog's limit, on the host for as long as the watchdog does."""
+"""Time limits of collectives: the watchdog's limit on devices, and as long as the watchdog waits on the host."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
         if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name])]
 
 
-def test_what_is_compared_can_tell(saved: Saved) -> None:
+def test_compared_parameters_have_different_values(saved: Saved) -> None:
     tensors = safetensors_of(saved["nemotron-h"][0])
     for name in ("A_log", "D", "dt_bias", "norm.weight", "conv1d.bias"):
         assert tensors[f"backbone.layers.0.mixer.{name}"].unique().numel() > 1, name
@@ -92,8 +92,8 @@ def test_transformers_loads_what_is_exported_in_the_published_spelling(pool: Wor
     ({"D": torch.ones(5)},
      "shape: backbone.layers.0.mixer.D is [5] (model.safetensors); language decoder.layers.0.mixer.D [4] takes [4]"),
 ])
-def test_what_does_not_fit_is_named(pool: WorkerPool, saved: Saved, tmp_path: Path,
-                                    change: dict[str, torch.Tensor | None], line: str) -> None:
+def test_a_checkpoint_that_does_not_fit_is_named(pool: WorkerPool, saved: Saved, tmp_path: Path,
+                                                 change: dict[str, torch.Tensor | None], line: str) -> None:
     folder, _ = saved["nemotron-h"]
     tensors = safetensors_of(folder)
     for name, tensor in change.items():

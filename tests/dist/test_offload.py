@@ -53,7 +53,7 @@ def test_a_frozen_module_gives_its_weights_and_has_nothing_else(pool: WorkerPool
     assert found[1].freed["gradients"] > 0 and found[1].freed["optimizer"] > 0
 
 
-def test_what_needs_what_is_away_says_so(pool: WorkerPool, tmp_path: Path) -> None:
+def test_calls_that_need_offloaded_memory_raise_an_error(pool: WorkerPool, tmp_path: Path) -> None:
     for found in pool.run(offloading.refusals, ("--llm-dp", "2", "--bf16", *OVERLAP), 3, str(tmp_path), world_size=3):
         away = {"gradients": "gradients", "optimizer": "gradients, optimizer",
                 "weights": "weights, gradients, optimizer"}

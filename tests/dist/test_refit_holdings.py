@@ -1,4 +1,4 @@
-"""What ranks hold of a model, and whole tensors gathered from them, against what its export writes."""
+"""The parts of a model that ranks hold, and whole tensors gathered from them, compared with the model's export."""
 
 from __future__ import annotations
 

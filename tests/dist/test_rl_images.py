@@ -67,7 +67,7 @@ def test_every_layout_and_budget_takes_the_same_step(pool, expected, layout):
 
 
 @pytest.mark.slow
-def test_what_is_frozen_stays(pool, expected):
+def test_frozen_parts_do_not_change(pool, expected):
     config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=48)
     found = pool.run(vlm_updates.update, ("--freeze", "vision,projector"), 2, config, world_size=2)
     first = found[0].results[0]

@@ -148,7 +148,7 @@ def test_names_and_shapes_are_those_of_the_megatron_model(pool: WorkerPool) -> N
     assert ours == theirs
 
 
-def test_what_does_not_fit_is_named_on_every_rank(pool: WorkerPool, sources: Sources, tmp_path: Path) -> None:
+def test_tensors_that_do_not_fit_are_named_on_every_rank(pool: WorkerPool, sources: Sources, tmp_path: Path) -> None:
     """Load on two ranks that each hold a part of the language model or of the encoder."""
     root = sources.folder("dense")
     folder = Path(root) / "iter_0000007"

@@ -158,7 +158,7 @@ def test_any_one_spoiled_tensor_is_named_by_an_import(pool: WorkerPool, sources:
             if not any(change.split()[1] in line for line in lines[1:])] == []
 
 
-def test_what_one_rank_finds_stops_all_before_anything_is_written(pool: WorkerPool, sources: Sources) -> None:
+def test_a_problem_of_one_rank_stops_all_before_anything_is_written(pool: WorkerPool, sources: Sources) -> None:
     by_rank = pool.run(weights.load_with_a_lost_file, (*sources.flags["dense-tied"], "--llm-pp", "2"), 3,
                        str(sources.folder("dense-tied")), 2, world_size=3)
     assert [lines[1:] for lines, _ in by_rank] == [["  on rank 2: gone.safetensors is not there"], [], []]

@@ -35,8 +35,8 @@ def test_the_device_brings_its_precision_and_flags_win() -> None:
 
 @pytest.mark.parametrize(("flags", "message"), [(["--no-timeline"], "--no-timeline: the benchmark measures"),
                                                 (["--global-batch-size", "3"], "--global-batch-size 3")])
-def test_what_cannot_work_is_refused_before_any_run(capsys: pytest.CaptureFixture[str], flags: list[str],
-                                                    message: str) -> None:
+def test_flags_that_cannot_work_are_refused_before_any_run(capsys: pytest.CaptureFixture[str], flags: list[str],
+                                                           message: str) -> None:
     assert main([*FLAGS, *flags]) == 2
     assert message in capsys.readouterr().err
 

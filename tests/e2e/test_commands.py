@@ -169,7 +169,7 @@ def check_messages(cases: dict[str, tuple[list[str], str]], accepted: tuple[str,
             assert cases[name][1] in message, f"{name}: {message}"
 
 
-def test_what_a_run_refuses_is_neither_imported_nor_exported(tmp_path: Path) -> None:
+def test_models_that_a_run_refuses_are_neither_imported_nor_exported(tmp_path: Path) -> None:
     cases: dict[str, tuple[list[str], str]] = {}
 
     def expect(name: str, words: str, changes: dict[str, torch.Tensor] | None = None, **config: Any) -> Path:

@@ -1,4 +1,4 @@
-"""What documents tell a reader to make, made as they say: shards, prompts with a reward, a Slurm job."""
+"""Examples of the documentation, followed step by step: shards, prompts with a reward, a Slurm job."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_a_device_that_is_not_there_is_a_mistake_too():
     assert "error: --device cuda" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_one_rank_speaks_and_every_rank_exits_with_2(typed):
+def test_one_rank_reports_and_every_rank_exits_with_2(typed):
     done = typed(*MOCK, RANK="1", WORLD_SIZE="2")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
     plan = typed(*MOCK, "--dry-run", RANK="1", WORLD_SIZE="2")

@@ -137,7 +137,7 @@ def test_one_node_reads_from_its_own_disk(place, monkeypatch):
     ((), "usage: "), (("my model",), "usage: "), (("my model", "my data", "--nproc", "no"), "--nproc no: a whole"),
     (("my data", "my data"), "has no config.json"), (("nowhere", "my data"), "nowhere: there is no such folder"),
 ])
-def test_one_node_is_told_what_is_wrong(place, arguments, expected):
+def test_a_script_for_one_node_names_wrong_settings(place, arguments, expected):
     done = local(place, *arguments)
     assert done.returncode == 2 and expected in done.stderr and not (place / "command").exists()
 
@@ -236,7 +236,7 @@ def test_an_error_of_a_job_is_named_and_not_requeued(place, values, mode, expect
     (("--save", "/elsewhere"), "--save", "RUN_DIR"), (("--save=/elsewhere",), "--save", "RUN_DIR"),
     (("--run-dir", "/elsewhere"), "--run-dir", "RUN_DIR"),
 ])
-def test_what_a_job_is_requeued_by_is_no_flag(place, arguments, flag, variable):
+def test_flags_that_requeueing_depends_on_are_refused(place, arguments, flag, variable):
     job = submit(place, *arguments)
     output = end(job)
     assert job.returncode == 2 and output.startswith(f"error: {flag}: ") and f"edit {variable} in it" in output

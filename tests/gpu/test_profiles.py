@@ -1,4 +1,4 @@
-"""What looks into a run on GPUs: traces with kernels and named ranges, snapshots of memory, NVTX ranges beside them."""
+"""Profiles of a run on GPUs: traces with kernels and named ranges, snapshots of memory, and NVTX ranges."""
 
 from __future__ import annotations
 

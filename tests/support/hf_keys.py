@@ -1,4 +1,4 @@
-"""What happens to each key of a Hugging Face configuration, found by changing it: the table of docs/hf_config_keys.md.
+"""Effect of each key of a Hugging Face configuration, found by changing it: the table of docs/hf_config_keys.md.
 
 `python -m tests.support.hf_keys` writes the table.
 """

@@ -1,4 +1,4 @@
-"""How much memory tensors take at once."""
+"""Peak memory of tensors."""
 
 from __future__ import annotations
 

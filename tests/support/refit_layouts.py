@@ -1,4 +1,4 @@
-"""How Megatron shards a small mixture of experts over its ranks, and vLLM over its workers, by slicing numpy arrays.
+"""A small mixture of experts, sharded like Megatron's ranks and vLLM's workers do, by slicing numpy arrays.
 
 Independent of what it tests: every element of every Hugging Face tensor has a number (`SmallModel.whole`). The
 functions cut, fuse, pad and stack arrays of these numbers as Megatron-core 0.19 and vLLM 0.32 do; `slots_of`

@@ -104,7 +104,7 @@ def test_a_partition_has_every_element_once(case: tuple[tuple[int, ...], list[Bo
     assert once or partition_problems(whole, others)
 
 
-def test_what_is_wrong_with_a_partition_is_said() -> None:
+def test_the_faults_of_a_partition_are_named() -> None:
     whole, top = Box.whole((4, 6)), Box((0, 0), (2, 6))
     assert partition_problems(whole, [top]) == ["12 of 24 elements are missing"]
     assert partition_problems(whole, [top, Box((1, 0), (4, 6))]) == ["[0:2, 0:6] and [1:4, 0:6] overlap"]

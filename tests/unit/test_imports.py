@@ -95,7 +95,7 @@ def imported(cases: dict[str, str], folder: Path) -> dict[str, list[str]]:
     return found
 
 
-def test_what_people_wait_for_imports_no_torch(cases: dict[str, str], tmp_path: Path) -> None:
+def test_programs_that_people_wait_for_import_no_torch(cases: dict[str, str], tmp_path: Path) -> None:
     assert imported(cases, tmp_path) == dict.fromkeys(cases, []) | {LAST: ["transformers"]}
 
 

@@ -120,6 +120,6 @@ def test_everybody_comes_to_the_end(stages: int, num_microbatches: int, ahead: i
 
 
 @pytest.mark.parametrize("ahead", [2, 3])
-def test_one_batch_both_ways_would_end_nowhere(ahead: int) -> None:
+def test_one_batch_for_both_directions_would_never_end(ahead: int) -> None:
     """Why the bridge of an encoder that runs ahead neither batches both directions nor waits for what it sends."""
     assert not ends(programs_of(1, 12, ahead, fused=True))

@@ -115,7 +115,7 @@ def cannot_delete(patch: pytest.MonkeyPatch, *busy: str) -> None:
     patch.setattr(os, "unlink", unlink)
 
 
-def test_what_cannot_be_deleted_ends_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_deletion_does_not_end_a_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Surplus, replaced and unfinished checkpoints: a warning each, once, and every save is complete."""
     for iteration in (2, 4):
         save(tmp_path, iteration, str(iteration))

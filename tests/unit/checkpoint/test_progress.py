@@ -1,4 +1,4 @@
-"""How far a run is, as its checkpoints tell it."""
+"""Progress of a run, as stored in its checkpoints."""
 
 from __future__ import annotations
 

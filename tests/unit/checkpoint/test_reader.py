@@ -82,7 +82,7 @@ def test_an_index_that_calls_functions_is_refused(pool: WorkerPool, tmp_path: Pa
     assert target.is_dir(), "these pickles do run"
 
 
-def test_what_is_no_index_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_index_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
     files = [b"", b"text", pickle.dumps({"a": 1}), pickle.dumps(Metadata({})), pickle.dumps(index())[:-20]]
     for message in pool.run(read, "index", files, tmp_path)[0]:
         assert isinstance(message, str) and str(tmp_path / ".metadata") in message

@@ -83,7 +83,7 @@ def test_modules_that_the_run_does_not_have_may_stay_unread(pool: WorkerPool) ->
     (index_of(embedding__x=(1,), decoder__x=(1,)), r"not a checkpoint of a whole model with .*holds decoder\.\*, emb"),
     (index_of(), "it holds no tensors"),
 ], ids=["own", "two", "text", "empty"])
-def test_what_is_no_such_checkpoint_says_what_it_is(pool: WorkerPool, index: Metadata, message: str) -> None:
+def test_another_kind_of_checkpoint_is_described(pool: WorkerPool, index: Metadata, message: str) -> None:
     (found,) = pool.run(contents, index, BOTH)
     assert isinstance(found, str) and re.search(message, found), found
 

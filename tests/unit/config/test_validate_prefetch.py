@@ -24,7 +24,7 @@ def checked(flags: str, world_size: int = 2):
     (f"{FROZEN} 3 --freeze language,vision", 2),
     ("--layout colocated --encoder-prefetch-depth 0", 1),
 ])
-def test_what_can_be_prefetched_passes(flags, world_size):
+def test_runs_that_can_prefetch_are_accepted(flags, world_size):
     assert checked(flags, world_size).encoders
 
 
@@ -38,7 +38,7 @@ def test_what_can_be_prefetched_passes(flags, world_size):
     (f"{FROZEN} 1 --encoder-pp 2", 3, "--encoder-prefetch-depth 1 with --encoder-pp 2: .* use --encoder-pp 1"),
     (f"{FROZEN} 9", 2, "--encoder-prefetch-depth 9: an iteration has 2 microbatches .*; at most 8"),
 ])
-def test_what_cannot_be_prefetched_is_refused_by_flag_and_value(flags, world_size, expected):
+def test_runs_that_cannot_prefetch_are_refused_with_flag_and_value(flags, world_size, expected):
     with pytest.raises(ValueError, match=expected):
         checked(flags, world_size)
 

@@ -86,7 +86,7 @@ class Ending:
      "the tokenizer of characters has token ids up to 99, the model's --vocab-size is 98"),
     ({}, TokenSpec(99, image_token_id=-1, image_size=0, num_channels=0), "up to 99, the model's --vocab-size is 99"),
 ])
-def test_what_cannot_work_is_refused_by_flag(fields, tokens, expected):
+def test_impossible_values_are_refused_with_their_flag(fields, tokens, expected):
     with pytest.raises(ValueError, match=expected):
         provider.validate(Config(**fields), tokens)
 

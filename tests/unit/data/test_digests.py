@@ -1,4 +1,4 @@
-"""What a checkpoint says about the data of its run."""
+"""Digests by which a checkpoint identifies the data of its run."""
 
 from __future__ import annotations
 

@@ -70,6 +70,6 @@ def test_held_out_prompts_show_held_out_scans_as_supervised_evaluation_does():
     ({"digits_words_fraction": 0.5}, TOKENS, "--digits-words-fraction 0.5 is for train_hetero.py"),
     ({}, TokenSpec(64, -1, 0, 3), "--digits-text-only-fraction 0.3: the model takes no images"),
 ])
-def test_what_cannot_work_is_refused_by_flag(flags, tokens, expected):
+def test_impossible_values_are_refused_with_their_flag(flags, tokens, expected):
     with pytest.raises(ValueError, match=expected):
         provider.validate(Config(**flags), tokens)

@@ -227,7 +227,7 @@ def test_decode():
         ),
     ],
 )
-def test_what_cannot_work_is_refused_by_flag(config, tokens, message):
+def test_impossible_values_are_refused_with_their_flag(config, tokens, message):
     with pytest.raises(ValueError, match=message):
         read(config, 1, split="valid", tokens=tokens)
 

@@ -1,4 +1,4 @@
-"""What the data code asks of Energon, by name: another version that lacks it fails here and not inside a worker."""
+"""Names of Energon that the data code uses. A version without one of them fails here instead of inside a worker."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def test_a_set_without_a_sample_for_each_worker_is_refused(tmp_path):
      ("empty", "--data-path .*empty: neither a folder prepared"),
      ("set", "--data-path .*set: cannot open the 'train' split: Invalid split")],
 )
-def test_what_is_not_a_prepared_set_is_refused_with_the_flag(tmp_path, folder, message):
+def test_a_folder_that_is_not_prepared_is_refused_with_the_flag(tmp_path, folder, message):
     (tmp_path / "empty").mkdir()
     split = text_shards(tmp_path / "set", train=(2,)) / ".nv-meta" / "split.yaml"
     split.write_text(split.read_text().replace("train:", "learn:"))

@@ -375,7 +375,7 @@ def test_a_data_set_of_bad_samples_ends_by_the_budget_alone(tmp_path, config, ba
                          train=True), 1)
 
 
-def test_what_no_sample_can_be_blamed_for_is_no_bad_sample(tmp_path, config, monkeypatch):
+def test_errors_that_are_not_a_samples_fault_do_not_count_as_bad_samples(tmp_path, config, monkeypatch):
     def wrong(*_: Any) -> None:
         raise AssertionError("a bug")
 
@@ -588,7 +588,7 @@ def test_a_blend_mixes_text_and_images(tmp_path, config):
     assert keys == {"k", "t"}
 
 
-def test_what_cannot_work_is_refused_before_anything_is_read(config):
+def test_impossible_flags_are_refused_before_anything_is_read(config):
     with pytest.raises(ValueError, match="--tokenizer /nowhere"):
         VlmTaskEncoder(replace(config, tokenizer="/nowhere"), request(), ErrorLog(0))
     with pytest.raises(ValueError, match="--image-tiling dynamic"):

@@ -127,7 +127,7 @@ def test_plain_text_has_no_template(files):
     ("test.jsonl", '{"question": "q", "answer": "none"}\n', "the answer of row 1 has no number: 'none'"),
     ("train.parquet", "", "train-0.jsonl and train-1.jsonl and train.parquet: the same problems twice?"),
 ])
-def test_what_is_wrong_with_a_file_is_named(files, name, text, expected):
+def test_the_fault_of_a_file_is_named(files, name, text, expected):
     if text is None:
         (files / name).unlink()
     else:

@@ -107,7 +107,7 @@ def test_flags_win_over_the_file(tmp_path):
     ("stretch", {"do_flip_channel_order": True}, "do_flip_channel_order = True is not supported; supported: null"),
     ("crop", {"image_processor_type": "Qwen2VLImageProcessor"}, "image_processor_type = 'Qwen2VLImageProcessor'"),
 ])
-def test_what_a_file_asks_for_and_is_not_done_is_refused_by_name(tmp_path, name, change, message):
+def test_unsupported_settings_of_a_file_are_refused_by_name(tmp_path, name, change, message):
     values = json.loads(PROCESSORS[name].to_json_string()) | change
     path = tmp_path / "preprocessor_config.json"
     path.write_text(json.dumps(values))

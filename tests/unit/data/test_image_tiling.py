@@ -418,6 +418,6 @@ def test_tiling_of_takes_what_each_kind_needs():
         ),
     ],
 )
-def test_what_cannot_work_is_refused_by_flag(config, tokens, message):
+def test_impossible_values_are_refused_with_their_flag(config, tokens, message):
     with pytest.raises(ValueError, match=message):
         tiling_of(flags(**config), replace(PATCHES, **tokens))

@@ -117,6 +117,6 @@ def test_sizes_and_ends():
         (Config(mock_packed_length=31, mock_images_max=0), TOKENS, "--mock-packed-length 31: the largest sample"),
     ],
 )
-def test_what_cannot_work_is_refused_by_flag(config, tokens, message):
+def test_impossible_values_are_refused_with_their_flag(config, tokens, message):
     with pytest.raises(ValueError, match=message):
         read(config, 1, tokens=tokens)

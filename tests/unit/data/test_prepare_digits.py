@@ -164,7 +164,7 @@ def test_the_same_arguments_write_the_same_bytes(script, tmp_path):
         (["--seed", "-1"], "--seed -1"),
     ],
 )
-def test_what_cannot_work_is_said_and_nothing_written(script, tmp_path, capsys, flags, message):
+def test_impossible_arguments_are_refused_before_anything_is_written(script, tmp_path, capsys, flags, message):
     with pytest.raises(SystemExit) as stopped:
         script.main([str(tmp_path / "out"), *flags])
     assert stopped.value.code not in (0, None)

@@ -105,7 +105,7 @@ def test_the_same_arguments_write_the_same_bytes(tmp_path):
     (["--num-samples", "2", "--num-shards", "3"], "--num-samples 2 --num-valid 64 --num-shards 3"),
     (["--seed", "-1"], "--seed -1"),
 ])
-def test_what_cannot_work_is_said_and_nothing_written(tmp_path, capsys, flags, message):
+def test_impossible_arguments_are_refused_before_anything_is_written(tmp_path, capsys, flags, message):
     with pytest.raises(SystemExit):
         script.main(["--out", str(tmp_path / "out"), *flags])
     assert message in capsys.readouterr().err

@@ -452,7 +452,7 @@ def test_a_document_without_special_tokens_still_has_a_first_token_that_is_no_ta
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, TALK[2]], [1], "type image alone"),
     ],
 )
-def test_what_is_wrong_with_a_conversation_is_said(folder, talk, tiles, message):
+def test_the_fault_of_a_conversation_is_named(folder, talk, tiles, message):
     with pytest.raises(ValueError, match=message):
         Tokenizer(str(folder), "chatml", "none", TOKENS).encode(talk, tiles)
 
@@ -489,7 +489,7 @@ def test_string_content_is_cut_at_its_markers():
         ("chatml", "none", {"image_token_id": 4}, r"--image-token-id 4: is '<\|im_end\|>', which .* in every"),
     ],
 )
-def test_what_cannot_work_names_the_flag(folder, prompt_format, tags, tokens, message):
+def test_an_impossible_setting_names_its_flag(folder, prompt_format, tags, tokens, message):
     spec = {"vocab_size": 400, "image_token_id": IMAGE, "image_size": 16, "num_channels": 3} | tokens
     with pytest.raises(ValueError, match=message):
         Tokenizer(str(folder), prompt_format, tags, TokenSpec(**spec))

@@ -1,4 +1,4 @@
-"""What --dry-run prints."""
+"""Output of --dry-run."""
 
 import pytest
 
@@ -86,7 +86,7 @@ def test_the_memory_of_prefetched_features():
     assert "prefetch" not in planned("")
 
 
-def test_how_many_microbatches_an_encoder_that_runs_ahead_keeps():
+def test_the_plan_counts_the_microbatches_that_an_encoder_running_ahead_keeps():
     flags = "--encoder-dp 2 --llm-pp 2 --llm-dp 2 --encoder-run-ahead 3 --global-batch-size"
     assert "encoder run-ahead: activations of up to 6 microbatches on" in report(f"{flags} 16")
     text = report(f"{flags} 10")

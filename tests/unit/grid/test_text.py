@@ -13,7 +13,7 @@ def test_sizes_are_read(text, expected):
 
 
 @pytest.mark.parametrize("text", ["", "5 apples", "-1GB", "0", "0.1B", "GB", "5GBit", "1e9"])
-def test_what_is_no_size_is_refused(text):
+def test_an_invalid_size_is_refused(text):
     with pytest.raises(ValueError, match="--max-shard-size"):
         parse_bytes(text, "--max-shard-size")
 

@@ -136,7 +136,7 @@ def test_a_tracker_that_cannot_be_started_is_one_error(tmp_path, fake):
     ({"wandb_name": "n"}, "--wandb-name n needs --wandb-project"),
     ({"mlflow_experiment": "e"}, "--mlflow-experiment e needs --mlflow-uri"),
 ])
-def test_what_cannot_work_is_refused_before_a_run(monkeypatch, flags, message):
+def test_impossible_flags_are_refused_before_a_run(monkeypatch, flags, message):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=message):
         ObserveConfig(**flags).check()

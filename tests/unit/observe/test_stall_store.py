@@ -74,7 +74,7 @@ def test_one_rank_that_stalls_makes_all_answer_and_one_of_them_write() -> None:
     assert {process.pid for process in processes.values()} == {100, 101, 102, 103}
 
 
-def test_one_rank_of_its_host_is_told_to_end_a_process_without_an_answer() -> None:
+def test_one_rank_of_the_host_has_to_end_a_process_that_does_not_answer() -> None:
     ranks = Ranks(WORLD)
     ranks.ends[3]._thread.join(0.2)
     assert ranks.conclude([0, 1, 2]) == {0: (RankProcess(3, HOST, 103, 1),), 1: (), 2: ()}

@@ -135,7 +135,7 @@ def test_a_signal_asks_once():
     ({"profile_steps": "1:2", "profile_ranks": "0,4"}, "--profile-ranks 0,4: this run has ranks 0 to 3"),
     ({"profile_ranks": "1"}, "--profile-ranks 1 needs --profile-steps or --memory-snapshot"),
 ])
-def test_what_cannot_work_is_refused(flags, message):
+def test_impossible_flags_are_refused(flags, message):
     with pytest.raises(ValueError, match=message):
         ObserveConfig(**flags).check()
         check_observe(ObserveConfig(**flags), 4, 20, dry_run=False)
@@ -143,7 +143,7 @@ def test_what_cannot_work_is_refused(flags, message):
 
 @pytest.mark.parametrize(("flags", "flag"), [({"nvtx": True}, "--nvtx"),
                                              ({"memory_snapshot": True}, "--memory-snapshot")])
-def test_what_needs_a_gpu_is_refused_on_a_cpu(flags, flag):
+def test_flags_for_gpus_are_refused_on_a_cpu(flags, flag):
     check_device(ObserveConfig(**flags), "cuda")
     with pytest.raises(ValueError, match=f"{flag} needs CUDA, and this run is on cpu"):
         check_device(ObserveConfig(**flags), "cpu")

@@ -115,7 +115,7 @@ def what_is_logged(rank, platform, installed):
     ("cuda", ("causal_conv1d",), "WARNING", ["scan and convolution are plain PyTorch's", "; pip install mamba-ssm"]),
     ("cuda", (), "WARNING", ["scan and convolution are plain", "; pip install mamba-ssm causal-conv1d"]),
 ])
-def test_what_the_layers_run_on_is_said_once(pool, platform, installed, level, said):
+def test_the_implementation_of_mamba_layers_is_logged_once(pool, platform, installed, level, said):
     first, other = pool.run(what_is_logged, platform, installed, world_size=2)
     ((found, line),) = first
     assert found == level and all(part in line for part in said), line

@@ -259,6 +259,6 @@ def test_cuda_platform_wants_a_gpu_for_each_local_rank(monkeypatch):
 
 
 @pytest.mark.parametrize("module", ["mimo.training.run", "mimo.rl.run", "scripts.bench.layouts_rank"])
-def test_what_installs_the_platform_does_not_import_megatron_core_before(module):
+def test_programs_install_the_platform_before_they_import_megatron_core(module):
     code = f"import sys, {module}; assert 'megatron.core' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

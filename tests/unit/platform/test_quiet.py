@@ -1,4 +1,4 @@
-"""What libraries say about one another is not shown; what a program says itself is."""
+"""Warnings of libraries about each other are hidden. Those of a program itself are shown."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def said(folder: Path, *options: str) -> str:
                           check=True).stderr
 
 
-def test_how_the_wheel_calls_transformer_engine_is_not_shown(tmp_path: Path) -> None:
+def test_megatron_cores_warnings_about_transformer_engine_are_not_shown(tmp_path: Path) -> None:
     shown = said(tmp_path)
     assert "something else" in shown and "pointer-based" not in shown
     assert "pointer-based" in said(tmp_path, "-W", "default")

@@ -101,7 +101,7 @@ def test_a_llava_configuration_comes_back_from_hugging_face(clip: bool, tmp_path
     (llava.Config(vision_patch_bias=True), "--vision-class-token, --vision-pre-layernorm, --vision-patch-bias"),
     (llava.Config(vision_class_token=False, vision_pre_layernorm=False), "none of them"),
 ])
-def test_what_has_no_hugging_face_family_is_named(config: Any, words: str) -> None:
+def test_flags_without_a_hugging_face_family_are_named(config: Any, words: str) -> None:
     provider = llava.provider if isinstance(config, llava.Config) else PROVIDER
     with pytest.raises(ValueError, match=words):
         provider.hf_config(config)

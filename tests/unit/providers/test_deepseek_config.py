@@ -119,7 +119,7 @@ def test_vllm_routes_in_float32_as_the_trainer_does() -> None:
     ({"rope_scaling": YARN | {"mscale": None}}, "rope_scaling.mscale = None"),
     ({"per_layer_config": {"1": {"num_attention_heads": 64}}}, "per_layer_config = {'1': {'num_attention_heads': 64}}"),
 ])
-def test_what_cannot_be_reproduced_is_named(change: dict[str, Any], key: str) -> None:
+def test_values_that_cannot_be_reproduced_are_named(change: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=re.escape(key)):
         deepseek_v3.from_hf(PUBLISHED | change)
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_reproduced_is_named(change: dict[str, Any], key: str) ->
     ({"latent_norm_epsilon": 1e-5}, "--latent-norm-epsilon 1e-05"),
     ({"moe_router_enable_expert_bias": False}, "--no-moe-router-enable-expert-bias"),
 ])
-def test_what_has_no_place_in_hugging_face(change: dict[str, Any], message: str) -> None:
+def test_flags_that_config_json_cannot_hold_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PROVIDER.hf_config(dataclasses.replace(SMALL, **change))
 

@@ -1,4 +1,4 @@
-"""What the families say they compute: against hand counts, the parameters, torch's counter on Hugging Face's model."""
+"""FLOPs of the families, compared with hand counts, parameters, and torch's counter on Hugging Face's model."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_unreadable_hf_config(tmp_path: Path, content: str | None, words: str) -
     ({}, layout(vision={"pp": 4}), "--vision-num-layers 2 is not divisible by --encoder-pp 4; --encoder-pp that fit: "
                                    "1, 2"),
 ])
-def test_what_does_not_fit_is_named(config: dict[str, Any], grids: Layout, message: str) -> None:
+def test_parts_that_do_not_fit_are_named(config: dict[str, Any], grids: Layout, message: str) -> None:
     assert any(message in line for line in problems_of(dataclasses.replace(SMALL, **config), grids))
 
 

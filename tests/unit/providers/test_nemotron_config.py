@@ -148,7 +148,7 @@ def test_old_names_and_optional_values() -> None:
     ({"hybrid_override_pattern": "M-", "intermediate_size": [1, 2]}, "intermediate_size = 'list'"),
     ({"per_layer_config": {"03": {"num_experts_per_tok": 4}}}, "per_layer_config = {{"),
 ])
-def test_what_cannot_be_reproduced_is_named(change: dict[str, Any], key: str) -> None:
+def test_values_that_cannot_be_reproduced_are_named(change: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=re.escape(key.format(section=""))):
         nemotron_sizes(PUBLISHED | change)
     with pytest.raises(ValueError, match=re.escape("llm_config." + key.format(section="llm_config."))):
@@ -171,7 +171,7 @@ def test_the_weight_of_a_single_expert_is_never_normalized() -> None:
     ("-", {"mamba_proj_bias": True, "n_shared_experts": 2, "time_step_limit": (0.0, 1.0)}),
     ("E", {"use_conv_bias": False, "attention_bias": True}),
 ])
-def test_what_only_other_kinds_of_layers_read_does_not_matter(pattern: str, change: dict[str, Any]) -> None:
+def test_keys_of_other_kinds_of_layers_do_not_matter(pattern: str, change: dict[str, Any]) -> None:
     assert nemotron_sizes(PUBLISHED | change | {"hybrid_override_pattern": pattern})["hybrid_layer_pattern"] == pattern
 
 
@@ -180,7 +180,7 @@ def test_what_only_other_kinds_of_layers_read_does_not_matter(pattern: str, chan
     ({"moe_router_enable_expert_bias": False}, "--no-moe-router-enable-expert-bias"),
     ({"norm_epsilon": 1e-6}, "--norm-epsilon 1e-06"),
 ])
-def test_what_has_no_place_in_hugging_face(change: dict[str, Any], message: str) -> None:
+def test_flags_that_config_json_cannot_hold_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         nemotron_config(dataclasses.replace(SMALL, **change))
 
@@ -261,7 +261,7 @@ def test_a_vlms_sizes_survive_a_hugging_face_configuration(provider: str, change
     ({"patch_size": 14}, "patch_size = 14"), ({"vit_hidden_size": 1152}, "vit_hidden_size = 1152"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.quant_method = 'fp8'"),
 ])
-def test_what_a_vlm_cannot_reproduce_is_named(change: dict[str, Any], key: str) -> None:
+def test_values_that_a_vlm_cannot_reproduce_are_named(change: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=re.escape(key)):
         vlm_sizes(PUBLISHED_VLM | change)
 
@@ -273,7 +273,7 @@ def test_what_a_vlm_cannot_reproduce_is_named(change: dict[str, Any], key: str) 
     ({"args": {}}, "vision_config.args.model = None"),
     ({"args": {"model": "vit_huge_patch16_224", "in_chans": 4}}, "vision_config.args.in_chans = 4"),
 ])
-def test_what_an_encoder_cannot_reproduce_is_named(change: dict[str, Any], key: str) -> None:
+def test_values_that_an_encoder_cannot_reproduce_are_named(change: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=re.escape(key)):
         vlm_sizes(PUBLISHED_VLM | {"vision_config": PUBLISHED_VLM["vision_config"] | change})
 
@@ -284,7 +284,7 @@ def test_what_an_encoder_cannot_reproduce_is_named(change: dict[str, Any], key: 
     ({"projector_norm_epsilon": 1e-6}, "--projector-norm-epsilon 1e-06"),
     ({"vision_class_token_len": 0}, "--vision-class-token-len 0"),
 ])
-def test_what_has_no_place_in_a_published_encoder(change: dict[str, Any], message: str) -> None:
+def test_flags_that_a_published_encoder_cannot_hold_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         vlm_config(dataclasses.replace(VLM.Config(), **change))
 

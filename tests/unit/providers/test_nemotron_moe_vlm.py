@@ -71,7 +71,7 @@ def test_patterns_that_cannot_be_are_refused(pattern: str, message: str) -> None
     ({"mamba_num_groups": 3}, layout(), "--mamba-num-heads 8 is not divisible by --mamba-num-groups 3"),
     ({"image_token_id": 512}, layout(), "--image-token-id 512 must lie between 0 and --vocab-size 512 less one"),
 ])
-def test_what_a_layout_cannot_hold_is_refused(change: dict, grids: Layout, message: str) -> None:
+def test_sizes_that_a_layout_cannot_hold_are_refused(change: dict, grids: Layout, message: str) -> None:
     assert message in problems_of(dataclasses.replace(ConfigTiny(), **change), grids)
 
 

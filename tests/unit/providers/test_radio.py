@@ -111,13 +111,13 @@ def names_of(config: RadioConfig) -> set[str]:
     return {name for rule in radio_map(config, "radio").rules for name in rule.hf}
 
 
-def test_what_a_checkpoint_has_beside_the_weights_is_passed_over() -> None:
+def test_other_contents_of_a_checkpoint_are_ignored() -> None:
     extra = {RADIO + name for name in ("summary_idxs", "input_conditioner.norm_mean", "input_conditioner.norm_std",
                                        "model.patch_generator.video_embedder.weight")}
     assert problems_with(names_of(SMALL) | extra | {"sound_projection.linear1.weight"}, radio_map(SMALL, "radio")) == []
 
 
-def test_what_changes_the_features_is_not_passed_over() -> None:
+def test_tensors_that_change_the_features_are_not_ignored() -> None:
     for name in ("model.blocks.0.ls1.gamma", "feature_normalizer.mean", "model.norm.weight"):
         config = replace(SMALL, vision_final_layernorm=False)
         (line,) = problems_with(names_of(config) | {RADIO + name}, radio_map(config, "radio"))

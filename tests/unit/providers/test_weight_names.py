@@ -83,7 +83,7 @@ def renamed(shapes: Shapes, *changes: tuple[str, str]) -> dict[str, Iterable[int
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_transformers_saves_is_matched(models: Any, name: str) -> None:
+def test_tensors_that_transformers_saves_are_matched(models: Any, name: str) -> None:
     model, shapes = models(name)
     maps = maps_of(model)
     found = match(shapes, maps, list(maps))
@@ -155,7 +155,7 @@ def problems_of(shapes: Shapes, maps: Mapping[str, WeightMap]) -> list[str]:
     return match_source(catalog(shapes), maps, {})[1]
 
 
-def test_what_does_not_belong_or_lacks_is_named(models: Any) -> None:
+def test_foreign_and_missing_tensors_are_named(models: Any) -> None:
     model, shapes = models("clip-llama")
     maps = maps_of(model)
     extra = "vision_tower.encoder.layers.3.mlp.fc1.bias"  # the first that runs is 0, the last 1, 2 is unused

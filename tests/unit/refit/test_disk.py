@@ -123,7 +123,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_incomplete_is_refused_and_the_old_weights_serve_on(tmp_path: Path, damage: str) -> None:
+def test_incomplete_weights_are_refused_and_the_old_ones_serve_on(tmp_path: Path, damage: str) -> None:
     engine = RolloutEngine(engine_options())
     write(tmp_path, "good", 0)
     engine.load_from_disk(str(tmp_path))

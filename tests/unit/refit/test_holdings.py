@@ -258,7 +258,7 @@ FLOATS = {"a": ((2,), torch.bfloat16), "b": ((2,), torch.float32)}
     (WeightMap((Rule("a", ("a",)), Rule("b", ("a",)))), FLOATS, "twice: a is made by 2 rules"),
     (WeightMap((Rule("a", ("a", "b"), Fused(1, (1, 2))), Rule("b", ("c",)))), FLOATS, r"shape: m a \[2\]: .* 3 rows"),
 ], ids=["missing", "unmapped", "precision", "integer", "twice", "shape"])
-def test_what_does_not_fit_is_named(weight_map: WeightMap, tensors: dict[str, Any], problem: str) -> None:
+def test_misfits_of_map_and_model_are_named(weight_map: WeightMap, tensors: dict[str, Any], problem: str) -> None:
     _, problems = plan_entries({"m": weight_map}, {"m": OWN}, {"m": tensors}, "float32")
     assert len(problems) == 1
     with pytest.raises(AssertionError, match=problem):

@@ -69,7 +69,7 @@ def test_the_newest_complete_version_is_taken(tmp_path: Path) -> None:
     assert wait_for_weights(tmp_path, "step 1", 5) == folders[0]
 
 
-def test_what_is_not_there_in_time_is_described(tmp_path: Path) -> None:
+def test_an_error_after_the_timeout_describes_the_folder(tmp_path: Path) -> None:
     for made, told in ((lambda: None, "no such folder"), (lambda: (tmp_path / "w").mkdir(), "no trainer has written"),
                        (lambda: written(tmp_path / "w", "", complete=False), "weights_0000001 has no refit_manifest"),
                        (lambda: written(tmp_path / "w", "b"), "weights_0000002 has version 'b'")):

@@ -106,7 +106,7 @@ def test_a_plan_that_brings_something_else_is_refused(case: str) -> None:
         check_plan(PAIR, holders, GOOD, change(operations))
 
 
-def test_what_nobody_has_is_named_by_the_plans_themselves() -> None:
+def test_tensors_that_no_rank_holds_are_named_by_the_plans() -> None:
     holders = {"a": halves(3, 3)}
     with pytest.raises(ValueError, match="worker 7 wants tensors that the trainer does not have: b; c"):
         receive_plan(PAIR, holders, RecvSpec(GOOD.direct, ("c",)), 7)

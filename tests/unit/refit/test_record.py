@@ -1,4 +1,4 @@
-"""What is recorded of vLLM's loaders, against really loading: any rank of any sizes, in this one process."""
+"""Traces of vLLM's loaders, compared with really loading, for any rank and any sizes in one process."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_a_failure_ends_every_wait_with_its_first_reason() -> None:
     host.check("sync 3")
 
 
-def test_who_serves_the_store_has_ended() -> None:
+def test_the_end_of_the_process_that_serves_the_store_is_reported() -> None:
     host, worker = joined(timeout_s=60)
     del host
     with pytest.raises(RefitError, match="worker 1 has lost the refit store, which the trainer's first rank serves"):
@@ -78,7 +78,7 @@ def test_the_store_listens_on_one_address() -> None:
     host.publish("still", "there")
 
 
-def test_who_lacks_the_secret_meets_nobody_and_disturbs_nobody() -> None:
+def test_a_process_without_the_secret_cannot_join_or_disturb() -> None:
     host, place = Rendezvous.host("127.0.0.1", "trainer rank 0", 5.0)
     worker = Rendezvous.join(place, "worker 0", 5.0)
     assert place.secret not in repr(place)

@@ -1,4 +1,4 @@
-"""What is noted of loaders' copies, on small loaders; nothing they write happens."""
+"""Traces of the copies of small loaders, none of which is performed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_anything_else_is_computed(load: Loader) -> None:
     assert [write.copied for write in writes] == [None] * len(writes) and writes[-1].names == {"w"}
 
 
-def test_what_is_computed_from_a_loaded_parameter_has_its_names() -> None:
+def test_values_computed_from_a_loaded_parameter_have_its_names() -> None:
     plain, computed = traced(lambda p, w: (p.data[:4].copy_(w), p.data.copy_(-torch.exp(p.float()))))
     assert plain.copied is not None and computed.copied is None and computed.names == {"w"}
 

@@ -47,7 +47,7 @@ def test_a_transfer_that_never_comes_says_from_whom() -> None:
         worker.wait(worker.exchange([], [(1, message(0))]), nothing_failed)
 
 
-def test_who_leaves_ends_the_transfers_of_the_others() -> None:
+def test_closing_a_wire_ends_the_transfers_of_the_others() -> None:
     """Without it they would wait until their own limits: here far longer than the test may take."""
     first, second, worker = wires(timeout_s=1000)
     with ThreadPoolExecutor(2) as threads:

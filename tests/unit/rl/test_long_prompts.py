@@ -86,7 +86,7 @@ def test_tokens_of_images_count():
         fit_prompts(Finite([7, 8], images=True), "train", config(), IMAGES, 2)
 
 
-def test_what_cannot_be_left_out_is_refused():
+def test_prompts_that_cannot_be_left_out_are_refused():
     with pytest.raises(ValueError, match="--skip-long-prompts leaves nothing: 2 of 2 prompts"):
         fit_prompts(Finite([9, 10]), "train", config("--skip-long-prompts"), None, 5)
     with pytest.raises(ValueError, match="--skip-long-prompts: --dataset-provider arithmetic has no list of prompts"):

@@ -42,7 +42,7 @@ def one_token(ratio, advantage, **fields):
     return total.item(), torch.autograd.grad(total, log_prob)[0].item(), {k: v.item() for k, v in totals.sums.items()}
 
 
-def test_what_is_left_out_is_as_the_paper_of_the_loss_has_it():
+def test_defaults_are_those_of_the_papers():
     """Sequences whose ratios are 1.001 and 0.999: within the range of a token's, outside of that of a sequence's."""
     batch = batch_of([3, 2], [True] * 5, [1.0, -1.0], [-1.0] * 5)
     log_probs = torch.tensor([-0.999] * 3 + [-1.001] * 2, dtype=torch.float64)
@@ -122,7 +122,7 @@ def test_ratios_that_overflow_are_clamped(kind, log_prob):
 
 @pytest.mark.parametrize(("kind", "aggregation"), [("ppo", "token-mean"), ("gspo", "seq-mean-token-mean"),
                                                    ("cispo", "seq-mean-token-mean")])
-def test_what_stands_at_padding_has_no_effect(kind, aggregation):
+def test_values_at_padding_have_no_effect(kind, aggregation):
     nan = math.nan
     flags = config(policy_loss=kind, loss_aggregation=aggregation, kl_coeff=0.1, entropy_coeff=0.1)
 

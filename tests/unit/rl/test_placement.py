@@ -101,7 +101,7 @@ def test_ray_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     ("--engine-gpus 4,5", "--engine-gpus 4,5 are 2, and --engine-dp 1 --engine-tp 1 --engine-pp 1 need 1"),
     ("--engine-gpus 4 --engine-placement ray", "--engine-gpus 4 is for --engine-placement separate, not for ray"),
 ])
-def test_what_makes_no_sense_is_refused_by_name(flags: str, expected: str) -> None:
+def test_contradictions_are_refused_by_name(flags: str, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         validate_rl(parsed(*flags.split(), device="cpu"), 1)
 
@@ -141,7 +141,7 @@ def test_weights_travel_as_fast_as_the_place_allows(device: str, flags: str, bac
     assert refit_options(parsed(*flags.split(), device=device)).backend == backend
 
 
-def test_what_an_engine_of_another_node_needs_goes_along_and_nothing_of_this_process() -> None:
+def test_an_engine_on_another_node_gets_the_variables_that_it_needs_and_no_others() -> None:
     own = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "here", "CUDA_VISIBLE_DEVICES": "0", "PATH": "/bin",
            "TORCHELASTIC_RUN_ID": "1", "VLLM_HOST_IP": "10.0.0.1", "HOME": "/root"}
     along = {"HF_HOME": "/hub", "VLLM_LOGGING_LEVEL": "INFO", "NCCL_IB_HCA": "mlx5", "OMP_NUM_THREADS": "1",

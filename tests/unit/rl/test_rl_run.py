@@ -141,7 +141,7 @@ def test_help_says_which_flags_are_for_train_hetero_alone(capsys):
     ("--vocab-size 99", "the tokenizer of characters has token ids up to 99, the model's --vocab-size is 99"),
     ("--reward nothing", "--reward nothing: unknown"),
 ])
-def test_what_makes_no_sense_or_is_not_there_is_refused_by_name(flags, expected):
+def test_contradictions_and_missing_files_are_refused_by_name(flags, expected):
     with pytest.raises(ValueError, match=expected):
         validate_rl(parsed(*flags.split()), 1)
 

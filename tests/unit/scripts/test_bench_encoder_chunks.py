@@ -28,7 +28,7 @@ def test_ratios_are_those_of_the_same_round() -> None:
     (["--rounds", "0"], "--rounds 0 is below 1"),
     (["--freeze", "vision"], "one encoder, all of which trains"),
 ])
-def test_what_cannot_work_is_refused(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
+def test_impossible_flags_are_refused(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
     try:
         code = encoder_chunks.main(["--device", "cpu", *flags])
     except SystemExit as stopped:

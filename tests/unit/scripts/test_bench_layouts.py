@@ -45,7 +45,7 @@ def test_kinds_differ_in_where_the_grids_are(size):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_found_works_and_its_flags_say_it(kind):
+def test_layouts_that_the_search_finds_work_and_have_their_flags(kind):
     found, refused = search(parse(BASE), kind, 4)
     assert len(found) + len(refused) >= 3
     for candidate in found[::4]:
@@ -216,7 +216,7 @@ def test_a_run_that_fails_and_losses_that_differ_are_errors(runs, capsys):
     (["--llm-only", "--mock-images-max", "0"], "has 1 encoders here"),
     (["--num-attention-heads", "7"], "no layout of 4 ranks works; --layout homogeneous --llm-dp 4: "),
 ])
-def test_what_cannot_work_is_refused_before_any_run(runs, capsys, flags, message):
+def test_impossible_flags_are_refused_before_any_run(runs, capsys, flags, message):
     try:
         code = layouts.main([*FLAGS, *flags])
     except SystemExit as stopped:

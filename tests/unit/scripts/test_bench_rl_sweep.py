@@ -36,7 +36,7 @@ def test_every_layout_meets_every_budget(tmp_path):
     (("--layout", "--llm-dp 3"), "--llm-dp 3 = 3; nearest are 30 and 33"),
     (("--", "--model-provider", "llava"), "has the encoder vision"),
 ])
-def test_what_cannot_work_is_said_before_anything_starts(tmp_path, arguments, expected):
+def test_impossible_flags_are_refused_before_anything_starts(tmp_path, arguments, expected):
     with pytest.raises(ValueError) as found:
         planned(tmp_path, "--prompt-length", "16", *arguments)
     assert expected in str(found.value)

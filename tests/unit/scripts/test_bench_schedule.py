@@ -94,7 +94,7 @@ def test_in_the_steady_part_the_encoders_longer_microbatch_is_imbalance():
     assert parts_of(steps, "language", 6) == {"ideal": 6, "fill and drain": 2, "imbalance": 3, "bridge": 1}
 
 
-def test_of_an_encoder_the_first_gradient_is_fill_and_a_later_one_imbalance():
+def test_an_encoders_wait_for_the_first_gradient_is_fill_and_for_later_ones_imbalance():
     steps = [rank(0, "vision", "FFxxBBFFxBBx"),
              rank(1, "language", "xxFBxxxxFxxB")]
     assert parts_of(steps, "vision", 8) == {"ideal": 8, "fill and drain": 2 + 1 + 1}
@@ -228,7 +228,7 @@ def test_the_block_in_the_middle():
     (["--synthetic", "5"], "5 is not ENC_MS,LM_MS"),
     (["--blocks", "0"], "--blocks 0 is below 1"),
 ])
-def test_what_cannot_work_is_refused(flags, message, capsys):
+def test_impossible_flags_are_refused(flags, message, capsys):
     try:
         code = schedule.main(["--device", "cpu", *flags])
     except SystemExit as stopped:

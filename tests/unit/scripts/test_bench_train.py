@@ -87,7 +87,7 @@ def test_runs_differ_in_their_layout_alone_and_leave_nothing(trained):
     (["--warmup-steps", "4"], 2, "--steps 4 --warmup-steps 4"),
     (["--global-batch-size", "3"], 2, "--global-batch-size 3 is not a multiple"),
 ])
-def test_what_cannot_work_is_refused_before_any_run(trained, capsys, flags, code, message):
+def test_impossible_flags_are_refused_before_any_run(trained, capsys, flags, code, message):
     try:
         ended = bench.main([*FLAGS, *flags])
     except SystemExit as stopped:

@@ -1,4 +1,4 @@
-"""What scripts/bench/kernels.py reads from a trace of torch's profiler."""
+"""Figures that scripts/bench/kernels.py reads from a trace of torch's profiler."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def test_a_table_and_then_json(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ('{"a": 1}', "is not a trace of torch's profiler"),
     ('{"traceEvents": []}', "the trace has no kernels of a GPU"),
 ])
-def test_what_is_no_trace_of_a_gpu_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None,
-                                                message: str) -> None:
+def test_a_file_without_a_gpu_trace_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None,
+                                                 message: str) -> None:
     path = tmp_path / "rank-0.json"
     if text is not None:
         path.write_text(text)

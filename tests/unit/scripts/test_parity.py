@@ -72,7 +72,7 @@ def test_differences_above_the_tolerance_fail(monkeypatch, tmp_path, capsys, sep
     (["--global-batch-size", "3"], "--global-batch-size 3 is not a multiple"),
     (["--load", "nowhere", "--llm-tp", "3"], "--llm-tp 3"),
 ])
-def test_what_cannot_be_compared_is_refused_before_any_run(monkeypatch, capsys, flags, message):
+def test_runs_that_cannot_be_compared_are_refused_before_any_run(monkeypatch, capsys, flags, message):
     made: dict[str, RunConfig] = {}
     monkeypatch.setattr(parity, "train", fake_training({}, made))
     assert parity.main([*FLAGS, *flags]) == 2

@@ -250,7 +250,7 @@ def test_a_node_that_does_not_appear_is_named(monkeypatch, capsys):
     assert "PROBLEM host1: has not answered in 0.5 s" in report and report.endswith("preflight: not ready\n")
 
 
-def test_what_all_nodes_say_is_said_once(monkeypatch, capsys):
+def test_a_line_of_all_nodes_is_reported_once(monkeypatch, capsys):
     missing, used = "--tokenizer /nowhere: cannot be read", "GPU 3: 70000 MiB are in use"
     codes, report = run_nodes(monkeypatch, capsys, 3, problems={0: [missing], 1: [missing, used], 2: [missing]})
     assert codes == [1, 1, 1]

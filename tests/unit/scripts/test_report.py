@@ -21,7 +21,7 @@ def test_the_page_lies_in_the_run_folder_or_where_it_is_wanted(tmp_path: Path, c
     assert "A against B" in (tmp_path / "two.html").read_text()
 
 
-def test_what_is_no_run_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_folder_without_a_run_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = write_run(tmp_path / "run", usual_records())
     assert main([str(folder), str(tmp_path)]) == 2
     error = capsys.readouterr().err

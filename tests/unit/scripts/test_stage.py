@@ -181,7 +181,7 @@ def test_a_source_that_changes_while_it_is_copied_is_named(tmp_path):
     assert not (tmp_path / "disk" / "model" / "weights").exists()
 
 
-def test_of_two_processes_one_copies(tmp_path):
+def test_only_one_of_two_processes_copies(tmp_path):
     data = write(tmp_path / "model" / "weights", 10 * MB)
     first = slow(tmp_path / "model", tmp_path / "disk")
     second = stage(tmp_path / "model", "--to", tmp_path / "disk")
@@ -191,7 +191,7 @@ def test_of_two_processes_one_copies(tmp_path):
     assert (tmp_path / "disk" / "model" / "weights").read_bytes() == data
 
 
-def test_those_who_wait_learn_of_a_failure(tmp_path):
+def test_waiting_processes_learn_of_a_failure(tmp_path):
     (tmp_path / "model").mkdir()
     os.mkfifo(tmp_path / "model" / "stuck")
     stuck = (tmp_path / "model", "--to", tmp_path / "disk", "--retries", 0, "--timeout-s")

@@ -126,7 +126,7 @@ def test_whole_images_are_joined_image_after_image() -> None:
     ({"packed_seq_params": {"cu_seqlens": torch.zeros(2)}}, "packed_seq_params"),
     ({"imgs_sizes": [(8, 8)]}, "imgs_sizes"),
 ])
-def test_what_has_no_rule_is_refused(broken: dict, message: str) -> None:
+def test_an_input_without_a_rule_is_refused(broken: dict, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         merge_inputs([lane((8, 8)) | broken, lane((8, 8)) | broken])
 

@@ -85,7 +85,7 @@ def test_each_launch_is_one_microbatch_until_the_queue_is_full():
     assert encoder.ran == [0, 1, 2, 3, 4], "nothing runs twice"
 
 
-def test_what_is_not_there_runs_when_it_is_taken():
+def test_a_pass_that_was_not_prefetched_runs_when_its_result_is_taken():
     encoder, prefetch = queue_of(1)
     step = [microbatch(n) for n in range(3)]
     prefetch.begin_step(step)

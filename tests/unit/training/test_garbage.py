@@ -1,4 +1,4 @@
-"""What the garbage collector looks at while a run trains."""
+"""Objects that the garbage collector examines while a run trains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Node:
         self.itself = self
 
 
-def test_what_exists_is_passed_over_until_the_end() -> None:
+def test_existing_objects_are_ignored_until_the_end() -> None:
     before = Node()
     early = weakref.ref(before)
     with kept_objects():

@@ -1,4 +1,4 @@
-"""What a process does around its run."""
+"""Start and end of a process around its run."""
 
 from __future__ import annotations
 

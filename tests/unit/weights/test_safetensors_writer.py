@@ -122,7 +122,7 @@ def test_a_tensor_that_was_not_announced_or_not_written_is_noticed(tmp_path: Pat
             writer.finish()
 
 
-def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_tensors_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="more than one tensor would be called a$"):
         plan_shards([infos_of({"a": torch.zeros(1)}), infos_of({"a": torch.zeros(1)})])
     with pytest.raises(ValueError, match="c .torch.complex64."):

@@ -41,7 +41,7 @@ def test_values_that_are_no_numbers() -> None:
     assert not table.has("f") and not table.has("c") and table.has("a")
 
 
-def test_of_records_of_one_iteration_the_last_counts_and_order_is_restored() -> None:
+def test_the_last_record_of_an_iteration_counts_and_order_is_restored() -> None:
     table = to_table([{"iteration": 3, "a": 1.0}, {"iteration": 1, "a": 2.0}, {"iteration": 3, "a": 3.0}])
     assert table.iterations.tolist() == [1, 3]
     assert table.get("a").tolist() == [2.0, 3.0]
