@@ -84,6 +84,7 @@ def language_sizes(config: dict[str, Any]) -> dict[str, Any]:
     plain = {name: value for name, value in text.items() if name not in (*ROPE_KEYS, "rope_theta")}
     tied = bool(config.get("tie_word_embeddings")) or bool(text.get("tie_word_embeddings"))
     return text_sizes(plain | {"model_type": "qwen2", "rope_theta": rope["rope_theta"]}, section) | {
+        "kv_channels": 0,  # they follow from width and heads
         "mrope_section": tuple(rope.get("mrope_section") or SECTIONS),
         "untie_embeddings_and_output_weights": not tied}
 

@@ -17,6 +17,9 @@ from providers.common.hf import causal_lm_sizes, llava_sizes
 from providers.common.hf_deepseek import deepseek_sizes
 from providers.common.hf_nemotron import OLD_NAMES, nemotron_sizes, vlm_config, vlm_sizes
 from providers.common.hf_qwen3_vl import language_sizes, qwen3_vl_sizes, vision_sizes
+from providers.common.hf_qwen_vl import language_sizes as qwen2_5_language_sizes
+from providers.common.hf_qwen_vl import qwen2_5_vl_sizes
+from providers.common.hf_qwen_vl import vision_sizes as qwen2_5_vision_sizes
 from providers.common.hf_text import ALIASES, LLAMA3_ROPE
 
 PAGE = Path(__file__).parents[2] / "docs" / "hf_config_keys.md"
@@ -37,8 +40,9 @@ VALUES: dict[str, list[Any]] = {
     "routed_scaling_factor": [3.0, 0.0], "moe_latent_size": [16], "residual_in_fp32": [True],
     "num_experts_per_tok": [3, 1], "router_jitter_noise": [0.1],
     "vision_config": [{"hidden_size": 96, "out_hidden_size": 4096}],
-    "text_config": [{"num_hidden_layers": 3}], "moe_router_dtype": ["bfloat16"], "scoring_func": ["softmax"],
-    "topk_method": ["greedy"], "moe_layer_freq": [2], "attention_dropout": [0.1], "hidden_dropout": [0.1],
+    "text_config": [{"num_hidden_layers": 3, "hidden_size": 4096}], "moe_router_dtype": ["bfloat16"],
+    "scoring_func": ["softmax"], "topk_method": ["greedy"], "moe_layer_freq": [2], "attention_dropout": [0.1],
+    "hidden_dropout": [0.1],
     "downsample_ratio": [0.25, 0.3], "ps_version": ["v1"], "patch_size": [8], "vision_config.patch_size": [8],
     "vision_config.args.model": ["vit_large_patch16_224", "resnet"], "vision_config.args.in_chans": [4],
     "vision_config.args.teachers": [[{"name": "a"}, {"name": "b"}]], "vision_config.args.cpe_num_registers": [4],
@@ -46,7 +50,8 @@ VALUES: dict[str, list[Any]] = {
     "vision_config.vitdet_window_size": [8], "vision_config.feature_normalizer_config": [{"a": 1}],
     "vision_config.inter_feature_normalizer_config": [{"a": 1}], "vision_config.args.min_num_patches": [4, None],
     "vision_config.min_num_patches": [4, None], "template": ["other"], "sound_config": [{"a": 1}],
-    "deepstack_visual_indexes": [[5, 11], [11, 5]],
+    "deepstack_visual_indexes": [[5, 11], [11, 5]], "fullatt_block_indexes": [[3, 5]], "in_chans": [1],
+    "spatial_patch_size": [8],
     "llm_config": [{"model_type": "nemotron_h", "layers_block_type": ["mamba"]}],
 }
 # What else has to be so for a key to have an effect; None: the key is not there.
@@ -164,6 +169,13 @@ def families() -> list[Family]:
         Family("clip_vision_model", _llava("vision_config"), {"model_type": "clip_vision_model"}),
         Family("siglip_vision_model", _llava("vision_config", vision_feature_select_strategy="full"),
                {"model_type": "siglip_vision_model"}, ("vision_use_head",)),
+        Family("qwen2_5_vl", qwen2_5_vl_sizes, {
+            "model_type": "qwen2_5_vl", "text_config": {"hidden_size": 4096},
+            "vision_config": {"out_hidden_size": 4096}}),
+        Family("qwen2_5_vl_text", lambda values: qwen2_5_language_sizes({"text_config": values}),
+               {"model_type": "qwen2_5_vl_text"}, (*ROPE, "head_dim", "tie_word_embeddings")),
+        Family("qwen2_5_vl_vision", lambda values: qwen2_5_vision_sizes({"vision_config": values}, 3584),
+               {"model_type": "qwen2_5_vl_vision"}, ("in_chans", "spatial_patch_size")),
         Family("qwen3_vl", qwen3_vl_sizes, {"model_type": "qwen3_vl", "vision_config": {"out_hidden_size": 4096}}),
         Family("qwen3_vl_text", lambda values: language_sizes({"text_config": values}),
                {"model_type": "qwen3_vl_text"}, (*ROPE, "tie_word_embeddings")),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from providers.common import hf, hf_deepseek, hf_nemotron, hf_qwen3_vl, hf_radio, hf_text
+from providers.common import hf, hf_deepseek, hf_nemotron, hf_qwen3_vl, hf_qwen_vl, hf_radio, hf_text
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "hf_config.md"
 NEMOTRON_FIXED = {key for fixed in hf_nemotron.FIXED.values() for key in fixed}
@@ -26,6 +26,8 @@ FAMILIES = {
     "Nemotron VLM": (set(hf_radio.VISION_FIXED), (hf_nemotron.vlm_sizes, hf_radio.radio_sizes,
                                                   hf_radio._transformer_sizes, hf_radio._image_size,
                                                   hf_radio._class_tokens)),
+    "Qwen2.5-VL": ({*hf_qwen_vl.TEXT_DEFAULTS, *hf_qwen_vl.VISION_DEFAULTS, *hf_qwen_vl.TOKEN_DEFAULTS},
+                   (hf_qwen_vl.qwen2_5_vl_sizes, hf_qwen_vl.language_sizes, hf_qwen_vl.vision_sizes)),
     "Qwen3-VL": ({*hf_qwen3_vl.TEXT_DEFAULTS, *hf_qwen3_vl.VISION_DEFAULTS, *hf_qwen3_vl.TOKEN_DEFAULTS},
                  (hf_qwen3_vl.qwen3_vl_sizes, hf_qwen3_vl.language_sizes, hf_qwen3_vl.vision_sizes)),
 }
