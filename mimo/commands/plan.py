@@ -13,7 +13,9 @@ from typing import Any
 from mimo.commands.flags import PlanFlags
 from mimo.config.cli import parse, to_toml
 from mimo.config.trainer import LayoutConfig, RunConfig
+from mimo.config.validate import validate
 from mimo.grid.dry_run import counted, table
+from mimo.grid.layout import required_world_size
 from mimo.planner.candidates import HOMOGENEOUS, TEXT, USABLE, Candidate, Search
 from mimo.planner.costs import GPUS, Costs, Profile, check_supported
 from mimo.planner.measure import measure, model_name
@@ -51,8 +53,8 @@ def plan(flags: PlanFlags, run_flags: list[str]) -> int:
     samples = draw_samples(config, costs.provider,
                            min(flags.plan_steps * config.train.global_batch_size, MAX_SAMPLES))
     search = Search(config, costs, samples, size, 2 * flags.top)
-    found = search.run()
     own = _own(config, search)
+    found = search.run()
     if not found and not search.large and own is None:
         raise ValueError(f"no layout of {counted(size, 'GPU')} works; the last one was refused: {search.refusal}")
     document = json.dumps({
@@ -108,11 +110,16 @@ def _profile(flags: PlanFlags, config: RunConfig) -> Profile:
 
 
 def _own(config: RunConfig, search: Search) -> Candidate | None:
-    """Predict the layout of the run's own flags, if they give one and it has the right size."""
+    """Predict the layout of the run's own flags, if they give one and it has the right size.
+
+    Raises:
+        ValueError: the trainer refuses it.
+    """
     if config.layout in (LayoutConfig(), LayoutConfig(llm_only=True)):
         return None
-    layout = search.accepted(config)
-    return None if layout is None else search.candidate("yours", config, layout)
+    if required_world_size(config.layout, search.encoders) != search.size:
+        return None
+    return search.candidate("yours", config, validate(config, search.size))
 
 
 def _head(config: RunConfig, profile: Profile, size: int, samples: list[SampleSize], *, measured: bool) -> list[str]:

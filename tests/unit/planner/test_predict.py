@@ -321,6 +321,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert "yours" not in text
     assert main(["plan", "--gpus", "2", *run, "--layout", "colocated", "--encoder-dp", "2", "--llm-pp", "2"]) == 0
     assert "yours" in capsys.readouterr().out
+    assert main(["plan", "--gpus", "2", *run, "--encoder-dp", "1", "--llm-dp", "1", "--encoder-window", "2"]) == 2
+    assert "--encoder-window 2" in capsys.readouterr().err
+    # A layout of another size is not the run's.
+    assert main(["plan", "--gpus", "2", *run, "--encoder-dp", "2", "--llm-dp", "2"]) == 0
+    assert "yours" not in capsys.readouterr().out
     assert main(["plan", "--gpus", "2", "--profile", str(PROFILE), "--json", *run]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["profile"]["gpu"]["name"] == "NVIDIA H200" and len(found["layouts"]) > 10
