@@ -149,11 +149,6 @@ def gantt_section(runs: Sequence[Run]) -> str:
     return section("One step, all ranks", blocks, "What every rank did from left to right.")
 
 
-def _bars(times: Mapping[str, ModuleTime], runs: Sequence[Run], index: int) -> list[Bar]:
-    return [Bar(run_name(runs, index, name), {WORDS[part]: each.parts[part] for part in ORDER if part in each.parts})
-            for name, each in times.items()]
-
-
 def where_time_went(runs: Sequence[Run]) -> str:
     """Chart the parts of each grid's step, against the ideal."""
     blocks, every = [], [module_times(run) for run in runs]
@@ -162,10 +157,12 @@ def where_time_went(runs: Sequence[Run]) -> str:
         if not times:
             continue
         title = "Mean step of a rank of each grid" + (f", run {'AB'[index]}" if len(runs) > 1 else "")
-        blocks.append(stacked_bars(title, _bars(times, runs, index), KIND_OF_PART,
-                                   axis_s=axis_s,
-                                   marker=_marker(times), note=f"{_ideal_words(times)}Means over the ranks of a grid "
-                                   f"and the typical iterations: {TYPICAL}.{prefetch_beside(times)}"))
+        bars = [Bar(run_name(runs, index, name),
+                    {WORDS[part]: each.parts[part] for part in ORDER if part in each.parts})
+                for name, each in times.items()]
+        blocks.append(stacked_bars(title, bars, KIND_OF_PART, axis_s=axis_s, marker=_marker(times),
+                                   note=f"{_ideal_words(times)}Means over the ranks of a grid and the typical "
+                                        f"iterations: {TYPICAL}.{prefetch_beside(times)}"))
         blocks.append(_parts_table(run, times))
     waits = chart("Longest wait of any rank at the bridge (s)", runs, {"bridge-wait-s": "bridge"}, zero=True)
     ahead = chart("Encoder passes ahead of their microbatch, fullest rank (s)", runs,
@@ -338,18 +335,14 @@ def difference(one: Run, two: Run) -> Difference | None:
                       shared[lost].astype(np.float64), lost_by, len(shared))
 
 
-def _sentences(found: Difference) -> str:
-    return " ".join(filter(None, [_of_finite(found), _of_one_sided(found)]))
-
-
-def _of_one_sided(found: Difference) -> str:
+def _one_sided_words(found: Difference) -> str:
     if not len(found.one_sided):
         return ""
     return (f"In {len(found.one_sided):,} of the {found.num_shared:,} iterations that both have, only one run's figure "
             f"is finite, first in iteration {int(found.one_sided[0]):,} ({found.lost_by}'s is not).")
 
 
-def _of_finite(found: Difference) -> str:
+def _gap_words(found: Difference) -> str:
     gap = found.two - found.one
     if not len(gap):
         return ""
@@ -383,7 +376,7 @@ def compare_section(runs: Sequence[Run]) -> str:
                  f"{rounded(100 * (second - first) / first)} %" if first else ""]
                 for at, first, second in np.stack([found.iterations, found.one, found.two], 1)[places].tolist()]
         blocks.append(table(["iteration", f"A: {what}", f"B: {what}", "B minus A", "of A"], rows, wide=False))
-        intro = _sentences(found)
+        intro = " ".join(filter(None, [_gap_words(found), _one_sided_words(found)]))
     blocks.append(_flags(*runs))
     if intro and not any(blocks):  # two runs with equal flags and nothing to compare: the sentence is all there is
         blocks, intro = [f"<p>{intro}</p>"], ""
@@ -407,8 +400,16 @@ def _flags(one: Run, two: Run) -> str:
 
 def learned(runs: Sequence[Run]) -> str:
     """Chart losses, held-out figures, learning rates and gradients."""
-    return section("Learning", [_losses(runs), *_held_out(runs), _further_losses(runs), _rates(runs), _gradients(runs),
-                                _loss_scale(runs)])
+    rates = prefixed(runs, "learning-rate/") or {"learning-rate": "learning rate"}
+    skipped = " Skipped steps have none." if any_above(runs, "skipped-iterations") else ""
+    loss_scale = {"loss-scale": "loss scale"} if varies(runs, "loss-scale") else {}
+    return section("Learning", [
+        _losses(runs), *_held_out(runs), _further_losses(runs),
+        chart("Learning rate", runs, rates, zero=True),
+        chart("Gradient norm, before clipping", runs, {"grad-norm": "gradient norm"}, log=True,
+              note=f"Logarithmic axis.{skipped}"),
+        chart("Loss scale", runs, loss_scale, log=True, note="Logarithmic axis."),
+    ])
 
 
 def _losses(runs: Sequence[Run]) -> str:
@@ -439,22 +440,6 @@ def _further_losses(runs: Sequence[Run]) -> str:
     return chart("Further losses", runs, keys) + policy
 
 
-def _rates(runs: Sequence[Run]) -> str:
-    parts = prefixed(runs, "learning-rate/")
-    return chart("Learning rate", runs, parts or {"learning-rate": "learning rate"}, zero=True)
-
-
-def _gradients(runs: Sequence[Run]) -> str:
-    note = "Logarithmic axis." + (" Skipped steps have none." if any_above(runs, "skipped-iterations") else "")
-    return chart("Gradient norm, before clipping", runs, {"grad-norm": "gradient norm"}, log=True, note=note)
-
-
-def _loss_scale(runs: Sequence[Run]) -> str:
-    if not varies(runs, "loss-scale"):
-        return ""
-    return chart("Loss scale", runs, {"loss-scale": "loss scale"}, log=True, note="Logarithmic axis.")
-
-
 def lanes(runs: Sequence[Run]) -> str:
     """Chart how evenly lanes, and with them the ranks of the encoder, are filled."""
     imbalance = chart("Encoder imbalance", runs, {"encoder-imbalance": "as trained",
@@ -482,6 +467,12 @@ def memory(runs: Sequence[Run]) -> str:
 # Reinforcement learning.
 
 
+# Figures that are shares of prompts, completions or tokens, with their words.
+RL_SHARES = {"equal-reward-prompts": "prompts whose completions have one reward",
+             "truncated-completions": "cut by the limit", "importance-clipped-fraction": "clipped importance weights",
+             "clipped-low": "clipped low", "clipped-high": "clipped high"}
+
+
 def rl_section(runs: Sequence[Run]) -> str:
     """Show where an iteration of reinforcement learning went, completions, mismatch and refits."""
     runs_rl = [run for run in runs if run.learns_from_rewards]
@@ -491,6 +482,7 @@ def rl_section(runs: Sequence[Run]) -> str:
             if (parts := rl_parts(run)[0])]
     split = stacked_bars("Where an iteration went, mean", bars, KIND_OF_RL,
                          note="Hatched: the trainer waits for completions. Solid: its own work.") if bars else ""
+    shares = {key: name for key, name in RL_SHARES.items() if any_above(runs, key)}
     return section("Reinforcement learning", [
         split, _refits(runs),
         chart("gen-kl: trainer against engine (nats per token)", runs, {"gen-kl": "gen-kl"}, log=True,
@@ -498,18 +490,11 @@ def rl_section(runs: Sequence[Run]) -> str:
         chart("Length of completions (tokens)", runs, {"completion-length": "mean", "completion-length-max": "longest"},
               zero=True),
         chart("Entropy (nats per token)", runs, {"entropy": "entropy"}, zero=True),
-        chart("Shares", runs, _rl_section_shares(runs), zero=True),
+        chart("Shares", runs, shares, zero=True),
         chart("Time of a refit (s)", runs, {"refit-s": "refit"}, zero=True),
         chart("KL divergence from the reference (nats per token)", runs,
               {"reference-kl": "reference-kl"} if any_above(runs, "reference-kl") else {}),
     ])
-
-
-def _rl_section_shares(runs: Sequence[Run]) -> dict[str, str]:
-    names = {"equal-reward-prompts": "prompts whose completions have one reward", "truncated-completions": "cut by the "
-             "limit", "importance-clipped-fraction": "clipped importance weights", "clipped-low": "clipped low",
-             "clipped-high": "clipped high"}
-    return {key: name for key, name in names.items() if any_above(runs, key)}
 
 
 def _refits(runs: Sequence[Run]) -> str:

@@ -36,9 +36,9 @@ class Served:
         folder: with weights, tokenizer and processor.
         process: the engine, which starts with made-up weights.
         prompts: by sample, as vLLM takes them.
-        tokens: of each sample, `s`.
-        logits: of each sample `[s, vocab]`, by transformers.
-        names: of the saved tensors.
+        tokens: tokens of each sample, `s`.
+        logits: logits of each sample `[s, vocab]`, by transformers.
+        names: names of the saved tensors.
     """
 
     folder: Path

@@ -30,9 +30,9 @@ class Case:
     """Two replicas after two refits from a trainer of two ranks.
 
     Attributes:
-        folder: of the saved model.
+        folder: folder of the saved model.
         prompts: by key.
-        processes: of the replicas.
+        processes: processes of the replicas.
         steps: what the trainer's ranks saw.
     """
 

@@ -22,7 +22,7 @@ def run_recipe(name: str, runs: Path, *flags: str) -> tuple[str, list[dict[str, 
     """Run a recipe with this Python.
 
     Args:
-        name: of the script.
+        name: name of the script.
         runs: where it writes.
         flags: for train_rl.py.
 

@@ -45,7 +45,7 @@ def summary_of(process: subprocess.Popen[str], run_dir: Path, stalled: float = 0
 
     Args:
         process: the launcher.
-        run_dir: of the run.
+        run_dir: folder of the run.
         stalled: when the stall began, Unix time; 0 where the run says so itself, or nobody does.
     """
     done = finish(process, 240)

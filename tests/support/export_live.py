@@ -32,7 +32,7 @@ class HeldBox:
     Attributes:
         rank: global rank.
         box: the piece in the whole tensor.
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         dtype: its dtype.
     """
 

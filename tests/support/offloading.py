@@ -22,7 +22,7 @@ class Trained:
     """A rank's run.
 
     Attributes:
-        losses, grad_norms: of each step.
+        losses, grad_norms: losses and gradient norms of each step.
         weights: at the end, by global name and offset.
         state: everything that the optimizers hold, in their order.
         freed: bytes that each offload said it gave back.
@@ -76,7 +76,7 @@ def train(rank: int, flags: tuple[str, ...], world_size: int, offload: bool,
 
     Args:
         rank: this process.
-        flags: of the tests' small model.
+        flags: flags of the tests' small model.
         world_size: number of processes.
         offload: whether.
         watch: called `before` things go and while they are `away`.

@@ -38,7 +38,7 @@ class Outcome:
 
     Attributes:
         losses: sample key -> loss of each token of the sample, 0 where there is no target; last language stage only.
-        gradients: of the sum of all losses, divided by the targets.
+        gradients: gradients of the sum of all losses, divided by the targets.
         rows: tokens of each sequence of each row, for the checks of the samples themselves.
     """
 

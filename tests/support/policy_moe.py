@@ -28,7 +28,7 @@ class Outcome:
     """Results on a rank.
 
     Attributes:
-        results: of the update.
+        results: results of the update.
         after: parameters.
         biases: expert bias of each router of this rank after the update, by layer.
         error: empty.
@@ -45,7 +45,7 @@ def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig,
 
     Args:
         rank: this process.
-        flags: of the model and the layout.
+        flags: flags of the model and the layout.
         world_size: number of processes.
         config: the algorithm.
         alike: all completions have the same tokens.

@@ -51,10 +51,10 @@ class Outcome:
     """Results on a rank.
 
     Attributes:
-        metrics: of the global batch.
-        log_probs: of the sequences of this rank, row number -> `[WIDTH]`; last stage only.
-        gradients: of the loss.
-        num_microbatches: of this rank.
+        metrics: metrics of the global batch.
+        log_probs: log-probs of the sequences of this rank, row number -> `[WIDTH]`; last stage only.
+        gradients: gradients of the loss.
+        num_microbatches: number of microbatches of this rank.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -101,7 +101,7 @@ def run(rank: int, config: RlConfig, layout_flags: tuple[str, ...], world_size: 
     Args:
         rank: this process.
         config: loss and budget.
-        layout_flags: of the layout.
+        layout_flags: flags of the layout.
         world_size: number of processes.
         seq_length: every microbatch is padded to it, as the pipeline needs; 0: to nothing, on one process.
     """

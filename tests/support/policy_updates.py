@@ -32,7 +32,7 @@ class Outcome:
     """Results on a rank.
 
     Attributes:
-        results: of each update.
+        results: results of each update.
         before, after: parameters.
         error: what the last update raised.
     """
@@ -48,10 +48,10 @@ class Schedule:
     """The schedule of one update on a rank.
 
     Attributes:
-        calls: of the schedule: microbatches, and whether forward only.
+        calls: calls of the schedule: microbatches, and whether forward only.
         passes: forward (F) and backward (B) passes of the calls with gradient, in their order.
         finalizes: the schedule has a function that sums gradients over ranks.
-        grad_norm: of the update.
+        grad_norm: gradient norm of the update.
     """
 
     calls: list[tuple[int, bool]] = field(default_factory=list)
@@ -98,7 +98,7 @@ def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig,
 
     Args:
         rank: this process.
-        flags: of the model and the layout.
+        flags: flags of the model and the layout.
         world_size: number of processes.
         config: the algorithm; with --kl-coeff the reference is `other_reference`.
         spoil: make the loss NaN.

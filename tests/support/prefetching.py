@@ -21,8 +21,8 @@ class Trained:
     """Results and weights of a rank, and where its encoder ran.
 
     Attributes:
-        losses, grad_norms: of each step.
-        gradients: of the first step.
+        losses, grad_norms: losses and gradient norms of each step.
+        gradients: gradients of the first step.
         state: every parameter and optimizer tensor at the end.
         ran_in: for each microbatch that the encoder ran on, in order, what had it run.
         queued: images in the queue at the end of each step.

@@ -17,7 +17,7 @@ def run_preflight(folder: Path, *flags: str, gpus_per_node: int = 2, second: dic
 
     Args:
         folder: where the run would save.
-        flags: of the trainer.
+        flags: flags of the trainer.
         gpus_per_node: processes of a node.
         first, second: more environment of a node.
     """

@@ -112,8 +112,8 @@ class PlainWeights:
     Args:
         rank: this one.
         world_size: how many.
-        seed: of the first weights.
-        shapes: of its tensors.
+        seed: seed of the first weights.
+        shapes: shapes of its tensors.
         transposed: matrices lie column by column.
 
     Attributes:
@@ -280,8 +280,8 @@ class Ranks:
     """A trainer's ranks, each on a thread of this process.
 
     Attributes:
-        weights: of each rank.
-        senders: of each rank, once connected.
+        weights: weights of each rank.
+        senders: senders of each rank, once connected.
     """
 
     weights: list[PlainWeights]

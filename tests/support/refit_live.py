@@ -24,10 +24,10 @@ class Live:
     """This rank of a trainer that has loaded a saved model.
 
     Args:
-        rank: of the world.
+        rank: rank in the world.
         parts: the trainer.
-        handle: of the engine.
-        options: of syncs.
+        handle: handle of the engine.
+        options: options of syncs.
     """
 
     def __init__(self, rank: int, parts: Any, handle: EngineHandle, options: RefitOptions) -> None:

@@ -35,7 +35,7 @@ class Fault:
     Attributes:
         rank: trainer rank that does it.
         at: tensor before which it does it, or a call of the engine: `finish_weight_update`.
-        pid: of the process that is signalled; None: the rank raises; 0: its own.
+        pid: id of the process that is signalled; None: the rank raises; 0: its own.
         signal: that it gets.
     """
 
@@ -121,7 +121,7 @@ class Fleet:
 
     Attributes:
         engine: the process of the engine.
-        processes: of the ranks.
+        processes: processes of the ranks.
         connections: to the ranks.
     """
 

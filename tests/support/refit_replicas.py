@@ -33,7 +33,7 @@ class UnderRay:
     Attributes:
         steps: as `tests.support.refit.sync`.
         drawn: completions after the last one.
-        error: of a call after its process was killed.
+        error: error of a call after its process was killed.
         seconds: that this call took.
         signal_is_kept: whether SIGTERM still has the handler of before.
         left: command lines of processes that are there after the end.

@@ -27,7 +27,7 @@ class Run:
     """Results of a run on one rank.
 
     Attributes:
-        losses, grad_norms: of each step.
+        losses, grad_norms: losses and gradient norms of each step.
         keys: sample keys of each step on this rank.
         learning_rates: by part, after each step.
         parameters: after the last step.

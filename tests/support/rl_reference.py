@@ -33,7 +33,7 @@ class Updated:
     """Results on a rank.
 
     Attributes:
-        results: of each update.
+        results: results of each update.
         state: everything that a step reads or writes, bit for bit, at the end.
         references: log-probs of the first completions, by the policy at the start, and by the reference before each
             update and at the end.
@@ -108,7 +108,7 @@ def update_from(rank: int, flags: tuple[str, ...], world_size: int, config: RlCo
 
     Args:
         rank: this process.
-        flags: of the run.
+        flags: flags of the run.
         world_size: number of processes.
         config: the algorithm.
         resumed: the weights are not those that the run started from.
@@ -142,13 +142,13 @@ def update_hf(rank: int, name: str, policy: str, reference: str, layout: tuple[s
 
     Args:
         rank: this process.
-        name: of `hf_families.MODELS`.
+        name: name of `hf_families.MODELS`.
         policy: folder of the policy.
         reference: folder of the reference.
         layout: flags.
         world_size: number of processes.
         config: the algorithm; --ref-load-hf is added where it has a --kl-coeff.
-        rewards: of the completions; None: their own.
+        rewards: rewards of the completions; None: their own.
     """
     done = Updated()
     flags = hf_families.flags_of(name, policy, ("--micro-batch-size", "1", *layout, "--seq-length",

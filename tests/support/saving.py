@@ -40,7 +40,7 @@ def keep_saving(folder: str, async_save: bool, die_at: int | str | None, connect
     more, so that a checkpoint gets replaced.
 
     Args:
-        folder: of the checkpoints; nothing else is in it.
+        folder: folder of the checkpoints; nothing else is in it.
         async_save: save in the background.
         die_at: kill this process right before a change of a file in there, see `die_before_change`; None goes on for
             ever.

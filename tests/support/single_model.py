@@ -119,7 +119,7 @@ def write(rank: int, flags: tuple[str, ...], root: str, stacked: bool = True, ou
 
     Args:
         rank: 0.
-        flags: of the model.
+        flags: flags of the model.
         root: folder of the checkpoints, which is made.
         stacked: whether equal layers are stacked, as some versions do.
         outer: put in front of every key.

@@ -42,8 +42,8 @@ class Outcome:
     """Results on a rank.
 
     Attributes:
-        results: of each update.
-        gradients: of the first, normalised, before clipping.
+        results: results of each update.
+        gradients: gradients of the first, normalised, before clipping.
         after: parameters.
         pixels: prompts whose pictures were drawn, by update.
         error: what the last update raised.
@@ -114,10 +114,10 @@ def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig,
 
     Args:
         rank: this process.
-        flags: of the layout and of what is frozen.
+        flags: flags of the layout and of what is frozen.
         world_size: number of processes.
         config: the algorithm.
-        shift: of the prompts that encoder ranks see.
+        shift: shift of the prompts that encoder ranks see.
     """
     from mimo.registry import model_provider
 

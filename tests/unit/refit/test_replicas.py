@@ -31,7 +31,7 @@ class Told:
     """A client that notes what it is told, and answers a prompt with its tokens; it may fail or never answer.
 
     Args:
-        num_workers: of its engine.
+        num_workers: number of workers of its engine.
     """
 
     def __init__(self, num_workers: int = 1) -> None:
