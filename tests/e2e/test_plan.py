@@ -1,15 +1,20 @@
-"""`mimo plan --measure` trains on real ranks, and its profile serves a later command."""
+"""Profiles are measured on real ranks and serve later commands; reports of runs show their predictions."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from mimo.commands.main import main
 from mimo.config.cli import parse
 from mimo.planner.costs import Profile
 from mimo.planner.measure import measure
 from scripts.bench import presets
+from scripts.report import main as report
+from tests.support.launch import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -33,3 +38,18 @@ def test_a_failure_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse([*presets.flags("cpu", "smallest"), "--seq-length", "2"])
     with pytest.raises(ValueError, match="the measurement ended with exit code 1"):
         measure(config, 1, device="cpu")
+
+
+def test_a_real_run_finds_its_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    flags, plan, run = presets.flags("cpu", "smallest"), tmp_path / "plan.json", tmp_path / "run"
+    assert main(["plan", "--gpus", "1", "--out", str(plan), *flags]) == 0
+    done = subprocess.run([sys.executable, str(ROOT / "train_hetero.py"), *flags, "--layout", "homogeneous",
+                           "--train-iters", "3", "--run-dir", str(run)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert report([str(run), "--plan", str(plan)]) == 0
+    assert "mimo plan predicted" in (run / "report.html").read_text()
+    # A plan can also be made from what the run has written.
+    assert main(["plan", "--gpus", "1", "--out", str(plan), "--config", str(run / "run_config.toml")]) == 0
+    assert report([str(run), "--plan", str(plan)]) == 0

@@ -257,6 +257,25 @@ def test_no_schedule_of_a_layout_beats_its_bound() -> None:
     assert alone.bound_s == pytest.approx(alone.step_s)
 
 
+@pytest.mark.parametrize("images", [(144,) * 9, (16,)])
+def test_the_bound_of_a_colocated_pipeline_is_that_of_the_formula(images: tuple[int, ...]) -> None:
+    config = parse([*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1", *PP2.split()])
+    costs = Costs(config, Profile(GPUS["H200"]))
+    step = Step(config, validate(config, 2), costs)
+    # 12 microbatches in 8 windows: two of one microbatch at both ends, four of two between them.
+    encoder, cost = costs.encoder("vision", 1), step.pass_cost
+    forward, backward = costs.image_flops("vision", images[0])
+    encoding = 12 * len(images) * (forward / encoder.forward_flops_s + backward / encoder.backward_flops_s) / 2
+    encoding += 8 * (encoder.call_forward_s + encoder.call_backward_s)
+    head = cost.ends_forward_s + cost.ends_backward_s
+    passes = 20 * (cost.forward_s + cost.backward_s)
+    # The first stage waits for a forward pass of the second one, which has the output layer, and for a backward pass.
+    pipeline = 12 * (passes + head) + passes
+    found = step.bound_s([[[SampleSize(1000, images)]]] * 12)
+    assert found == pytest.approx(max(pipeline, 12 * (passes + head) + encoding))
+    assert (found > 1.01 * pipeline) == (len(images) > 1)
+
+
 def test_cuts_leave_the_first_stage_room_for_the_encoder() -> None:
     # The encoder takes as long as nine and a half of 40 layers, the logits as long as three.
     found = cuts(40, 2, 9.5, 3.2)
