@@ -22,7 +22,7 @@ def write_word_tokenizer(folder: Path, words: Mapping[str, int], pre_tokenizer: 
     """Write a Hugging Face tokenizer with an id for each word.
 
     Args:
-        folder: to write.
+        folder: folder to write.
         words: ids by word, `<pad>`, `<bos>`, `<eos>` and the image marker among them.
         pre_tokenizer: cuts text into words.
     """

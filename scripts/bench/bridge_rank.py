@@ -216,7 +216,7 @@ class Counts:
         p2p_bytes: bytes of these messages.
         collectives: broadcasts and all-gathers inside replicas, each counted by one of its ranks.
         collective_bytes: bytes that the ranks of their groups received from others, summed.
-        host_syncs: how often the host waited for the device, or would have on a GPU.
+        host_syncs: number of times the host waited for the device, or would have on a GPU.
     """
 
     messages: int = 0
@@ -341,7 +341,7 @@ class Bench:
                                   dim_mapping={"s": 0, "b": 1, "h": 2}, comm_dtype=self.dtype, tensor_ndim=2)
 
     def _own_spans(self) -> Spans:
-        """A timeline as the trainer makes it."""
+        """Make a timeline like the trainer's."""
         from mimo.observability.clock import DeviceClock, HostClock
         from mimo.observability.spans import Spans
 
@@ -349,7 +349,7 @@ class Bench:
                      dict.fromkeys(self.grids.modules, 0))
 
     def _own_bridge(self, payload: Payload) -> Bridge:
-        """Our bridge as the trainer makes it."""
+        """Make our bridge like the trainer does."""
         from mimo.bridge.disjoint import Bridge
 
         return Bridge(self.grids, payload.encoder.name, micro_batch_size=payload.micro_batch_size,

@@ -38,7 +38,7 @@ class Trial:
     """A run of the search.
 
     Attributes:
-        candidate: what ran.
+        candidate: layout and flags of the run.
         tokens_per_s: its speed; None if it has none.
         is_full: whether it ran out of memory.
         peak_gib: high-water mark of its memory.

@@ -101,7 +101,7 @@ class Visit:
         steady_s: seconds of all timed steps, on the slowest rank.
         resident_bytes: proportional set size of this rank and its workers.
         processes: number of these processes.
-        events: what these processes read and decoded.
+        events: records of what these processes read and decoded.
     """
 
     keys: list[tuple[str, ...]]

@@ -21,7 +21,7 @@ class JobNode:
     Attributes:
         node: index of this node.
         hosts: names of all nodes, in order.
-        address, port: where the first node listens.
+        address, port: address and port at which the first node listens.
         gpus_per_node: number of processes that a node starts for a check.
     """
 

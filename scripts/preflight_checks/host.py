@@ -26,7 +26,7 @@ class Findings:
     """Results of the checks of a host.
 
     Attributes:
-        facts: what is right, for the report.
+        facts: results of passed checks, for the report.
         problems: reasons to end the job, each with its values.
         warnings: problems that do not end the job.
     """

@@ -36,7 +36,7 @@ class Task:
     Attributes:
         name: the file or source, for messages.
         request: the request in the form that worker.py reads.
-        attempts: how often it was started.
+        attempts: number of starts so far.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Children:
     Args:
         count: largest number of processes at a time.
         timeout_s: seconds without progress after which a task is given up.
-        retries: how often a task is tried again.
+        retries: number of further attempts of a task.
         command: the command of a child process.
     """
 

@@ -51,7 +51,7 @@ class StagedSource:
     """The files of one source.
 
     Attributes:
-        source: where they come from, with the revision for the Hugging Face Hub.
+        source: their source, with the revision for the Hugging Face Hub.
         include: the requested patterns, which only a download needs.
         files: records by name relative to the copy ("" if the source is a file).
     """
@@ -92,7 +92,7 @@ class NodeLock:
 
     Args:
         folder: an existing folder.
-        request: what this process wants to do. If it waits for another one with the same request, it takes its result.
+        request: description of the work. A process that waits for one with the same request takes its result.
 
     Raises:
         StageError: the folder's file system has no locks, or the file cannot be opened.

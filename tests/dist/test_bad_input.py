@@ -26,12 +26,12 @@ ENDS_WITHIN_S = 200
 
 
 def errors_of(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """The lines that report an error, whoever writes them; torchrun's own account of its workers is not one."""
+    """Return the lines that report an error, whoever writes them; torchrun's own account of its workers is not one."""
     return [line for line in done.stdout.splitlines() if line.startswith(("error", "stall", "interrupted"))]
 
 
 def root_cause(done: subprocess.CompletedProcess[str]) -> tuple[int, str]:
-    """The rank and the message that torchrun's summary shows as the cause."""
+    """Return the rank and the message that torchrun's summary shows as the cause."""
     summary = done.stdout.rpartition("Root Cause (first observed failure):")[2]
     return int(re.findall(r"^  rank      : (\d+)", summary, re.M)[0]), summary.partition("traceback : ")[2]
 

@@ -68,7 +68,7 @@ class Described:
 
 
 def describe(rank: int, flags: tuple[str, ...], world_size: int) -> Described:
-    """The state dicts of a trainer that has not trained."""
+    """Return the state dicts of a trainer that has not trained."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import is_main_replica
 

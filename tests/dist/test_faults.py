@@ -26,7 +26,7 @@ def oracle(pool: WorkerPool) -> Outcome:
 
 
 def count_a_lane_twice(rank: int, patch: pytest.MonkeyPatch, parts: Any) -> None:
-    """The first lane reports its target tokens twice."""
+    """Let the first lane report its target tokens twice."""
     from mimo.training import step
 
     loss_function, mean_over_targets = step.loss_function, step.mean_over_targets
@@ -82,7 +82,7 @@ def drop_the_last_parameter_gather(rank: int, patch: pytest.MonkeyPatch, parts: 
 
 
 def swap_rows_of_lanes(rank: int, patch: pytest.MonkeyPatch, parts: Any) -> None:
-    """The encoder sends each lane the other's rows, as many as both have."""
+    """Let the encoder send each lane the other's rows, as many as both have."""
     import torch
 
     from mimo.bridge.disjoint import Bridge

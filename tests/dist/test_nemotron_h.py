@@ -39,7 +39,7 @@ def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
-    """Names that one side lacks, or whose values are not the same bits."""
+    """Return names that one side lacks, or whose values are not the same bits."""
     return sorted(ours.keys() ^ theirs.keys()) + [
         name for name in ours.keys() & theirs.keys()
         if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name])]

@@ -151,7 +151,7 @@ def test_sequences_of_one_length_are_rows_of_a_batch(pool: WorkerPool) -> None:
 
 
 def rotated(rank: int, starts: list[int], positions: int) -> tuple[Any, Any]:
-    """A packed row, its gradient beside it, rotated in one go and by Megatron Core."""
+    """Return a packed row, its gradient beside it, rotated in one go and by Megatron Core."""
     import torch
 
     from mimo.model import compat

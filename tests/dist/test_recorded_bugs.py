@@ -220,7 +220,7 @@ def all_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def filled(kind: type, **given: Any) -> Any:
-    """An instance whose tensor fields, and dictionaries of tensors, all hold one."""
+    """Return an instance whose tensor fields, and dictionaries of tensors, all hold one."""
     values = dict(given)
     for field in dataclasses.fields(kind):
         if str(field.type) == "torch.Tensor":

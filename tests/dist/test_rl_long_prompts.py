@@ -21,7 +21,7 @@ HELD_OUT = ("--eval-prompts", "2")
 
 
 def set_up(rank: int, flags: tuple[str, ...]) -> tuple[str, list[str]]:
-    """The error that ends the set-up of this rank, and the prompts that it has opened."""
+    """Return the error that ends the set-up of this rank, and the prompts that it has opened."""
     from mimo.config.cli import parse_as
     from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
     from mimo.grid.groups import Grids

@@ -24,7 +24,7 @@ STEPS = 3
 
 def batches_of(rank: int, flags: tuple[str, ...], world_size: int, dataset: str, lane_loader: str, *,
                resume_after: int | None = None, steps: int = STEPS) -> tuple[list[list[str]], list[str]]:
-    """A digest of every microbatch of some steps on this rank, and the keys that it read itself."""
+    """Return a digest of every microbatch of some steps on this rank, and the keys that it read itself."""
     from mimo import registry
     from mimo.config.validate import num_microbatches, validate
     from mimo.data.loader import open_loader

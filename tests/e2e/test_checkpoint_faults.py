@@ -55,7 +55,7 @@ def kill_all(process: subprocess.Popen[str], num_ranks: int) -> None:
 
 
 def saved(root: Path) -> int:
-    """The iteration that the tracker names; 0 without one."""
+    """Return the iteration that the tracker names; 0 without one."""
     return int(paths.latest(root) or 0) if root.is_dir() else 0
 
 
@@ -65,7 +65,7 @@ def contents(root: Path) -> dict[str, bytes]:
 
 
 def run(run_dir: Path, *flags: str, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    """The command to its end."""
+    """Run the command to its end."""
     return torchrun(num_ranks, *TINY, *flags, "--run-dir", str(run_dir), timeout_s=ENDS_WITHIN_S)
 
 

@@ -46,7 +46,7 @@ def mimo(*words: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
 
 
 def different(theirs: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> list[str]:
-    """Names of one and not of the other, and of tensors that are not bit-equal."""
+    """Return names of one and not of the other, and of tensors that are not bit-equal."""
     same = [name for name, tensor in theirs.items()
             if name in ours and tensor.dtype == ours[name].dtype and tensor.equal(ours[name])]
     return sorted((theirs.keys() | ours.keys()) - set(same))

@@ -30,12 +30,12 @@ SBATCH = ROOT / "scripts" / "sbatch"
 
 
 def documented(page: str, *words: str) -> list[str]:
-    """The first command of a page that has these words."""
+    """Return the first command of a page that has these words."""
     return next(shlex.split(command) for command in commands(DOCS / page) if all(word in command for word in words))
 
 
 def run(folder: Path, *command: str) -> str:
-    """A documented command in a folder; its output."""
+    """Run a documented command in a folder and return its output."""
     launched = {"torchrun": ["-m", "torch.distributed.run", "--standalone"], "python": []}
     program, *arguments = command
     beside = str(Path(sys.executable).parent / program)

@@ -93,7 +93,7 @@ def place(tmp_path):
 
 
 def flags_of(place: Path, monkeypatch) -> tuple[list[str], list[str]]:
-    """The launcher's words and the trainer's flags of the command that was noted."""
+    """Return the launcher's words and the trainer's flags of the command that was noted."""
     monkeypatch.chdir(ROOT)
     words = (place / "command").read_text().split("\0")[:-1]
     at = next(number for number, word in enumerate(words) if word.endswith("train_rl.py"))

@@ -121,7 +121,7 @@ def test_a_dry_run_prints_the_topology():
 
 
 def changed(tmp_path: Path, name: str, old: str, new: str) -> Path:
-    """A script with one change. Without `old`, `new` stands before its last line, where a script sets values."""
+    """Return a script with one change. Without `old`, `new` stands before its last line, where a script sets values."""
     text = (SBATCH / name).read_text()
     old = old or "train_nemotron\n"
     assert old in text

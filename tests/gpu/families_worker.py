@@ -76,14 +76,14 @@ def without_mamba_kernels() -> None:
 
 
 def share(value: Any) -> Any:
-    """The first rank's value."""
+    """Return the first rank's value."""
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def summary(errors: list[float], source: Path, out: Path) -> dict[str, Any]:
-    """The largest error of all ranks, and what was not exported as it came."""
+    """Return the largest error of all ranks, and what was not exported as it came."""
     from tests.support.stored import safetensors_of
 
     gathered: list[Any] = [None] * dist.get_world_size()

@@ -54,7 +54,7 @@ def nothing_failed() -> None:
 
 
 def end_of(rank: int, place: StoreAddress | None, connection: Connection) -> tuple[Any, Any]:
-    """The end of this process, and its rendezvous."""
+    """Return the end of this process, and its rendezvous."""
     from mimo.refit.options import RefitOptions
     from mimo.refit.rendezvous import Rendezvous
     from mimo.refit.transport.base import open_wire

@@ -27,7 +27,7 @@ Change = Callable[[Path], None]
 
 
 def read_index(folder: Path) -> Metadata:
-    """The index, as torch reads it."""
+    """Return the index, as torch reads it."""
     found: Metadata = pickle.loads((folder / INDEX).read_bytes())
     return found
 

@@ -99,7 +99,7 @@ def parse_config(*flags: str) -> Any:
 
 
 def build(flags: tuple[str, ...], world_size: int) -> Any:
-    """The trainer of this rank, its model loaded from the folder that --hf-config names."""
+    """Return the trainer of this rank, its model loaded from the folder that --hf-config names."""
     from mimo.registry import model_provider
     from mimo.weights.load import HfPaths, load_hf
 

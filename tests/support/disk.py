@@ -34,7 +34,7 @@ class DataOnABadDisk(type(mock_data)):
     Config: ClassVar[type] = Config
 
     def stream_fields(self, config: Any) -> dict[str, Any]:
-        """The fields of the mock data: the disk decides no sample, and may be another one after a restart."""
+        """Return the fields of the mock data: the disk decides no sample, and may be another one after a restart."""
         return {field.name: getattr(config, field.name) for field in fields(mock_data.Config)}
 
     def stream(self, config: Any, tokens: TokenSpec, lane: Lane) -> Any:

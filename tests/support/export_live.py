@@ -149,7 +149,7 @@ def _open_writers(shards: Mapping[str, list[Shard]], grids: Grids, out: Path,
 
 
 def _uncovered(module: str, weight_map: WeightMap, held_boxes: Mapping[str, Sequence[HeldBox]]) -> Iterator[str]:
-    """A line for each tensor that the map and the model do not share, and for each whose pieces leave gaps."""
+    """Yield a line for each tensor that the map and the model do not share, and for each whose pieces leave gaps."""
     names = {rule.megatron for rule in weight_map.rules}
     for name in sorted(names - held_boxes.keys()):
         yield f"no parameter: {module} {name} of the weight map is not in the model"
@@ -163,7 +163,7 @@ def _uncovered(module: str, weight_map: WeightMap, held_boxes: Mapping[str, Sequ
 def _whole_tensors(rules: Sequence[PlannedRule], held_boxes: Mapping[str, Sequence[HeldBox]],
                    pieces: Mapping[tuple[str, Box], ModelPiece],
                    group: Any) -> Iterator[tuple[PlannedRule, torch.Tensor]]:
-    """Each rule's whole tensor on the CPU of the group's first rank, one at a time; nothing on the others."""
+    """Yield each rule's whole tensor on the CPU of the group's first rank, one at a time; nothing on the others."""
     writer, rank = dist.get_global_rank(group, 0), dist.get_rank()
     for rule in rules:
         name = rule.rule.megatron

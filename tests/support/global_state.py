@@ -50,7 +50,7 @@ def _local_shape(entry: ShardedTensor) -> tuple[int, ...]:
 
 
 def initial_value(key: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """The whole global tensor, a function of its name alone."""
+    """Return the whole global tensor, a function of its name alone."""
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
     if "norm" in key and key.endswith("weight"):

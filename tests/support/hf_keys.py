@@ -124,7 +124,7 @@ class Family:
     more: tuple[str, ...] = ()
 
     def keys(self) -> list[str]:
-        """Every key of the class in transformers, and of files beyond it."""
+        """Return every key of the class in transformers, and of files beyond it."""
         if self.name == "NemotronH_Nano_VL_V2":
             return [*_flat(vlm_config(nemotron_moe_vlm.Config())), *self.more]
         from transformers import AutoConfig
@@ -258,7 +258,7 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def table() -> str:
-    """The table as Markdown: a row for each key and outcome, with the families that share it."""
+    """Return the table as Markdown: a row for each key and outcome, with the families that share it."""
     rows: dict[tuple[str, str], list[str]] = {}
     for family in families():
         for key in family.keys():  # noqa: SIM118, not a mapping

@@ -75,12 +75,12 @@ class MtpOutcome(equality.Outcome):
 
 
 def parse_config(*flags: str) -> Any:
-    """The small model with more flags."""
+    """Return the small model with more flags."""
     return equality.parse([*BASE, *flags])
 
 
 def make_rows(step: int, packed: bool) -> list[list[Sequence]]:
-    """The rows of a global batch: lists of one sequence, or of three."""
+    """Return the rows of a global batch: lists of one sequence, or of three."""
     generator = np.random.default_rng(100 + step)
     return [[_sequence(generator, 7 if packed else 16) for _ in range(3 if packed else 1)]
             for _ in range(GLOBAL_BATCH)]
@@ -249,7 +249,7 @@ def _padded(sequence: Sequence) -> Sequence:
 
 
 def _alone(row: list[Sequence]) -> list[Sequence]:
-    """The sequences of a packed row, its padding too."""
+    """Return the sequences of a packed row, its padding too."""
     rest = SEQ_LENGTH - sum(len(sequence.tokens) for sequence in row)
     return [*row, Sequence([PAD] * rest, [False] * rest)]
 

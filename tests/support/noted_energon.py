@@ -54,7 +54,7 @@ class Noting(EnergonProvider):
 
 
 def noted_rows(folder: Path) -> dict[tuple[int, int], set[str]]:
-    """The keys that were handed out at each (lane, position), by any process; a sound run has one for each."""
+    """Return the keys that were handed out at each (lane, position), by any process; a sound run has one for each."""
     rows: dict[tuple[int, int], set[str]] = {}
     for path in folder.glob("*.jsonl"):
         for line in path.read_text().splitlines():

@@ -48,7 +48,7 @@ class Outcome:
 
 
 def make_samples(token_spec: Any, sizes: Sequence[Size]) -> list[list[Sample]]:
-    """The samples of `PACKS`, images of the sizes in turn; a text model's have none."""
+    """Return the samples of `PACKS`, images of the sizes in turn; a text model's have none."""
     rng, with_images = np.random.default_rng(4), token_spec.image_token_id >= 0
     remaining, packs = iter(sizes), []
     for number, pack in enumerate(PACKS):
@@ -64,7 +64,7 @@ def make_samples(token_spec: Any, sizes: Sequence[Size]) -> list[list[Sample]]:
 
 
 def join(samples: Sequence[Sample]) -> Sample:
-    """A pack of samples."""
+    """Return a pack of samples."""
     return Sample(
         " ".join(sample.key for sample in samples), np.concatenate([sample.tokens for sample in samples]),
         np.concatenate([sample.target_mask for sample in samples]),

@@ -64,7 +64,7 @@ class Outcome:
 
 
 def rollouts() -> dict[str, torch.Tensor]:
-    """All rows of the global batch, `[8, WIDTH]` each, as rollouts would give them; the same on every rank."""
+    """Return all rows of the global batch, `[8, WIDTH]` each, as rollouts would give them; the same on every rank."""
     generator = torch.Generator().manual_seed(11)
     ids = torch.randint(0, VOCAB_SIZE, (len(PROMPTS), WIDTH), generator=generator)
     attention, response = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)

@@ -74,7 +74,7 @@ def completions(step: int) -> list[Completion]:
 
 
 def other_reference(parts: Any) -> ReferencePolicy:
-    """A policy with other weights than the model has, the same ones on every layout."""
+    """Return a policy with other weights than the model has, the same ones on every layout."""
     reference = ReferencePolicy(parts.built, parts.platform.device)
     with torch.no_grad():
         for parameter in parts.built.model.parameters():
@@ -87,7 +87,7 @@ MODEL = (*FLAGS, *MOE, "--adam-eps", "1e-4", "--lr", "1e-2")
 
 
 def make_trainer(flags: tuple[str, ...], world_size: int, config: RlConfig, model: Sequence[str] = MODEL) -> Any:
-    """A small mixture of experts on this rank, with microbatches as long as the algorithm says."""
+    """Return a small mixture of experts on this rank, with microbatches as long as the algorithm says."""
     run = parse([*model, "--seq-length", str(config.max_tokens_per_microbatch), *flags])
     return equality.make_trainer(run, validate(run, world_size))
 

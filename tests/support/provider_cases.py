@@ -107,7 +107,7 @@ def run_language(language: Any, embeddings: Tensor, grids: Grids) -> dict[str, T
 
 
 def shard_of(name: str, full: Tensor, part: Tensor, stride: int, rank: int) -> Tensor:
-    """The rows or columns of an unsplit tensor that a rank holds.
+    """Return the rows or columns of an unsplit tensor that a rank holds.
 
     Args:
         name: parameter, for messages.

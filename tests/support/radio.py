@@ -115,7 +115,7 @@ def inputs_of(config: Config, sizes: Sequence[Size], dtype: Any = None) -> tuple
 
 
 def hf_weights(module: Any, config: Config, groups: Any) -> dict[str, torch.Tensor]:
-    """The module's tensors under their Hugging Face names, on one process."""
+    """Return the module's tensors under their Hugging Face names, on one process."""
     from mimo.weights.match import module_pieces
 
     pieces = {piece.name: piece.tensor for piece in module_pieces(module, groups)}

@@ -33,7 +33,7 @@ QWEN_SPECIAL = [
 
 
 def shipped(package: str, path: str) -> Path:
-    """A file inside an installed package."""
+    """Return a file inside an installed package."""
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.submodule_search_locations, package
     return Path(spec.submodule_search_locations[0]) / path
@@ -77,7 +77,7 @@ TOKENIZERS: dict[str, Callable[[Path], Any]] = {
 
 @functools.cache
 def build(name: str) -> Any:
-    """A tokenizer of `TOKENIZERS`, converted once."""
+    """Return a tokenizer of `TOKENIZERS`, converted once."""
     with tempfile.TemporaryDirectory() as folder:
         return TOKENIZERS[name](Path(folder))
 

@@ -92,7 +92,7 @@ def load_plain(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def whole_weights(seed: int) -> dict[str, torch.Tensor]:
-    """The model of a seed."""
+    """Return the model of a seed."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) / HIDDEN ** 0.5 for name, shape in SHAPES.items()}
 

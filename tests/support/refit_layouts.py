@@ -117,7 +117,7 @@ class TrainerLayout:
         return self.tp * self.pp * self.dp
 
     def shards(self, model: SmallModel, rank: int) -> Tensors:
-        """A rank's parameters. Orders are Megatron's `tp-cp-ep-dp-pp`, with `etp` for `tp` where experts are."""
+        """Return a rank's parameters. Orders are Megatron's `tp-cp-ep-dp-pp`, with `etp` for `tp` where experts are."""
         stage, dense = divmod(rank, self.tp * self.dp)
         tp, etp, ep = dense % self.tp, dense % self.etp, dense // self.etp % self.ep
         whole, prefix = model.whole, model.prefix
@@ -166,7 +166,7 @@ class EngineLayout:
         return self.replicas * self.dp * self.pp * self.tp
 
     def shards(self, model: SmallModel, worker: int) -> Tensors:
-        """A worker's parameters as vLLM's loaders fill them; padding rows of the vocabulary are `PADDING`."""
+        """Return a worker's parameters as vLLM's loaders fill them; padding rows of the vocabulary are `PADDING`."""
         rest, tp = divmod(worker, self.tp)
         rest, stage = divmod(rest, self.pp)
         moe = (rest % self.dp) * self.tp + tp  # experts are divided over data parallel workers, too
@@ -207,7 +207,7 @@ class EngineLayout:
 
 
 def part(tensor: Array, ways: int, place: int, axis: int = 0) -> Array:
-    """One of several equal parts of a tensor."""
+    """Return one of several equal parts of a tensor."""
     size, rest = divmod(tensor.shape[axis], ways)
     assert not rest, f"{tensor.shape} does not divide by {ways} on axis {axis}"
     picked = slice(place * size, (place + 1) * size)
@@ -215,7 +215,7 @@ def part(tensor: Array, ways: int, place: int, axis: int = 0) -> Array:
 
 
 def padded(tensor: Array, multiple: int) -> Array:
-    """A vocabulary with rows of padding after its own."""
+    """Return a vocabulary with rows of padding after its own."""
     rows = -len(tensor) % multiple
     return np.pad(tensor, ((0, rows), (0, 0)), constant_values=PADDING)
 
@@ -283,7 +283,7 @@ def recv_spec_of(model: SmallModel, slices: Sequence[TensorSlice], through_loade
 
 
 def taken(tensors: Tensors, address: Address, box: Box) -> Array:
-    """A box's elements in a rank's or worker's own tensor, as a view."""
+    """Return a box's elements in a rank's or worker's own tensor, as a view."""
     tensor = tensors[address.tensor]
     return np.ndarray(box.sizes, tensor.dtype, tensor, address.offset * tensor.itemsize,
                       [stride * tensor.itemsize for stride in address.strides])

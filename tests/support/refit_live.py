@@ -37,7 +37,7 @@ class Live:
         self.provider = model_provider(parts.config.model.model_provider)
 
     def connect(self) -> WeightSender:
-        """A new sender."""
+        """Return a new sender."""
         from mimo.refit.sender import connect
 
         return connect(self.parts.built, self.parts.grids, self.provider, self.parts.config.model_family, self.handle,
@@ -49,7 +49,7 @@ class Live:
             refit.change(self.parts, step)
 
     def theirs(self, prompts: list[list[int]]) -> list[list[float]]:
-        """The engine's log-probs, on every rank."""
+        """Return the engine's log-probs, on every rank."""
         found: list[Any] = [None]
         if self.rank == 0:
             found = [self.handle.prompt_logprobs([{"prompt_token_ids": tokens} for tokens in prompts])]

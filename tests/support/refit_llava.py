@@ -100,7 +100,7 @@ def _write_processor(folder: str) -> None:
 
 
 def _to_images(pixels: torch.Tensor, folder: str) -> list[Any]:
-    """The 8-bit images nearest to normalised pixels `[images, 3, H, W]`, as PIL's."""
+    """Return the 8-bit images nearest to normalised pixels `[images, 3, H, W]`, as PIL's."""
     from PIL import Image
 
     processor = _image_processor(folder)
@@ -116,7 +116,7 @@ def _image_processor(folder: str) -> Any:
 
 
 def _with_stored_pixels(batch: Microbatch, folder: str) -> Microbatch:
-    """The same batch with the pixels that the saved processor makes of its images."""
+    """Return the same batch with the pixels that the saved processor makes of its images."""
     encoders = {}
     for name, encoder in batch.encoders.items():
         pixels = encoder.inputs.get("pixel_values", torch.empty(0))

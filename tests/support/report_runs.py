@@ -31,7 +31,7 @@ PARTS = {"vision": {"forward": 0.1, "backward": 0.15, "bridge-wait": 0.6, "pipel
 
 
 def step_record(iteration: int, loss: float, *, seconds: float = 1.0, **further: Any) -> dict[str, Any]:
-    """An iteration as `StepRecord.to_dict` and the tracker write it; the clock runs 0.5 s between iterations."""
+    """Return an iteration as `StepRecord.to_dict` and the tracker write it; the clock runs 0.5 s between iterations."""
     timeline = {f"timeline/{module}/{part}-s": seconds * value for module, parts in PARTS.items()
                 for part, value in parts.items()}
     most = {f"{key.removesuffix('-s')}-max-s": value for key, value in timeline.items()}
@@ -51,7 +51,7 @@ def evaluation(iteration: int, loss: float, exact: float) -> dict[str, Any]:
 
 
 def policy_record(iteration: int, reward: float, **further: Any) -> dict[str, Any]:
-    """An iteration of reinforcement learning."""
+    """Return an iteration of reinforcement learning."""
     return {"iteration": iteration, "consumed_samples": 8 * iteration, "wall_time": 1.79e9 + 3.0 * iteration,
             "reward": reward, "loss": 0.01, "gen-kl": 1e-13, "entropy": 0.5, "completion-length": 3.0,
             "completion-length-max": 5.0, "grad-norm": 1.0, "learning-rate": 1e-4, "tokens-per-s-per-gpu": 500.0,
@@ -66,7 +66,7 @@ def interval(kind: str, begin_s: float, end_s: float, module: str, microbatch: i
 
 
 def timeline(iteration: int, grids: dict[str, int], *, microbatches: int = 2) -> dict[str, Any]:
-    """A step of grids of so many data-parallel ranks; a rank computes a little longer than the one before."""
+    """Return a step of grids of so many data-parallel ranks; a rank computes a little longer than the one before."""
     ranks, first = [], 0
     for module, count in grids.items():
         for index in range(count):
@@ -85,7 +85,7 @@ def timeline(iteration: int, grids: dict[str, int], *, microbatches: int = 2) ->
 
 def write_run(folder: Path, records: list[dict[str, Any]], *, planned: int | None = None, device: str = "cuda",
               layout: str = "disjoint", lr: float = 1e-3, timelines: tuple[dict[str, Any], ...] = ()) -> Path:
-    """A run folder; gives it back."""
+    """Write a run folder and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     iterations = planned or max((record["iteration"] for record in records), default=1)
@@ -97,7 +97,7 @@ def write_run(folder: Path, records: list[dict[str, Any]], *, planned: int | Non
 
 
 def run_of(folder: Path, records: list[dict[str, Any]], **further: Any) -> Run:
-    """A run folder as the page reads it; `further` as of `write_run`."""
+    """Return a run folder as the page reads it; `further` as of `write_run`."""
     return read_run(write_run(folder, records, **further))
 
 
@@ -109,7 +109,7 @@ def write_stall(folder: Path, name: str, text: str, *, after_s: float) -> None:
 
 
 def usual_records(count: int = 50) -> list[dict[str, Any]]:
-    """A run that learns: the loss falls from 3 by 0.02 an iteration, evaluated halfway and at the end."""
+    """Return a run that learns: the loss falls from 3 by 0.02 an iteration, evaluated halfway and at the end."""
     records = [step_record(iteration, 3.0 - 0.02 * (iteration - 1)) for iteration in range(1, count + 1)]
     return [*records[: count // 2], evaluation(count // 2, 2.6, 0.5), *records[count // 2 :],
             evaluation(count, 2.1, 0.954)]

@@ -52,7 +52,7 @@ class Run:
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of a tensor."""
+    """Return the bytes of a tensor."""
     return tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().copy()
 
 
@@ -193,7 +193,7 @@ def assert_same_bits(uninterrupted: list[Run], resumed: list[Run]) -> None:
 
 
 def whole_parameters(runs: list[Run]) -> dict[str, np.ndarray]:
-    """The global tensors after a run."""
+    """Return the global tensors after a run."""
     return assemble([piece for run in runs for piece in run.parameters])
 
 

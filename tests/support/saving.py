@@ -87,7 +87,7 @@ def save_for_ever(state: RunState, saver: Saver, progress: Progress, connection:
 
 
 def filled(state: RunState) -> list[torch.Tensor]:
-    """The tensors that hold the iteration: parameters, fp32 copies, moments."""
+    """Return the tensors that hold the iteration: parameters, fp32 copies, moments."""
     held = state.held(state.saved())
     found = [parameter.data for parameter in state.built.model.parameters()]
     for one in held:

@@ -135,7 +135,7 @@ def request(lanes: int, seed: int = 1, split: str = "train") -> DataRequest:
 
 def open_reader(config: Config, lanes: Sequence[int], num_lanes: int, *, seed: int = 1, hang_at: str = "",
                 states: dict[int, Any] | None = None) -> EnergonReader:
-    """A started reader of the training split."""
+    """Return a started reader of the training split."""
     encoder = (PackingEncoder if config.packing_buffer_size else TextEncoder)(hang_at)
     reader = EnergonReader(config, request(num_lanes, seed), lanes, Encoding(encoder, encoder.on_error, to_sample))
     if states is not None:

@@ -77,7 +77,7 @@ mock_provider, text_provider = MockProvider(), TextProvider()
 
 
 def flag_of(flags: tuple[str, ...]) -> str:
-    """The flag of the model's provider that names the checkpoint."""
+    """Return the flag of the model's provider that names the checkpoint."""
     is_nemotron = flags[flags.index("--model-provider") + 1].startswith("nemotron")
     return "--load-nemotron-checkpoint" if is_nemotron else FLAG
 
@@ -152,7 +152,7 @@ def write(rank: int, flags: tuple[str, ...], root: str, stacked: bool = True, ou
 
 
 def _model_entries(parts: Any, stacked: bool, outer: str) -> dict[str, Any]:
-    """The sharded state dict of what Megatron-LM's multimodal model has as one tree."""
+    """Return the sharded state dict of what Megatron-LM's multimodal model has as one tree."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
     from megatron.core.utils import unwrap_model
@@ -173,7 +173,7 @@ def _model_entries(parts: Any, stacked: bool, outer: str) -> dict[str, Any]:
 
 
 def _with_layer_in_name(entry: Any) -> Any:
-    """A tensor of a stacked layer under a key of its own."""
+    """Return a tensor of a stacked layer under a key of its own."""
     block, layers, rest = entry.key.partition("decoder.layers.")
     if not layers or rest[0].isdigit():
         return entry

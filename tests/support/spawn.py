@@ -169,7 +169,7 @@ _server: ForkServer | None = None
 
 
 def _fork_server() -> ForkServer:
-    """The server of this process, started at the first use."""
+    """Return the server of this process, started at the first use."""
     global _server
     if _server is None:
         _server = ForkServer()

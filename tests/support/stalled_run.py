@@ -18,7 +18,7 @@ def say() -> None:
 
 
 def sleep_in_forward() -> None:
-    """The rank never comes back from its second microbatch."""
+    """Let the rank sleep for ever in its second microbatch."""
     from mimo.training import loop, step
 
     forward_step, train_step, calls = step.forward_step, loop.train_step, []
@@ -38,7 +38,7 @@ def sleep_in_forward() -> None:
 
 
 def leave_a_microbatch_out() -> None:
-    """The rank's second iteration has one microbatch less than that of the others."""
+    """Take a microbatch out of the rank's second iteration."""
     from mimo.training import loop
 
     train_step = loop.train_step
@@ -54,7 +54,7 @@ def leave_a_microbatch_out() -> None:
 
 
 def hold_the_interpreter() -> None:
-    """A call into C keeps the interpreter's lock in the second iteration."""
+    """Keep the interpreter's lock in a call into C, in the second iteration."""
     import ctypes
 
     from mimo.training import loop

@@ -50,7 +50,7 @@ def json_value(value: object) -> object:
 
 
 def kept_by_mlflow(uri: str) -> tuple[str, Kept]:
-    """The artifact and the metric history of the later of the experiment's two runs."""
+    """Return the artifact and the metric history of the later of the experiment's two runs."""
     from mlflow import MlflowClient, artifacts
 
     client = MlflowClient(tracking_uri=uri)

@@ -83,7 +83,7 @@ def checkpoint(name: str, directory: Path) -> dict[str, torch.Tensor]:
 
 
 def entries_of(tensors: dict[str, torch.Tensor]) -> list[TensorMeta]:
-    """The chunk plan of a checkpoint."""
+    """Return the chunk plan of a checkpoint."""
     return [TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             for name, tensor in tensors.items()]
 
@@ -113,7 +113,7 @@ def as_rank(directory: Path, rank: Rank, dtype: str = "float32") -> Iterator[Vll
 
 
 def build(config: VllmConfig) -> torch.nn.Module:
-    """A worker's model with parameters of NaN, not processed; inside `as_rank`.
+    """Return a worker's model with parameters of NaN, not processed; inside `as_rank`.
 
     Experts without a gate have kernels on accelerators only; a model that has them is built as there.
     """

@@ -16,7 +16,7 @@ def open_loader(
     path: Path, config: Config, asks: DataRequest, *, train: bool = False, rank: int = 0, world: int = 1,
     workers: int = 0, split: str = "",
 ) -> Any:
-    """The rows of a prepared data set: in training order, or one pass in the order in which samples lie."""
+    """Return the rows of a prepared data set: in training order, or one pass in the order in which samples lie."""
     errors = ErrorLog(config.max_bad_samples)
     worker = WorkerConfig(
         rank=rank, world_size=world, num_workers=workers, seed_offset=asks.seed, global_error_handler=errors.handler

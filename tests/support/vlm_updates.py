@@ -72,7 +72,7 @@ class PictureSet:
         self.shift = shift
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt at a place."""
+        """Return the prompt at a place."""
         ids = tuple(token if token == IMAGE_TOKEN else token + self.shift for token in PROMPTS[index % len(PROMPTS)])
         count = ids.count(IMAGE_TOKEN)
         return Prompt(f"prompt {index}", "", ids, "", {}, ((SIDE, SIDE),) * count, lambda: self._pictures(index, count))
@@ -104,7 +104,7 @@ def completions(step: int) -> list[Completion]:
 
 
 def parsed(config: RlConfig, flags: tuple[str, ...]) -> RlRunConfig:
-    """A run of the small model."""
+    """Return a run of the small model."""
     budget = str(config.max_tokens_per_microbatch)
     return parse_as(RlRunConfig, [*FLAGS, "--seq-length", budget, "--max-tokens-per-microbatch", budget, *flags], "")
 

@@ -90,7 +90,7 @@ def held_pieces(built: Any, grids: Any) -> dict[str, list[Any]]:
 
 
 def write_source(rank: int, flags: tuple[str, ...], folder: str, dtype: torch.dtype = torch.float32) -> list[str]:
-    """A folder of random tensors in two files, as one process of the model says; gives the names."""
+    """Write random tensors of the shapes of a one-process model to two files of a folder. Return their names."""
     with built_model(alone(flags), 1) as (built, grids, provider, config):
         shapes = {module: {piece.name: piece.shape for piece in pieces}
                   for module, pieces in held_pieces(built, grids).items()}
@@ -129,7 +129,7 @@ def read_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def expected_tensors(provider: Any, config: Any, folder: Path) -> dict[str, torch.Tensor]:
-    """Whole Megatron tensors as `module name`, made of the source by the rules themselves."""
+    """Return whole Megatron tensors as `module name`, made of the source by the rules themselves."""
     source, expected = read_folder(folder), {}
     for module in (*provider.encoders(config), LANGUAGE):
         weight_map = provider.weight_map(config, module)
@@ -143,7 +143,7 @@ def expected_tensors(provider: Any, config: Any, folder: Path) -> dict[str, torc
 
 
 def differences(built: Any, grids: Any, expected: dict[str, torch.Tensor]) -> tuple[list[str], int]:
-    """Names of this rank's pieces that are not bit-equal to their slice, and how many elements were compared."""
+    """Return names of this rank's pieces that are not bit-equal to their slice, and how many elements were compared."""
     wrong, count = [], 0
     for module, pieces in held_pieces(built, grids).items():
         for piece in pieces:

@@ -29,7 +29,7 @@ SHAPE = (4, 3, 5)
 
 @st.composite
 def boxes(draw: st.DrawFn, shape: tuple[int, ...], least: int = 1) -> Box:
-    """A box of a tensor with at least so many elements on each axis."""
+    """Draw a box of a tensor with at least so many elements on each axis."""
     starts = tuple(draw(st.integers(0, size - least)) for size in shape)
     return Box(starts, tuple(draw(st.integers(start + least, size)) for start, size in zip(starts, shape, strict=True)))
 
@@ -73,7 +73,7 @@ def test_a_scalar_is_one_element() -> None:
 
 @st.composite
 def partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
-    """A shape, and boxes that make it up: cut again and again, some of them empty."""
+    """Draw a shape, and boxes that make it up: cut again and again, some of them empty."""
     shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     found = [Box.whole(shape)]
     for _ in range(draw(st.integers(0, 5))):
@@ -182,7 +182,7 @@ def view_of(tensor: torch.Tensor) -> View:
 
 @st.composite
 def copies(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A tensor of distinct numbers, a view of it made as loaders make theirs, a place of the view's shape."""
+    """Draw a tensor of distinct numbers, a view of it made as loaders make theirs, a place of the view's shape."""
     tensor = torch.arange(draw(st.just(0)), 256)
     shape = draw(SHAPES)
     tensor = tensor[:torch.Size(shape).numel()].view(shape)

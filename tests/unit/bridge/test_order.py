@@ -104,7 +104,7 @@ def ends(programs: list[list[Step]]) -> bool:
 
 
 def _first(queue: deque[tuple[int, str]]) -> dict[str, int]:
-    """The messages of the oldest step in a queue, which may end now."""
+    """Return the messages of the oldest step in a queue, which may end now."""
     return {message: step for step, message in queue if step == queue[0][0]}
 
 

@@ -26,7 +26,7 @@ from tests.support.spawn import WorkerPool
 
 
 def index() -> Metadata:
-    """An index as saving writes it."""
+    """Return an index as saving writes it."""
     chunks = [ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([2, 3])) for row in (0, 2)]
     tensor = TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size([4, 3]), chunks)
     storage = {MetadataIndex("weight", chunk.offsets): _StorageInfo("__0_0.distcp", 100 * number, 100)
@@ -57,7 +57,7 @@ def test_the_index_is_read(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 def call(module: str, name: str, argument: str) -> bytes:
-    """A pickle that calls a function; dots in a name walk into attributes."""
+    """Return a pickle that calls a function; dots in a name walk into attributes."""
     words = [value.encode() for value in (module, name, argument)]
     packed = [b"\x8c" + bytes([len(word)]) + word for word in words]
     return b"\x80\x04" + packed[0] + packed[1] + b"\x93" + packed[2] + b"\x85R."

@@ -26,7 +26,7 @@ BOTH = ("vision", "language")
 
 
 def index_of(**shapes: tuple[int, ...]) -> Metadata:
-    """An index of whole bf16 tensors; `__` in a name is a dot."""
+    """Return an index of whole bf16 tensors; `__` in a name is a dot."""
     entries = {}
     for name, shape in shapes.items():
         size = torch.Size(shape)

@@ -25,7 +25,7 @@ def shards(tmp_path_factory):
 
 
 def reference(path, lane, num_lanes, workers, rows, seed=1):
-    """The lane's keys as Energon's own savable loader gives them, one loader a lane."""
+    """Return the lane's keys as Energon's own savable loader gives them, one loader a lane."""
     config = WorkerConfig(rank=lane, world_size=num_lanes, num_workers=workers, seed_offset=seed)
     dataset = get_train_dataset(path, worker_config=config, batch_size=None, shuffle_buffer_size=None,
                                 max_samples_per_sequence=100, task_encoder=TextEncoder())

@@ -62,7 +62,7 @@ def png(grey: int = 0, side: int = SIDE) -> bytes:
 
 
 def broken_png(width: int, height: int, after: bytes = b"") -> bytes:
-    """A PNG with a whole header and pixels that are none, or half of them and then something else."""
+    """Return a PNG with a whole header and pixels that are none, or half of them and then something else."""
     def chunk(name: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
 
@@ -77,7 +77,7 @@ def talk(content: Any, answer: str = "cat", **more: Any) -> bytes:
 
 
 def asked(number: int, images: int = 1) -> Parts:
-    """A good sample that shows images of grey level `number` and answers with it."""
+    """Return a good sample that shows images of grey level `number` and answers with it."""
     shown = {f"{position}.png": png(number) for position in range(images)}
     return {**shown, "json": talk("<image>" * images + "what?", str(number))}
 
@@ -93,7 +93,7 @@ def shards(folder: Path, samples: dict[str, Parts], num_shards: int = 1, dataset
 
 
 def name(row):
-    """The key of a row of one sample without data set and shard."""
+    """Return the key of a row of one sample without data set and shard."""
     return row.__key__.rpartition("/")[2]
 
 
@@ -115,7 +115,7 @@ def text_of(config: Config, row: Row) -> str:
 
 
 def greys(row: Row) -> list[int]:
-    """The grey level of each image, which is one colour."""
+    """Return the grey level of each image, which is one colour."""
     assert all(image.shape == (3, SIDE, SIDE) and len(image.unique()) == 1 for image in row.images)
     return [round(float(image[0, 0, 0]) * 255) for image in row.images]
 
@@ -397,7 +397,7 @@ def test_parts_that_are_not_read_are_listed_once(tmp_path, config, caplog):
 
 
 def jsonl(folder: Path, name: str, rows: list[bytes]) -> Path:
-    """A file of rows, prepared as `energon prepare` does."""
+    """Return a file of rows, prepared as `energon prepare` does."""
     from megatron.energon.flavors.jsonl.jsonl_prepare import JsonlPreparator
 
     folder.mkdir(exist_ok=True)

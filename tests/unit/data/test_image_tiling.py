@@ -30,7 +30,7 @@ side = st.integers(1, 1_000_000) | st.integers(1, 300)
 
 
 def gradient(height, width):
-    """A grey image whose pixels all tell where they are, as far as 8 bits go."""
+    """Return a grey image whose pixels all tell where they are, as far as 8 bits go."""
     return Image.fromarray((np.arange(height * width) % 251).astype(np.uint8).reshape(height, width))
 
 
@@ -266,7 +266,7 @@ def test_a_size_is_read_from_the_header_alone():
 
 
 def png_with(image, kind, data, *, behind_pixels):
-    """The PNG of an image with one more chunk, before or behind its pixels."""
+    """Return the PNG of an image with one more chunk, before or behind its pixels."""
     stream = io.BytesIO()
     image.save(stream, "PNG")
     chunk = struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -354,7 +354,7 @@ def test_pixels_without_a_known_range_are_refused(image, message):
 
 
 def flags(**given):
-    """The flags of a run whose model's processor stretches images."""
+    """Return the flags of a run whose model's processor stretches images."""
     mean = (0.48145466, 0.4578275, 0.40821073)
     return with_image_flags(Config(**given), lambda: [ImageProcessing("stretch", mean, (0.25,) * 3)])
 

@@ -47,7 +47,7 @@ def request(tokens: TokenSpec = TOKENS) -> DataRequest:
 
 
 def config_of(out: Path, printed: str) -> Config:
-    """The data set's flags as the script printed them."""
+    """Return the data set's flags as the script printed them."""
     def value(flag: str) -> str:
         found = re.search(rf"{flag} (\S+)", printed)
         assert found is not None, printed

@@ -513,7 +513,7 @@ OFFERED = [{"type": "function", "function": {"name": "look", "parameters": {"typ
 
 
 def call(arguments: object, name: object = "look") -> dict:
-    """An answer of the assistant that calls a tool, in OpenAI's form."""
+    """Return an answer of the assistant that calls a tool, in OpenAI's form."""
     return {"role": "assistant", "content": None, "tool_calls": [
         {"id": "call_0001", "type": "function", "function": {"name": name, "arguments": arguments}}]}
 

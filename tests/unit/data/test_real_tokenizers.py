@@ -59,7 +59,7 @@ def spec(folder: Path, image_token: str) -> TokenSpec:
 
 
 def talk(as_parts: bool) -> list[dict]:
-    """A conversation with images in the middle of text, at its end, and one behind the other."""
+    """Return a conversation with images in the middle of text, at its end, and one behind the other."""
     users = (["Compare ", None, " with\n", None, " and count."], ["Write it down, ", None])
     if as_parts:
         return [

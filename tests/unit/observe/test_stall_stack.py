@@ -35,7 +35,7 @@ class Handle:
 
 
 def handle_in(folder: Path, source: str) -> Callable[[], None]:
-    """A function of a file in that folder, which is gone by the time it runs."""
+    """Return a function of a file in that folder, which is gone by the time it runs."""
     scope: dict[str, Any] = {"handle": Handle(), "handles": {"a": Handle()}, "float": Handle().wait}
     exec(compile(source, str(folder / "module.py"), "exec"), scope)
     return scope["blocked"]
@@ -88,7 +88,7 @@ def test_locks_and_sleep() -> None:
 
 
 def fake_distributed(group: object, **variables: object) -> Callable[[], None]:
-    """A call of torch.distributed that blocks, with these variables."""
+    """Return a call of torch.distributed that blocks, with these variables."""
     names = ", ".join(variables)
     source = f"def all_reduce(group, {names}):\n    handle.wait()\ndef recv(group, {names}):\n    handle.wait()\n"
     scope: dict[str, Any] = {"handle": Handle()}

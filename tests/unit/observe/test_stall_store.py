@@ -35,7 +35,7 @@ class Ranks:
             self.ends[rank].start(self.called[rank].set)
 
     def conclude(self, ranks: list[int]) -> dict[int, tuple[RankProcess, ...] | None]:
-        """The ranks give their status at once."""
+        """Let the ranks give their statuses at the same time."""
         found = {}
 
         def one(rank: int) -> None:

@@ -14,7 +14,7 @@ from mimo.observability.trackers import FileTracker, Generation, JsonlTracker, T
 
 
 def strict_lines(path):
-    """Every line of a JSON Lines file; NaN and Infinity, which JSON lacks, are refused."""
+    """Return every line of a JSON Lines file; NaN and Infinity, which JSON lacks, are refused."""
     def refuse(name):
         raise AssertionError(f"{name} is not JSON")
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]

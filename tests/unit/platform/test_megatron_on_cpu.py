@@ -4,7 +4,7 @@ import pytest
 
 
 def build(collection, dtype, **changes):
-    """A two-layer MoE decoder in Megatron's DDP with its distributed optimizer."""
+    """Return a two-layer MoE decoder in Megatron's DDP with its distributed optimizer."""
     import torch
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel

@@ -74,7 +74,7 @@ def maps_of(model: Any) -> dict[str, WeightMap]:
 
 
 def renamed(shapes: Shapes, *changes: tuple[str, str]) -> dict[str, Iterable[int]]:
-    """The first change whose pattern matches a name is made."""
+    """Apply the first change whose pattern matches a name."""
     found = {}
     for name, shape in shapes.items():
         pattern, replacement = next(((old, new) for old, new in changes if re.search(old, name)), ("", ""))

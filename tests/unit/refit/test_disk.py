@@ -25,7 +25,7 @@ FILES = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 def write(root: Path, version: str, seed: int, change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None,
           named: dict[str, list[str]] | None = None) -> Path:
-    """A version as a trainer writes it, in two files; `change` is applied to its tensors first."""
+    """Write a version like a trainer, in two files, after applying `change` to its tensors."""
     tensors = whole_weights(seed)
     change(tensors)
     names = list(tensors)

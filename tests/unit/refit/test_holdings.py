@@ -34,7 +34,7 @@ MODELS = {**weights.MODELS,
 
 
 def whole_shape(rule: Rule) -> tuple[int, ...]:
-    """A shape that a rule's Megatron tensor may have."""
+    """Return a shape that a rule's Megatron tensor may have."""
     convert = rule.convert
     if isinstance(convert, Fused):
         rows = convert.groups * sum(convert.rows)
@@ -51,7 +51,7 @@ def whole_shape(rule: Rule) -> tuple[int, ...]:
 
 
 def numbered(*shape: int) -> torch.Tensor:
-    """A tensor whose elements are all different."""
+    """Return a tensor whose elements are all different."""
     return torch.arange(torch.Size(shape).numel()).view(shape)
 
 
@@ -77,7 +77,7 @@ def fault(convert: Conversion, shape: tuple[int, ...]) -> str:
 
 @st.composite
 def conversions(draw: st.DrawFn) -> tuple[Conversion, tuple[int, ...]]:
-    """A conversion and the shape of a Megatron tensor for it."""
+    """Draw a conversion and the shape of a Megatron tensor for it."""
     rest = draw(st.sampled_from([(), (2,), (2, 3)]))
     kind = draw(st.sampled_from(["direct", "reshaped", "flattened", "fused", "padded", "heads"]))
     size = draw(SIZES)
@@ -124,13 +124,13 @@ def test_row_maps_of_every_provider(maps: dict[str, WeightMap]) -> None:
 
 
 def cuts(size: int, parts: int) -> list[slice]:
-    """An axis in parts of any sizes, empty ones left out."""
+    """Return an axis in parts of any sizes, empty ones left out."""
     stops = [size * (number + 1) // parts for number in range(parts)]
     return [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False) if stop > start]
 
 
 def pieces_of(whole: torch.Tensor, parts: tuple[int, ...]) -> Iterator[ModelPiece]:
-    """A tensor cut along its axes, each piece a view of a larger buffer."""
+    """Yield a tensor cut along its axes, each piece a view of a larger buffer."""
     for place in itertools.product(*map(cuts, whole.shape, parts)):
         part = whole[place]
         memory = torch.full((part.numel() + 7,), -1)

@@ -38,7 +38,7 @@ def nothing_failed() -> None:
 
 
 def content(sync: int, number: int, sender: int, rank: int, size: int) -> torch.Tensor:
-    """A message, unlike every other."""
+    """Return a message, unlike every other."""
     seed = ((sync * 31 + number) * 31 + sender) * 31 + rank
     return torch.randint(256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 

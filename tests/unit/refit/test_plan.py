@@ -85,7 +85,7 @@ def fields(operations: Sequence[Op]) -> list[tuple]:
 
 
 def expected_of(model: SmallModel, shards: Tensors, spec: RecvSpec) -> Tensors:
-    """A worker's tensors after a transfer: its own slicing, but for what only its loader would write."""
+    """Return a worker's tensors after a transfer: its own slicing, but for what only its loader would write."""
     loader = [model.whole[name] for name in spec.loader]
     numbers = np.concatenate([each.reshape(-1) for each in loader]) if loader else np.array([], int)
     return {name: np.where(np.isin(tensor, numbers), PADDING, tensor) for name, tensor in shards.items()} | dict(
@@ -245,7 +245,7 @@ def without(ends: Ends, name: str) -> Ends:
 
 
 def wanting(ends: Ends, change: Callable[[TensorSlice], TensorSlice | None]) -> Ends:
-    """A worker that wants changed slices."""
+    """Return a worker that wants changed slices."""
     return replace(ends, specs={worker: RecvSpec(tuple(filter(None, map(change, spec.direct))), spec.loader)
                                 for worker, spec in ends.specs.items()})
 

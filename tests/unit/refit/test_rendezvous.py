@@ -15,7 +15,7 @@ from mimo.refit.rendezvous import RefitError, Rendezvous, own_address
 
 
 def joined(timeout_s: float = 5.0) -> tuple[Rendezvous, Rendezvous]:
-    """A trainer's rank that serves the store, and a worker."""
+    """Return a trainer's rank that serves the store, and a worker."""
     host, place = Rendezvous.host("127.0.0.1", "trainer rank 0", timeout_s)
     return host, Rendezvous.join(place, "worker 1", timeout_s)
 

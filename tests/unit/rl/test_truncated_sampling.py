@@ -64,7 +64,7 @@ def log_probs_of(model: transformers.PreTrainedModel, prompt: list[int], answer:
 
 
 def truncated(log_probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The distribution of the likeliest tokens alone: `top_k` of them, of these the fewest with `top_p`."""
+    """Return the distribution of the likeliest tokens alone: `top_k` of them, of these the fewest with `top_p`."""
     if sampling.top_k:
         least = log_probs.topk(sampling.top_k, dim=-1).values[:, -1:]
         log_probs = log_probs.masked_fill(log_probs < least, -math.inf).log_softmax(-1)

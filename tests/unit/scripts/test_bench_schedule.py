@@ -39,7 +39,7 @@ WORDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "x": Kind.BRIDGE_WAIT, "p": Kind
 
 
 def rank(number: int, module: str, text: str, lane: int = 0) -> RankStep:
-    """A step drawn as text: a letter a second, see WORDS."""
+    """Return a step drawn as text: a letter a second, see WORDS."""
     intervals, passes = [], {"F": 0, "B": 0}
     for second, letter in enumerate(text):
         if intervals and text[second - 1] == letter:
@@ -170,7 +170,7 @@ def test_a_split_is_whole_where_each_grid_has_gpus_as_it_has_work(encoder, langu
 
 
 def block(step_s: float) -> dict[str, Arm]:
-    """One microbatch on one encoder rank and one language rank; the step takes `step_s`, its intervals 8 s."""
+    """Return one microbatch on one encoder rank and one language rank; the step takes `step_s`, its intervals 8 s."""
     whole = [rank(0, "vision", "FxxxxxBo"), rank(1, "language", "xFFBBBio")]
     alone = {name: Arm([[each]]) for name, each in (("vision", rank(0, "vision", "FB")),
                                                     ("language", rank(1, "language", "FFBBB")))}

@@ -136,7 +136,7 @@ def test_checksums_find_what_size_and_time_do_not(tmp_path, model):
 
 
 def slow(source: Path, folder: Path) -> subprocess.Popen[str]:
-    """A copy of 10 MB that takes seconds, after more than 4 MB of it."""
+    """Return a copy of 10 MB that takes seconds, after more than 4 MB of it."""
     process = start(source, "--to", folder, "--workers", 1, "--limit-mb-s", 5, "--block-mib", 1)
     wait_for(lambda: any(part.stat().st_size > 4 * MB for part in parts(folder)), "half a file")
     return process

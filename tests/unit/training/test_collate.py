@@ -20,7 +20,7 @@ def num_image_tokens(module: str, height: int, width: int) -> int:
 
 
 def sample(key="set/1", tokens=(1, IMAGE, 5, 6, 2), targets=2, sizes=((8, 8),), **changes) -> Sample:
-    """The last `targets` tokens are the answer; each image is filled with its position."""
+    """Return a sample whose last `targets` tokens are the answer. Each image is filled with its position."""
     mask = np.arange(len(tokens)) >= len(tokens) - targets
     images = [np.full((1, *size), position, np.float32) for position, size in enumerate(sizes)]
     return replace(Sample(key, np.array(tokens, np.int64), mask, list(sizes), images), **changes)

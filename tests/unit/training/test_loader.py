@@ -378,7 +378,7 @@ def test_whoever_asks_why_nothing_comes_sees_a_busy_loader(prefetch):
 
 
 def in_the_middle_of_a_read():
-    """A provider that holds back its data, and a loader that has handed out two steps and reads the third."""
+    """Return a provider that holds back its data, and a loader that has handed out two steps and reads the third."""
     provider = Held()
     provider.let_go.set()
     reading = loader(layout(), 1, provider, prefetch=True)

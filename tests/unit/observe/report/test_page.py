@@ -112,7 +112,7 @@ def test_waits_below_a_twentieth_are_none(tmp_path: Path) -> None:
 
 
 def prefetching(folder: Path, prefetch_s: float, forward_s: float, *, scale: float = 1.0) -> Run:
-    """A run whose encoder computes ahead, with this forward part of its slowest rank, taken from its waits."""
+    """Return a run whose encoder computes ahead, with this forward part of its slowest rank, taken from its waits."""
     def record(iteration: int) -> dict[str, Any]:
         found = step_record(iteration, 1.0, **{"encoder-prefetch-s": prefetch_s})
         for part, least in (("forward", forward_s), ("bridge-wait", 0.7 - forward_s)):
