@@ -1,7 +1,9 @@
 """Qwen3-VL: a vision tower whose features of several depths (DeepStack) go to the first layers of a Qwen3 decoder.
 
+The decoder is dense or has experts.
+
 Images have any size, and rotary positions of the decoder have three axes, which are interleaved. Sizes come from flags
-(the defaults are those of Qwen3-VL-8B) or from a Hugging Face `Qwen3VLConfig` (`--hf-config`).
+(the defaults are those of Qwen3-VL-8B) or from a Hugging Face `Qwen3VLConfig` or `Qwen3VLMoeConfig` (`--hf-config`).
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ class Qwen3VlProvider(VisionLanguageProvider):
     """The `mimo.protocols.ModelProvider` of Qwen3-VL. Every method also takes unresolved configurations."""
 
     Config: ClassVar[type] = Config
-    hf_architectures: ClassVar[tuple[str, ...]] = (hf_qwen3_vl.ARCHITECTURE,)
+    hf_architectures: ClassVar[tuple[str, ...]] = (hf_qwen3_vl.DENSE.architecture, hf_qwen3_vl.MOE.architecture)
     checks = (check_qwen3_vision, check_qwen3_decoder)
     check_language_grid = staticmethod(check_decoder_grid)
     check_encoder_grid = staticmethod(check_qwen3_vision_grid)
@@ -152,12 +154,12 @@ class Qwen3VlProvider(VisionLanguageProvider):
         return qwen3_vision_spec(config, ENCODER, config.hidden_size, context)
 
     def weight_map(self, config: Config, module: str) -> WeightMap:
-        """Return the names of a Qwen3-VL checkpoint. For the language model, a Qwen3 checkpoint works too."""
-        from providers.common import qwen3_weights, weights
+        """Return the names of a Qwen3-VL checkpoint. For a dense language model, a Qwen3 checkpoint works too."""
+        from providers.common import qwen3_weights
 
         config = self.resolved(config)
         if module == LANGUAGE:
-            return weights.decoder_map(config, qwen3_weights.LANGUAGE_SCHEMES)
+            return qwen3_weights.qwen3_decoder_map(config)
         self.check_module(module)
         return qwen3_weights.qwen3_vision_map(config, ENCODER)
 

@@ -423,7 +423,7 @@ class ModelWeights:
                  dtype: str) -> None:
         held = build_trainer_shards(built, grids, provider, family_config, dtype)
         self.entries, self.holders, self.slices = held.entries, held.holders, held.slices
-        maps = {module: provider.weight_map(family_config, module) for module in grids.layout.grids}
+        maps = {module: provider.weight_map(family_config, module).for_engine() for module in grids.layout.grids}
         self.schemes = module_schemes(maps, [entry.name for entry in held.entries])
         self._built = built
         self._live = LiveTensors(built)

@@ -65,7 +65,7 @@ def build_trainer_shards(built: BuiltModel, grids: Grids, provider: ModelProvide
         ValueError: on the first rank: everything in which the weight map and the model do not fit each other, by name.
         ReportedElsewhereError: the same, on the other ranks.
     """
-    maps = {module: provider.weight_map(family_config, module) for module in grids.layout.grids}
+    maps = {module: provider.weight_map(family_config, module).for_engine() for module in grids.layout.grids}
     # Entries have the names of each module's first scheme. Workers choose the scheme of their loader (`worker_plan`).
     chosen = {module: weight_map.schemes[0] for module, weight_map in maps.items()}
     pieces = {module: module_pieces(part, grids.collections[module]) for module, part in named_modules_of(built.model)}

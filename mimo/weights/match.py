@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 
 from mimo.boxes import Box
-from mimo.weights.rules import NamingScheme, PaddedRows, Rule, WeightMap, global_name, is_expert
+from mimo.weights.rules import NamingScheme, PaddedRows, Rule, SeveralForms, WeightMap, global_name, is_expert
 from mimo.weights.safetensors_io import Catalog, HfSource, SourceTensor
 
 # Errors of a conversion whose tensors have wrong shapes: its own ValueError, or torch's error of a cat or a reshape.
@@ -183,6 +183,9 @@ def check_shape(match: ModuleMatch, rule: Rule, entries: Sequence[SourceTensor],
             shape = rule.convert.to_megatron(_meta(rule.part_shapes(have))).shape
         # The parts of the model's tensor show which of several source tensors has the wrong shape.
         takes = [rule.tensor_shape(part.shape) for part in rule.convert.to_hf(*_meta([shape]))]
+        if isinstance(rule.convert, SeveralForms):
+            forms = [rule.tensor_shape(form) for form in rule.convert.forms()]
+            takes = [entry.shape if entry.shape in forms else take for entry, take in zip(entries, takes, strict=True)]
         # Rules that share a tensor must produce the same line.
         what = f"{made} {list(shape)}" if rule.rows is None else match.module
         wrong = [f"shape: {name} is {list(entry.shape)} ({entry.file}); {what} takes {list(size)}"

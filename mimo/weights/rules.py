@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -157,6 +157,15 @@ class Conversion(Protocol):
         Rows in no segment belong to no part. None if a row of the Megatron tensor is not a row of a part; then the only
         part is the whole tensor in another shape.
         """
+        ...
+
+
+@runtime_checkable
+class SeveralForms(Protocol):
+    """A conversion of one part that files have in several forms. It reads each of them, and writes the first."""
+
+    def forms(self) -> list[tuple[int, ...]]:
+        """Return the shapes of the part."""
         ...
 
 
@@ -381,6 +390,7 @@ class WeightMap:
         repeated: source tensors that repeat others. They are ignored if they have the same values, refused if they do
             not, and never copied into an export.
         stacked_layers: whether checkpoints of the module stack equal layers, see `stored_tensors`.
+        engine_rules: rules for a rollout engine, if it takes other tensors than files hold; empty: the same.
     """
 
     rules: tuple[Rule, ...]
@@ -388,6 +398,7 @@ class WeightMap:
     ignored: tuple[tuple[str, str], ...] = ()
     repeated: tuple[Repeated, ...] = ()
     stacked_layers: bool = True
+    engine_rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
         shared: dict[str, list[Rows]] = {}
@@ -400,6 +411,10 @@ class WeightMap:
                 assert part.first == row and part.total == parts[0].total, f"{name}: rows {parts} do not fit together"
                 row += part.count
             assert row == parts[0].total, f"{name}: rows {parts} are not all of it"
+
+    def for_engine(self) -> WeightMap:
+        """Return the map whose tensors a rollout engine takes."""
+        return replace(self, rules=self.engine_rules, engine_rules=()) if self.engine_rules else self
 
     def stored(self) -> dict[str, StoredTensor]:
         """Return the place of each rule's tensor in a checkpoint, by Megatron name."""

@@ -1,8 +1,9 @@
-"""Convert between a Hugging Face `Qwen3VLConfig` and the flags, without importing transformers."""
+"""Convert between a Hugging Face `Qwen3VLConfig` or `Qwen3VLMoeConfig` and the flags. Does not import transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from mimo.protocols import LANGUAGE
@@ -14,13 +15,37 @@ from providers.common.hf_text import allow, refuse_quantized, rope_of, text_size
 from providers.common.qwen3_vision import Qwen3VisionConfig
 from providers.common.qwen_vision import NUM_CHANNELS, ROTARY_BASE
 
-ARCHITECTURE, MODEL_TYPE = "Qwen3VLForConditionalGeneration", "qwen3_vl"
-TEXT_TYPE, VISION_TYPE = "qwen3_vl_text", "qwen3_vl_vision"
+
+@dataclass(frozen=True)
+class Kind:
+    """Names of the dense models, or of the mixtures of experts, in configurations.
+
+    Attributes:
+        architecture: class of the whole model.
+        model_type: of the whole model. The names of its parts begin with it.
+        text_type: of a text model with the same decoder.
+    """
+
+    architecture: str
+    model_type: str
+    text_type: str
+
+
+DENSE = Kind("Qwen3VLForConditionalGeneration", "qwen3_vl", "qwen3")
+MOE = Kind("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", "qwen3_moe")
+KINDS = {kind.model_type: kind for kind in (DENSE, MOE)}
 # Class defaults, which a saved file leaves out.
-TEXT_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "hidden_act": "silu",
-    "max_position_embeddings": 128000, "rms_norm_eps": 1e-6,
+TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3_vl_text": {
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "hidden_act": "silu",
+        "max_position_embeddings": 128000, "rms_norm_eps": 1e-6},
+    # The class has no norm_topk_prob: weights of experts are always normalized.
+    "qwen3_vl_moe_text": {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "hidden_act": "silu", "max_position_embeddings": 128000,
+        "rms_norm_eps": 1e-6, "moe_intermediate_size": 1408, "num_experts_per_tok": 4, "num_experts": 60,
+        "norm_topk_prob": True},
 }
 VISION_DEFAULTS: dict[str, Any] = {
     "depth": 27, "hidden_size": 1152, "hidden_act": "gelu_pytorch_tanh", "intermediate_size": 4304, "num_heads": 16,
@@ -32,7 +57,7 @@ SECTIONS = (24, 20, 20)
 
 
 def qwen3_vl_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the `qwen3_vl` provider's `Config` that a `Qwen3VLConfig` sets.
+    """Return the fields of the `qwen3_vl` provider's `Config` that a `Qwen3VLConfig` or a `Qwen3VLMoeConfig` sets.
 
     Args:
         config: the configuration as a dict. Keys with their default values may be missing.
@@ -40,7 +65,7 @@ def qwen3_vl_sizes(config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a value that the model cannot reproduce; the message names the key.
     """
-    allow("", "model_type", config.get("model_type", MODEL_TYPE), (MODEL_TYPE,))
+    allow("", "model_type", config.get("model_type", DENSE.model_type), tuple(KINDS))
     allow("", "per_layer_config", config.get("per_layer_config") or None, (None,))
     refuse_quantized(config, "")
     language = language_sizes(config)
@@ -59,7 +84,7 @@ def module_sizes(values: Mapping[str, Any], module: str) -> dict[str, Any]:
         ValueError: a value that the model cannot reproduce; the message names the key.
     """
     config = dict(values)
-    if module == LANGUAGE and config.get("model_type", MODEL_TYPE) != MODEL_TYPE:
+    if module == LANGUAGE and config.get("model_type", DENSE.model_type) not in KINDS:
         # Positions of text are the same on every axis, so that any sections compute what a text model does.
         return causal_lm_sizes(config)
     sizes = qwen3_vl_sizes(config)
@@ -69,15 +94,18 @@ def module_sizes(values: Mapping[str, Any], module: str) -> dict[str, Any]:
 
 def language_sizes(config: dict[str, Any]) -> dict[str, Any]:
     """Return the decoder's fields. Raises the errors of `qwen3_vl_sizes`."""
-    section = "text_config."
-    text = with_defaults(config.get("text_config") or {}, section, TEXT_TYPE, {TEXT_TYPE: TEXT_DEFAULTS})
+    section, kind = "text_config.", KINDS[config.get("model_type", DENSE.model_type)]
+    own_type = f"{kind.model_type}_text"
+    text = with_defaults(config.get("text_config") or {}, section, own_type, {own_type: TEXT_DEFAULTS[own_type]})
+    if kind is MOE:
+        allow(section, "norm_topk_prob", text["norm_topk_prob"], (True,))
     key, rope = rope_of(text, section, ROTARY_BASE_OF_TEXT)
     allow(section, f"{key}.rope_type", rope["rope_type"], ("default",))
     # The family's models interleave the axes whatever the key says; another value would not mean what it says.
     allow(section, f"{key}.mrope_interleaved", rope.get("mrope_interleaved", True), (True,))
     allow(section, f"{key}.partial_rotary_factor", rope.get("partial_rotary_factor"), (None, 1, 1.0))
     plain = {name: value for name, value in text.items() if name not in ROPE_KEYS}
-    return text_sizes(plain | {"model_type": "qwen3", "rope_theta": rope["rope_theta"]}, section) | {
+    return text_sizes(plain | {"model_type": kind.text_type, "rope_theta": rope["rope_theta"]}, section) | {
         "mrope_section": tuple(rope.get("mrope_section") or SECTIONS),
         # The text model's own value has no effect in transformers.
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False)}
@@ -86,9 +114,11 @@ def language_sizes(config: dict[str, Any]) -> dict[str, Any]:
 def vision_sizes(config: dict[str, Any], language_size: int) -> dict[str, Any]:
     """Return the tower's fields. Raises the errors of `qwen3_vl_sizes`."""
     section, given = "vision_config.", dict(config.get("vision_config") or {})
-    if given.get("model_type") == MODEL_TYPE:  # as in the published files
-        given["model_type"] = VISION_TYPE
-    vision = with_defaults(given, section, VISION_TYPE, {VISION_TYPE: VISION_DEFAULTS})
+    whole = config.get("model_type", DENSE.model_type)
+    own_type = f"{whole}_vision"
+    if given.get("model_type") == whole:  # as in the published files
+        given["model_type"] = own_type
+    vision = with_defaults(given, section, own_type, {own_type: VISION_DEFAULTS})
     allow(section, "hidden_act", vision["hidden_act"], tuple(ACTIVATIONS))
     allow(section, "in_channels", vision["in_channels"], (NUM_CHANNELS,))
     if vision["out_hidden_size"] != language_size:
@@ -131,21 +161,23 @@ def qwen3_vl_config(decoder: MultimodalDecoderConfig, vision: Qwen3VisionConfig,
     Raises:
         ValueError: the decoder has parts that the family does not have.
     """
-    text = hf_config.text_config(decoder)
-    if text["model_type"] != "qwen3":
-        raise ValueError(f"{ARCHITECTURE} has a Qwen3 decoder: --qk-layernorm, --no-add-qkv-bias and --num-experts 0")
-    text |= {"model_type": TEXT_TYPE, "rope_scaling": {
+    text, kind = hf_config.text_config(decoder), MOE if decoder.num_experts else DENSE
+    if text["model_type"] != kind.text_type or decoder.moe_router_pre_softmax:
+        raise ValueError(f"{kind.architecture} has a Qwen3 decoder: --qk-layernorm, --no-add-qkv-bias and "
+                         "--no-moe-router-pre-softmax")
+    text |= {"model_type": f"{kind.model_type}_text", "rope_scaling": {
         "rope_type": "default", "mrope_interleaved": True, "mrope_section": list(decoder.mrope_section)}}
     activation = {ours: theirs for theirs, ours in ACTIVATIONS.items()}[vision.vision_hidden_act]
     return {
-        "architectures": [ARCHITECTURE],
-        "model_type": MODEL_TYPE,
+        "architectures": [kind.architecture],
+        "model_type": kind.model_type,
         **token_ids,
         "tie_word_embeddings": text["tie_word_embeddings"],
         "text_config": text,
         "vision_config": {
-            "model_type": VISION_TYPE, "depth": vision.vision_num_layers, "hidden_size": vision.vision_hidden_size,
-            "hidden_act": activation, "intermediate_size": vision.vision_ffn_hidden_size,
+            "model_type": f"{kind.model_type}_vision", "depth": vision.vision_num_layers,
+            "hidden_size": vision.vision_hidden_size, "hidden_act": activation,
+            "intermediate_size": vision.vision_ffn_hidden_size,
             "num_heads": vision.vision_num_attention_heads, "in_channels": NUM_CHANNELS,
             "patch_size": vision.vision_patch_size, "spatial_merge_size": vision.vision_spatial_merge_size,
             "temporal_patch_size": vision.vision_temporal_patch_size, "out_hidden_size": decoder.hidden_size,

@@ -47,6 +47,8 @@ ALIASES: dict[str, dict[str, str]] = {
     "llava": {"image_token_id": "image_token_index"},
     "qwen2_5_vl_vision": {"num_attention_heads": "num_heads"},
     "qwen3_vl_vision": {"num_attention_heads": "num_heads"},
+    "qwen3_vl_moe_vision": {"num_attention_heads": "num_heads"},
+    "qwen3_vl_moe_text": {"num_local_experts": "num_experts"},
 }
 DEFAULT_ROPE_THETA = {"mixtral": 1e6}
 OTHER_ROPE_THETA = 10000.0

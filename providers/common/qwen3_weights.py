@@ -1,4 +1,4 @@
-"""Weight maps of Qwen3-VL: the tower and its mergers, and the naming schemes of its checkpoints.
+"""Weight maps of Qwen3-VL: the tower and its mergers, experts in one tensor, and the naming schemes of its checkpoints.
 
 Rules use the names of a text model of its own (`model.layers.0...`) and those of the tower inside the model
 (`visual.blocks.0...`). Imports torch: providers import it inside their methods.
@@ -6,14 +6,80 @@ Rules use the names of a text model of its own (`model.layers.0...`) and those o
 
 from __future__ import annotations
 
-from mimo.weights.rules import NamingScheme, Rule, WeightMap
-from providers.common.qwen3_vision import Qwen3VisionConfig
-from providers.common.weights import CAUSAL_LM, HeadMajor, affine
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-NAME = "Qwen3VLForConditionalGeneration"
+import torch
+
+from mimo.weights.rules import NamingScheme, Rows, Rule, Segment, WeightMap
+from providers.common.decoder import DecoderConfig
+from providers.common.qwen3_vision import Qwen3VisionConfig
+from providers.common.weights import CAUSAL_LM, HeadMajor, affine, decoder_map
+
+NAME = "Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration"
 LANGUAGE_SCHEMES = (NamingScheme(NAME, ((r"^model\.", "model.language_model."),)), CAUSAL_LM)
 VISION_SCHEMES = (NamingScheme(NAME, ((r"^visual\.", "model.visual."),)),)
 IGNORED = ((r"(^|\.)rotary_pos_emb\.inv_freq$", "rotary frequencies follow from the configuration"),)
+
+
+@dataclass(frozen=True)
+class ExpertInStack:
+    """An expert's matrix in a tensor of all experts, where published files have it transposed.
+
+    transformers 5 saves the matrices as they are, `[experts, rows, columns]`. Both forms are read. The published one is
+    written, because transformers and vLLM read it.
+
+    Attributes:
+        rows: rows of the matrix here.
+        columns: its columns.
+    """
+
+    rows: int
+    columns: int
+
+    def forms(self) -> list[tuple[int, ...]]:
+        """Return the shape of an expert in published files, then in those of transformers 5."""
+        return [(1, self.columns, self.rows), (1, self.rows, self.columns)]
+
+    def to_megatron(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the matrix. Raises ValueError if the shape does not tell whether it is transposed."""
+        (part,) = parts
+        shape = tuple(part.shape)
+        if self.rows == self.columns and shape == (1, self.rows, self.columns):
+            raise ValueError(f"experts of {self.rows} x {self.columns} may be transposed or not, and their shape does "
+                             "not tell which")
+        if shape not in self.forms():
+            raise ValueError(f"an expert of shape {list(shape[1:])} is not {self.columns} x {self.rows}")
+        return part[0].t() if shape[2] == self.rows else part[0]
+
+    def to_hf(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the published form."""
+        if tuple(tensor.shape) != (self.rows, self.columns):
+            raise ValueError(f"shape {list(tensor.shape)} is not {[self.rows, self.columns]}")
+        return [tensor.t().contiguous()[None]]
+
+    def segments(self, rows: int) -> list[Segment] | None:
+        """Return None, because rows become columns."""
+        return None
+
+
+def qwen3_decoder_map(config: DecoderConfig) -> WeightMap:
+    """Map every tensor of the decoder. Files hold the experts of a layer in two tensors; engines take them one by one.
+
+    A text model of its own, such as Qwen3MoeForCausalLM, has the names of engines.
+    """
+    found = decoder_map(config, LANGUAGE_SCHEMES)
+    if not config.num_experts:
+        return found
+    rules = [rule for rule in found.rules if ".mlp.experts." not in rule.megatron]
+    inner, hidden = config.moe_ffn_hidden_size, config.hidden_size
+    for layer in range(config.num_layers):
+        for name, rows, columns, hf in (("linear_fc1", 2 * inner, hidden, "gate_up_proj"),
+                                        ("linear_fc2", hidden, inner, "down_proj")):
+            rules += [Rule(f"decoder.layers.{layer}.mlp.experts.{expert}.{name}.weight",
+                           (f"model.layers.{layer}.mlp.experts.{hf}",), ExpertInStack(rows, columns),
+                           rows=Rows(expert, 1, config.num_experts)) for expert in range(config.num_experts)]
+    return replace(found, rules=tuple(rules), engine_rules=found.rules)
 
 
 def qwen3_vision_map(config: Qwen3VisionConfig, name: str) -> WeightMap:

@@ -29,6 +29,11 @@ DEEPSEEK = (*TEXT, *"""--model-provider deepseek_v3 --num-layers 3 --hidden-size
 --ffn-hidden-size 48 --vocab-size 90 --q-lora-rank 12 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4
 --v-head-dim 6 --num-experts 8 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2
 --moe-ffn-hidden-size 20 --moe-shared-expert-intermediate-size 40 --first-k-dense-replace 1""".split())
+QWEN3_VL = (*COMMON, *ONE, *"""--model-provider qwen3_vl --mrope-section 4 2 2 --num-query-groups 2 --kv-channels 16
+--vision-patch-size 4 --vision-hidden-size 16 --vision-num-layers 4 --vision-num-attention-heads 2
+--vision-ffn-hidden-size 20 --vision-num-position-embeddings 25 --vision-deepstack-layers 0 2 --image-token-id 95
+--hidden-size 32 --num-attention-heads 4 --num-layers 2 --ffn-hidden-size 48 --vocab-size 96 --mock-image-size 16
+--mock-image-size-cv 0.6""".split())
 MTP = ("--hybrid-layer-pattern", "ME*-M/*E/*E")
 MODELS = {
     "llava": LLAVA,
@@ -44,6 +49,7 @@ MODELS = {
     "qwen3-moe": QWEN3_MOE,
     "deepseek": DEEPSEEK,
     "deepseek-plain-queries": (*DEEPSEEK, "--q-lora-rank", "0"),
+    "qwen3-vl": QWEN3_VL,
     "nemotron": NEMOTRON,
     "nemotron-latent": (*NEMOTRON, "--moe-latent-size", "16"),
     "nemotron-mtp": (*NEMOTRON, *MTP),

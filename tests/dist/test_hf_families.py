@@ -43,6 +43,9 @@ LLAVA_LAYOUTS = {
 LAYOUTS_OF: dict[str, dict[str, tuple[int, str]]] = {
     **{name: MOE_LAYOUTS if name in MOE else TEXT_LAYOUTS for name in TEXT_MODELS},
     **dict.fromkeys((*LLAVA_MODELS, *QWEN_MODELS), LLAVA_LAYOUTS),
+    "qwen3-vl-moe": LLAVA_LAYOUTS | {
+        "disjoint-ep2": (3, "--llm-dp 2 --llm-ep 2"),
+        "disjoint-pp2-tp2-ep2": (4, "--encoder-pp 2 --llm-tp 2 --llm-ep 2 --sequence-parallel")},
 }
 CASES = [(name, layout) for name, layouts in LAYOUTS_OF.items() for layout in layouts]
 # Layouts of the fast suite, where more than one process and disjoint grids.

@@ -31,6 +31,7 @@ TOWER_3 = """--model-provider qwen3_vl --mrope-section 4 2 2 --num-query-groups 
 --vision-hidden-size 16 --vision-num-layers 4 --vision-num-attention-heads 2 --vision-ffn-hidden-size 20
 --vision-num-position-embeddings 25 --vision-deepstack-layers 0 1 3 --image-token-id 95 --hidden-size 32
 --num-attention-heads 4 --num-layers 4 --vocab-size 96 --max-position-embeddings 4096 --rotary-base 100"""
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.01"
 MODELS = {"qwen2.5-vl": TOWER_25, "qwen3-vl": TOWER_3}
 # name -> (ranks, flags)
 LAYOUTS = {
@@ -74,6 +75,17 @@ def test_training_equals_one_process(pool: WorkerPool, oracle: Any, model: str, 
     assert expected.batch_facts["text_only"] >= 2 and expected.batch_facts["different_images"] >= 3
     equality.assert_equal(expected, pool.run(equality.run_layout, tuple(flags.split()), world_size,
                                              world_size=world_size))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "grids"), [(3, "--llm-dp 2 --llm-ep 2"), (
+    4, "--layout colocated --encoder-dp 4 --llm-dp 2 --llm-ep 2 --llm-pp 2"), (
+    4, "--encoder-tp 2 --llm-tp 2 --llm-ep 2 --sequence-parallel --recompute full")])
+def test_training_of_experts_equals_one_process(pool: WorkerPool, ranks: int, grids: str) -> None:
+    flags = f"{TOWER_3} {IMAGES} {EXPERTS}"
+    (expected,) = pool.run(equality.run_oracle, tuple(flags.split()), world_size=1)
+    equality.assert_equal(expected, pool.run(equality.run_layout, (*flags.split(), *grids.split()), ranks,
+                                             world_size=ranks))
 
 
 @pytest.fixture(scope="module")

@@ -88,6 +88,9 @@ QWEN_MODELS: dict[str, dict[str, Any]] = {
     "qwen3-vl-tied": {
         "model_type": "qwen3_vl", "text_config": QWEN3_TEXT | {"num_key_value_heads": 1}, "tie_word_embeddings": True,
         "vision_config": QWEN3_TOWER | {"deepstack_visual_indexes": [1], "hidden_act": "gelu"}},
+    "qwen3-vl-moe": {
+        "model_type": "qwen3_vl_moe", "vision_config": QWEN3_TOWER, "tie_word_embeddings": False,
+        "text_config": QWEN3_TEXT | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}},
 }
 VISION_LANGUAGE = (*LLAVA_MODELS, *QWEN_MODELS)
 MODELS = TEXT_MODELS | LLAVA_MODELS | NEMOTRON_MODELS | QWEN_MODELS
@@ -124,8 +127,21 @@ def build_hf(name: str) -> Any:
 def save_hf(rank: int, name: str, folder: str) -> dict[str, torch.Tensor]:
     """Save the model `name`; gives its logits `[s, vocab]` of each sample of the tests' batch, by key."""
     model = build_hf(name)
-    model.save_pretrained(folder)
+    save_published(model, folder)
     return _hf_logits(rank, model, name, folder)
+
+
+def save_published(model: Any, folder: str) -> None:
+    """Save a model in the layout of published files, which have the experts of Qwen3-VL transposed."""
+    from safetensors.torch import load_file, save_file
+
+    model.save_pretrained(folder)
+    if model.config.model_type == "qwen3_vl_moe":
+        path = f"{folder}/model.safetensors"
+        stacked = ("experts.gate_up_proj", "experts.down_proj")
+        tensors = {key: tensor.mT.contiguous() if key.endswith(stacked) else tensor
+                   for key, tensor in load_file(path).items()}
+        save_file(tensors, path, {"format": "pt"})
 
 
 def reloaded_logits(rank: int, name: str, folder: str, source: str) -> dict[str, torch.Tensor]:
@@ -168,8 +184,9 @@ def flags_of(name: str, folder: str, layout: tuple[str, ...]) -> tuple[str, ...]
     provider = "llava" if name in LLAVA_MODELS else "nemotron_h" if name in NEMOTRON_MODELS else "causal_lm"
     sizes: tuple[str, ...] = ()
     if name in QWEN_MODELS:
-        provider = MODELS[name]["model_type"]
-        sizes = ("--mock-image-size", "16", "--mock-image-size-cv", "0.8", "--seq-length", "64")
+        provider = MODELS[name]["model_type"].removesuffix("_moe")
+        sizes = ("--mock-image-size", "16", "--mock-image-size-cv", "0.8", "--seq-length", "64",
+                 "--moe-aux-loss-coeff", "0")
     return ("--model-provider", provider, "--hf-config", folder, *BASE, *sizes, *layout)
 
 
@@ -344,7 +361,7 @@ def save_hf_gradients(rank: int, name: str, folder: str, out: str) -> None:
         for parameter in model.parameters():
             assert parameter.grad is not None
             parameter.copy_(parameter.grad)
-    model.save_pretrained(out)
+    save_published(model, out)
 
 
 def export_gradients(rank: int, name: str, folder: str, out: str) -> None:

@@ -177,10 +177,14 @@ def families() -> list[Family]:
         Family("qwen2_5_vl_vision", lambda values: qwen2_5_vision_sizes({"vision_config": values}, 3584),
                {"model_type": "qwen2_5_vl_vision"}, ("in_chans", "spatial_patch_size")),
         Family("qwen3_vl", qwen3_vl_sizes, {"model_type": "qwen3_vl", "vision_config": {"out_hidden_size": 4096}}),
-        Family("qwen3_vl_text", lambda values: language_sizes({"text_config": values}),
-               {"model_type": "qwen3_vl_text"}, (*ROPE, "tie_word_embeddings")),
-        Family("qwen3_vl_vision", lambda values: vision_sizes({"vision_config": values}, 3584),
-               {"model_type": "qwen3_vl_vision"}),
+        Family("qwen3_vl_moe", qwen3_vl_sizes, {"model_type": "qwen3_vl_moe", "text_config": {"hidden_size": 4096},
+                                                "vision_config": {"out_hidden_size": 4096}}),
+        *(Family(f"{kind}_text", lambda values, kind=kind: language_sizes({"model_type": kind, "text_config": values}),
+                 {"model_type": f"{kind}_text"}, (*ROPE, "tie_word_embeddings", *more))
+          for kind, more in (("qwen3_vl", ()), ("qwen3_vl_moe", ("norm_topk_prob",)))),
+        *(Family(f"{kind}_vision", lambda values, kind=kind: vision_sizes(
+            {"model_type": kind, "vision_config": values}, 3584), {"model_type": f"{kind}_vision"})
+          for kind in ("qwen3_vl", "qwen3_vl_moe")),
         Family("NemotronH_Nano_VL_V2", vlm_sizes, vlm_config(nemotron_moe_vlm.Config()), (
             "vision_config.args.in_chans", "vision_config.args.cpe_num_registers", "quantization_config",
             "sound_config", "dtype")),

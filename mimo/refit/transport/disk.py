@@ -202,7 +202,7 @@ class DiskWriter:
         if keep < 1:
             raise ValueError(f"cannot keep {keep} of the versions written to {folder}: keep at least 1")
         held = build_trainer_shards(built, grids, provider, family_config, dtype)
-        maps = {module: provider.weight_map(family_config, module) for module in grids.layout.grids}
+        maps = {module: provider.weight_map(family_config, module).for_engine() for module in grids.layout.grids}
         self._grids, self._root, self._keep = grids, Path(folder), keep
         self._entries = tuple(held.entries)
         self._schemes = module_schemes(maps, [entry.name for entry in held.entries])

@@ -27,30 +27,37 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
            False),
     "32b": ({"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
              "num_key_value_heads": 8}, {}, False),
+    "30b-a3b": ({"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
+                 "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128,
+                 "num_experts_per_tok": 8, "norm_topk_prob": True}, {}, False),
 }
 
 
 def published(name: str) -> dict[str, Any]:
     """A config.json as it is published, down to its spelling of the tower's type."""
     text, tower, tied = PUBLISHED[name]
+    kind = "qwen3_vl_moe" if "num_experts" in text else "qwen3_vl"
     return {
-        "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "tie_word_embeddings": tied,
-        "text_config": {"model_type": "qwen3_vl_text", "max_position_embeddings": 262144, "rope_theta": 5e6,
+        "model_type": kind, "tie_word_embeddings": tied,
+        "text_config": {"model_type": f"{kind}_text", "max_position_embeddings": 262144, "rope_theta": 5e6,
                         "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20],
                                          "rope_type": "default"}, **text},
-        "vision_config": {"model_type": "qwen3_vl", "out_hidden_size": text["hidden_size"], **tower}}
+        "vision_config": {"model_type": kind, "out_hidden_size": text["hidden_size"], **tower}}
 
 
 def test_the_family_is_found_by_its_architecture() -> None:
     assert provider_of("Qwen3VLForConditionalGeneration") == "qwen3_vl"
+    assert provider_of("Qwen3VLMoeForConditionalGeneration") == "qwen3_vl"
     assert qwen3_vl.from_hf(published("8b")) == qwen3_vl.Config()
 
 
-def test_defaults_equal_those_of_transformers() -> None:
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe"])
+def test_defaults_equal_those_of_transformers(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
-    full = transformers.AutoConfig.for_model("qwen3_vl").to_dict()
-    full["vision_config"]["out_hidden_size"] = full["text_config"]["hidden_size"]
-    assert qwen3_vl.from_hf({"vision_config": {"out_hidden_size": 4096}}) == qwen3_vl.from_hf(full)
+    full = transformers.AutoConfig.for_model(kind).to_dict()
+    size = full["vision_config"]["out_hidden_size"] = full["text_config"]["hidden_size"]
+    assert qwen3_vl.from_hf({"model_type": kind, "vision_config": {"out_hidden_size": size}}) == qwen3_vl.from_hf(
+        full | {"tie_word_embeddings": False})
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -59,10 +66,10 @@ def test_published_models_have_the_tensors_of_transformers(name: str) -> None:
     config = qwen3_vl.from_hf(published(name))
     written = PROVIDER.hf_config(config)
     assert qwen3_vl.from_hf(written) == config
-    loaded = transformers.Qwen3VLConfig(**published(name))
+    loaded = transformers.AutoConfig.for_model(**published(name))
     assert qwen3_vl.from_hf(loaded.to_dict()) == config
     with torch.device("meta"):
-        model = transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig(**written))
+        model = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.for_model(**written))
     theirs = set(model.state_dict()) - ({"lm_head.weight"} if loaded.tie_word_embeddings else set())
     ours: set[str] = set()
     for module in (VISION, LANGUAGE):
@@ -82,6 +89,7 @@ def test_published_models_have_the_tensors_of_transformers(name: str) -> None:
     ("text_config", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type = 'yarn'"),
     ("text_config", {"rope_scaling": {"mrope_interleaved": False}}, "mrope_interleaved = False"),
     ("vision_config", {"out_hidden_size": 3584}, "out_hidden_size = 3584 is not supported; supported: text_config.hid"),
+    ("text_config", {"norm_topk_prob": False}, "text_config.norm_topk_prob = False"),
     ("vision_config", {"in_channels": 4}, "vision_config.in_channels = 4"),
     ("vision_config", {"hidden_act": "silu"}, "vision_config.hidden_act = 'silu'"),
     ("vision_config", {"deepstack_visual_indexes": [16, 8]}, "deepstack_visual_indexes = [16, 8]"),
@@ -90,11 +98,26 @@ def test_published_models_have_the_tensors_of_transformers(name: str) -> None:
 ])
 def test_values_that_the_model_cannot_reproduce_are_refused_by_key(section: str, change: dict[str, Any],
                                                                    message: str) -> None:
-    config = published("8b")
+    config = published("30b-a3b" if "norm_topk_prob" in change else "8b")
     (config[section] if section else config).update(change)
     with pytest.raises(ValueError, match="--hf-config") as caught:
         qwen3_vl.from_hf(config)
     assert message in str(caught.value)
+
+
+def test_experts_are_read_in_both_forms_and_written_as_published() -> None:
+    torch = pytest.importorskip("torch")
+    from providers.common.qwen3_weights import ExpertInStack
+
+    matrix = torch.arange(12.0).view(4, 3)
+    rule = ExpertInStack(4, 3)
+    (written,) = rule.to_hf(matrix)
+    assert written.shape == (1, 3, 4)
+    assert rule.to_megatron([written]).equal(matrix) and rule.to_megatron([matrix[None]]).equal(matrix)
+    with pytest.raises(ValueError, match="an expert of shape"):
+        rule.to_megatron([torch.zeros(1, 4, 4)])
+    with pytest.raises(ValueError, match="4 x 4 may be transposed or not"):
+        ExpertInStack(4, 4).to_megatron([torch.zeros(1, 4, 4)])
 
 
 LAYOUT = Layout("disjoint", 2, (GridSpec(VISION),), GridSpec(LANGUAGE, offset=1))

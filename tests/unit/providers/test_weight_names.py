@@ -63,8 +63,8 @@ def maps_of(model: Any) -> dict[str, WeightMap]:
     sizes = model.config.to_dict()
     if sizes["model_type"] == "nemotron_h":
         return {LANGUAGE: nemotron_h.provider.weight_map(nemotron_h.from_hf(sizes), LANGUAGE)}
-    if sizes["model_type"] in ("qwen2_5_vl", "qwen3_vl"):
-        family: Any = {"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl}[sizes["model_type"]]
+    if sizes["model_type"] in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):
+        family: Any = qwen2_5_vl if sizes["model_type"] == "qwen2_5_vl" else qwen3_vl
         own = family.from_hf(sizes)
         return {module: family.provider.weight_map(own, module) for module in (VISION, LANGUAGE)}
     if sizes["model_type"] != "llava":
