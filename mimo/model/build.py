@@ -16,7 +16,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from mimo.config.trainer import RunConfig
 from mimo.grid.groups import Grids
-from mimo.model.layer_ops import accumulate_into_main_grad, install_packed_rotary, install_split
+from mimo.model.layer_ops import accumulate_into_main_grad, call_norm_kernels, install_packed_rotary, install_split
 from mimo.model.mimo_model import HeteroModel
 from mimo.model.moe import install_padded_routing
 from mimo.model.packed_experts import choose_grouped_gemm
@@ -160,6 +160,8 @@ def build_model(
         lambda name: _seed(config.train.seed, grids, name, platform),
     )
     freeze(model, config.model.frozen)
+    if impl == "transformer_engine":
+        call_norm_kernels(model)
     model.to(platform.device)
     cast_parameters(model, params_dtype(config))
     trainable = {name: _trains_anywhere(part, grids, name, platform) for name, part in named_modules_of(model)}

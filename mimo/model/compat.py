@@ -71,6 +71,16 @@ def leave_counts_on_device(dispatcher: Any) -> None:
     dispatcher._maybe_dtoh_and_synchronize = lambda point, tokens_per_expert=None: tokens_per_expert
 
 
+def margins_of_norm(norm: Any) -> dict[str, int]:
+    """Return how many multiprocessors a norm leaves to others, by `forward`, `backward` and `inference`.
+
+    `_sm_margins` of `transformer_engine.pytorch.RMSNorm`: the layer reads them from the environment and has no public
+    name for all three.
+    """
+    margins: dict[str, int] = norm._sm_margins
+    return margins
+
+
 def set_tensor_parallel_group(layer: Any, group: Any) -> None:
     """Give a replicated layer of Transformer Engine that was built without a group its own; no change otherwise.
 

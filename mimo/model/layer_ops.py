@@ -1,8 +1,9 @@
-"""Activation functions of vision transformers by name."""
+"""Kernels within layers: activations by name, norms, rotary positions, and what Transformer Engine adds up itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,6 +69,55 @@ def activation(name: str, impl: str) -> Activation:
 
 
 # Weight gradients that Transformer Engine's matrix products add to the buffer of gradients themselves.
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Root mean square norm by Transformer Engine's kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, norm: Any, trains: bool) -> torch.Tensor:
+        """Normalize `[..., hidden]` by the settings of `norm`, Transformer Engine's layer; in the weight's dtype."""
+        import transformer_engine_torch as kernels
+        from transformer_engine.pytorch.constants import TE_DType
+
+        rows = hidden.to(weight.dtype).contiguous().view(-1, weight.numel())
+        margins = compat.margins_of_norm(norm)
+        out, _, inverse_rms = kernels.rmsnorm_fwd(rows, weight, norm.eps, None, None, TE_DType[weight.dtype],
+                                                  margins["forward" if trains else "inference"],
+                                                  norm.zero_centered_gamma)
+        ctx.save_for_backward(rows, inverse_rms, weight)
+        ctx.margin, ctx.zero_centered, ctx.dtype = margins["backward"], norm.zero_centered_gamma, hidden.dtype
+        return out.view(hidden.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        import transformer_engine_torch as kernels
+
+        rows, inverse_rms, weight = ctx.saved_tensors
+        (grad,) = grads
+        of_rows, of_weight = kernels.rmsnorm_bwd(grad.to(rows.dtype).contiguous().view(rows.shape), rows, inverse_rms,
+                                                 weight, ctx.margin, ctx.zero_centered)
+        return of_rows.view(grad.shape).to(ctx.dtype), of_weight.view(weight.shape), None, None
+
+
+def call_norm_kernels(module: torch.nn.Module) -> None:
+    """Have Transformer Engine's RMS norms of a module call their kernels without the operation fuser around them.
+
+    The fuser is built anew for each call, plans which operations to fuse, and finds one. A decoder layer with norms of
+    queries and keys goes through it six times in a microbatch, for which the GPU waits where kernels are short. The
+    kernels and their results are the same.
+    """
+    import transformer_engine.pytorch as te
+
+    part: Any
+    for part in module.modules():
+        if type(part) is te.RMSNorm and part.weight.dim() == 1:
+            part.forward = partial(_call_norm, part)
+
+
+def _call_norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = _RmsNorm.apply(hidden, norm.weight, norm, torch.is_grad_enabled())
+    return result
 
 
 def accumulate_into_main_grad(module: torch.nn.Module) -> None:

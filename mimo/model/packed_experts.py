@@ -147,6 +147,10 @@ def _stay_on_device(dispatcher: Any) -> None:
     sorted by expert once need no second sorting.
     """
     compat.leave_counts_on_device(dispatcher)
+    if dispatcher.shared_experts is None:
+        # Nobody overlaps with the exchange, and each of its three calls is an autograd function that returns its input.
+        dispatcher.token_dispatch = lambda tokens, probs: (tokens, probs)
+        dispatcher.token_combine = lambda hidden: hidden
     dispatcher.dispatch_postprocess = lambda tokens, probs: (tokens, dispatcher.tokens_per_expert, probs)
     dispatcher.combine_preprocess = lambda hidden: hidden
 

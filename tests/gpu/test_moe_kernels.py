@@ -1,4 +1,4 @@
-"""Fused kernels of mixtures of experts on one GPU, against the unfused ones: routers, sorting, products."""
+"""Kernels that keep mixtures of experts busy on one GPU, against slower ways: routers, sorting, products, norms."""
 
 from __future__ import annotations
 
@@ -111,3 +111,28 @@ def test_fused_load_balancing_loss(counts: torch.dtype, sequences: int) -> None:
         losses.append((loss.detach(), own.grad))
     torch.testing.assert_close(losses[1][0], losses[0][0], rtol=1e-5, atol=0)
     torch.testing.assert_close(losses[1][1], losses[0][1], rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_norms_without_the_fuser_have_the_same_bits(dtype: torch.dtype, zero_centered: bool) -> None:
+    import transformer_engine.pytorch as te
+
+    from mimo.model.layer_ops import call_norm_kernels
+
+    found = []
+    for direct in (False, True):
+        torch.manual_seed(0)
+        norm = te.RMSNorm(128, eps=1e-6, zero_centered_gamma=zero_centered, dtype=dtype, device="cuda")
+        torch.nn.init.uniform_(norm.weight)
+        if direct:
+            call_norm_kernels(norm)
+            assert "forward" in vars(norm)
+        hidden = torch.randn(7, 3, 4, 128, device="cuda", dtype=dtype).transpose(0, 1).requires_grad_()
+        out = norm(hidden)
+        out.backward(torch.randn_like(out))
+        with torch.no_grad():
+            quiet = norm(hidden)
+        found.append((out, quiet, hidden.grad, norm.weight.grad))
+    for fused, alone in zip(*found, strict=True):
+        assert torch.equal(fused, alone) and fused.shape == alone.shape
