@@ -75,14 +75,15 @@ def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[S
     parts: dict[str, float] = defaultdict(float, after)
     seconds = bound = sum(after.values())
     for batch in batches:
-        timeline = step.passes(batch)
+        programs = step.programs(batch)
+        timeline = simulate(programs, step.transfer_s)
         busy = timeline.busy_s[timeline.last]
         whole, longer = timeline.seconds, 1.0
         if short < count:
             # Further microbatches add as much as the second half of these.
             each = (whole - step.passes(batch[: short // 2]).seconds) / (short - short // 2)
             longer = 1 + each * (count - short) / whole
-        bound += step.bound_s(batch) * longer / len(batches)
+        bound += step.bound_s(batch, programs) * longer / len(batches)
         for label, spent in busy.items():
             parts[label or "passes"] += spent * longer / len(batches)
         parts["waiting"] += (whole - sum(busy.values())) * longer / len(batches)
@@ -111,6 +112,8 @@ class Step:
         language = layout.language
         self.pass_cost = costs.language(language.tp, config.train.micro_batch_size, language.ep)
         self.layers = layers_of_stages(config, layout)
+        # Seconds of the language model's passes without images, by microbatches.
+        self._pipeline_s: dict[int, float] = {}
         recomputed = config.model.recompute_num_layers
         self.recomputed = tuple(
             0 if config.model.recompute != "full" else min(recomputed or count, count) for count in self.layers)
@@ -178,14 +181,18 @@ class Step:
             longest.append(count * fmean(stages) + sum(encoding))
         return max(longest) + self.reduction_s() + self.optimizer_s() + self.costs.profile.step_s
 
-    def bound_s(self, batch: Microbatches) -> float:
+    def bound_s(self, batch: Microbatches, programs: Mapping[Hashable, Sequence[Action]]) -> float:
         """Seconds of the passes of one iteration without transfers, with images that are shared out evenly.
 
         A colocated layout of n replicas needs at least `T + max(0, E / n - idle)`: T of 1F1B without images, E for the
         images, one call of each window included, and the time in which the busiest stage would be idle in T.
+
+        Args:
+            batch: samples of the iteration.
+            programs: what its workers do.
         """
         if self.layout.kind != "colocated":
-            return simulate(self._programs(batch)).seconds
+            return simulate(programs).seconds
         (encoder,), count, stages = self.sampled.encoders, len(batch), self.layout.language.pp
         images = [tokens for microbatch in batch for lane in microbatch for tokens in self._images(lane)]
         windows = count
@@ -194,22 +201,24 @@ class Step:
         forward, backward = (self.encoder_s(kind, encoder, images, calls=windows * encoder.dp) / encoder.dp
                              for kind in (FORWARD, BACKWARD))
         encoding = forward * (1 + self.recomputed_images([batch])) + backward
-        programs: dict[Hashable, list[Action]] = {
-            stage: Stage(stage, stages, count, partial(self._stage_s, stage),
-                         *_links(LANGUAGE, stage, stages)).program() for stage in range(stages)}
-        passes = simulate(programs).seconds
+        if count not in self._pipeline_s:
+            alone: dict[Hashable, list[Action]] = {
+                stage: Stage(stage, stages, count, partial(self._stage_s, stage),
+                             *_links(LANGUAGE, stage, stages)).program() for stage in range(stages)}
+            self._pipeline_s[count] = simulate(alone).seconds
         busiest = count * max(self.language_s(FORWARD, stage) + self.language_s(BACKWARD, stage)
                               for stage in range(stages))
-        return max(passes, busiest + encoding)
+        return max(self._pipeline_s[count], busiest + encoding)
 
     def _stage_s(self, stage: int, kind: str, microbatch: int) -> float:
         return self.language_s(kind, stage)
 
     def passes(self, batch: Microbatches) -> Timeline:
         """Simulate the passes of one iteration."""
-        return simulate(self._programs(batch), self._transfer_s)
+        return simulate(self.programs(batch), self.transfer_s)
 
-    def _programs(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
+    def programs(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
+        """Return what each worker does in one iteration."""
         kind, layout = self.layout.kind, self.layout
         if not layout.encoders or kind == "homogeneous":
             return self._homogeneous(batch)
@@ -219,7 +228,7 @@ class Step:
             return self._windows(batch)
         return self._colocated(batch)
 
-    def _transfer_s(self, key: Hashable) -> float:
+    def transfer_s(self, key: Hashable) -> float:
         """Seconds of a transfer of a microbatch's activations or gradients; those of images are fewer bytes, but count
         as much."""
         moved = self.config.train.micro_batch_size * self.config.train.seq_length * self.costs.hidden_size * 2

@@ -271,7 +271,7 @@ def test_the_bound_of_a_colocated_pipeline_is_that_of_the_formula(images: tuple[
     passes = 20 * (cost.forward_s + cost.backward_s)
     # The first stage waits for a forward pass of the second one, which has the output layer, and for a backward pass.
     pipeline = 12 * (passes + head) + passes
-    found = step.bound_s([[[SampleSize(1000, images)]]] * 12)
+    found = step.bound_s([[[SampleSize(1000, images)]]] * 12, {})
     assert found == pytest.approx(max(pipeline, 12 * (passes + head) + encoding))
     assert (found > 1.01 * pipeline) == (len(images) > 1)
 
