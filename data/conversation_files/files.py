@@ -287,6 +287,10 @@ def _open(path: Path, size: int, modified: int) -> RecordFile:
     return kinds.get(path.suffix, JsonRecords)(path)  # type: ignore[call-arg]
 
 
+class MissingImageError(ValueError):
+    """A record names an image that is not there."""
+
+
 class FolderImages:
     """Images of a record, each a file, bytes in the record itself, or a `data:` URL.
 
@@ -326,7 +330,7 @@ class FolderImages:
         try:
             return place, path.read_bytes()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
-            raise ValueError(f"image {place[:200]!r}: there is no file {path}{self._hint(place)}") from error
+            raise MissingImageError(f"image {place[:200]!r}: there is no file {path}{self._hint(place)}") from error
 
     def _hint(self, place: str) -> str:
         """Name a folder near by that has the image."""

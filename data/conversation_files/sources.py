@@ -27,21 +27,25 @@ from megatron.energon.metadataset.loader_interface import DatasetBlendMode, Load
 from megatron.energon.source_info import SourceInfo
 from megatron.energon.wrappers.map_dataset import MapDataset
 
-from data.conversation_files.files import SUFFIXES, FolderImages, RecordFile, open_file
+from data.conversation_files.files import SUFFIXES, FolderImages, MissingImageError, RecordFile, open_file
 from data.conversation_files.provider import Config
 from data.conversations import Conversation, from_record
 from data.energon.cookers import ParsedSample
 from data.energon.provider import path_of
 
 logger = logging.getLogger("mimo.data")
-# Records of each source that are read before a run starts, until one of them can be used.
+# Records of each source that are read before a run starts, until one with an image can be used.
 FIRST_RECORDS = 16
 # Slices of the records that a worker reads side by side, as Energon's own data sets do.
 PARALLEL_SLICES = 16
 # Blocks of a file that a worker reads side by side and keeps in memory. A block may have hundreds of megabytes.
 PARALLEL_BLOCKS = 4
+# Files of a downloaded data set that hold no records.
+METADATA = ("dataset_info.json", "dataset_infos.json")
 # End of the name of a part of a data set, as in train-00000-of-00005.parquet or train-00000-of-00005-0a1b2c.parquet.
 PART = re.compile(r"-\d+-of-(\d+)(-[0-9a-f]+)?$")
+# Records without their images, among these, that show that the folder is another one.
+MISSING_IMAGES = 4
 SPLIT_NAMES = {"train": "train", "valid": "val"}
 # Words in the names of files and folders that tell the split.
 SPLIT_WORDS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val",
@@ -130,7 +134,7 @@ def _files_by_name(path: Path, split: str | None) -> tuple[Path, ...]:
     folders = [path, *(path / name for name in ("data", *SPLIT_WORDS) if (path / name).is_dir())]
     by_split: dict[str, list[Path]] = {}
     for file in sorted(file for folder in folders for file in folder.iterdir()):
-        if file.suffix not in SUFFIXES or file.name.startswith("."):
+        if file.suffix not in SUFFIXES or file.name.startswith(".") or file.name in METADATA:
             continue
         words = re.split(r"[._-]", file.name.lower()) + [file.parent.name if file.parent != path else ""]
         named = next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), "")
@@ -393,7 +397,8 @@ def check_first_records(config: Config, split: str, encode: Callable[[ParsedSamp
         file = open_named(flag, source.files[0])
         reader = RecordReader(source, None)
         images = FolderImages(source.images)
-        errors = []
+        errors: list[str] = []
+        missing: list[str] = []
         first = range(min(FIRST_RECORDS, len(file)))
         for number in first:
             place = f"{flag} {file.path} {file.name(number)}"
@@ -404,11 +409,17 @@ def check_first_records(config: Config, split: str, encode: Callable[[ParsedSamp
                                         conversation=conversation))
             except (ValueError, OSError) as error:
                 errors.append(f"{place}: {error}")
+                if isinstance(error, MissingImageError):
+                    missing.append(errors[-1])
                 continue
             if conversation.images and not takes_images:
                 raise ValueError(f"{place}: has an image, and the run has no encoder for it, because of --llm-only or "
                                  "a model for text; use a data set of text")
-            break
+            if conversation.images:  # a record of text does not show that images are there
+                missing.clear()
+                break
+        if len(missing) >= MISSING_IMAGES:
+            raise ValueError(f"{missing[0]} (and none of the first {len(first)} records has its images)")
         if len(errors) == len(first):
             raise ValueError(f"{errors[0]} (and none of the first {len(first)} records can be used)"
                              if len(first) > 1 else errors[0])

@@ -28,7 +28,8 @@ class Config:
     valid_data_path: str = ""
     """Held-out samples. Default: the `val` split of --data-path."""
     tokenizer: str = ""
-    """Folder of a Hugging Face tokenizer."""
+    """Folder of a Hugging Face tokenizer. Default: that of --load-hf, --load-language-from or --hf-config, if it has
+    one."""
     prompt_format: str = "tokenizer"
     """How the turns of a conversation are written: `tokenizer` (its own chat template) or a format name, such as chatml
     or llama3."""
@@ -222,6 +223,11 @@ class EnergonProvider:
         VlmTaskEncoder(config, request, ErrorLog(config.max_bad_samples))
         if request.tokens.image_token_id < 0:
             refuse_images(config, request.split)
+
+    def with_tokenizer(self, config: Config, folders: Sequence[str]) -> Config:
+        """Return the flags with the first folder that has a tokenizer, unless they name one."""
+        found = (folder for folder in folders if os.path.isfile(os.path.join(folder, "tokenizer_config.json")))
+        return config if config.tokenizer else replace(config, tokenizer=next(found, ""))
 
     def with_image_processing(self, config: Config, find: Callable[[], Sequence[ImageProcessing]]) -> Config:
         """Return the flags with the model's values filled in; see `with_image_flags`."""

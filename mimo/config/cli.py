@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Protocol, get_args, runtime_checkable
 
 import tyro
 
@@ -112,7 +112,7 @@ def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, descriptio
         if _prints():
             print(to_toml(config), end="")
         raise SystemExit(0)
-    return with_image_processing(with_training_stage(config))
+    return with_image_processing(with_tokenizer(with_training_stage(config)))
 
 
 def with_training_stage[C: RunConfig](config: C) -> C:
@@ -135,6 +135,30 @@ def with_training_stage[C: RunConfig](config: C) -> C:
         raise ValueError(f"--freeze {config.model.freeze} with --training-stage {stage}, which freezes {frozen}: give "
                          "one of them")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, freeze=frozen))
+
+
+@runtime_checkable
+class TokenizedDataProvider(Protocol):
+    """A data set that takes the model's tokenizer if its flags name none."""
+
+    def with_tokenizer(self, config: Any, folders: Sequence[str]) -> Any:
+        """Return the flags with a tokenizer filled in.
+
+        Args:
+            config: the data set's flags.
+            folders: Hugging Face folders of the model, the preferred one first.
+        """
+        ...
+
+
+def with_tokenizer[C: RunConfig](config: C) -> C:
+    """Fill in the data set's tokenizer from the model's folders, and return the configuration."""
+    dataset, flags = config.find_dataset(config.data.dataset_provider), config.checkpoint
+    if not isinstance(dataset, TokenizedDataProvider):
+        return config
+    folders = [flags.load_hf, flags.load_language_from, vars(config.model_family).get("hf_config", "")]
+    filled = dataset.with_tokenizer(config.dataset, [folder for folder in folders if folder])
+    return dataclasses.replace(config, dataset=filled)
 
 
 def with_image_processing[C: RunConfig](config: C) -> C:

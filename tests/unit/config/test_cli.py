@@ -130,7 +130,7 @@ def test_a_misspelt_table_is_refused_with_the_nearest_name(tmp_path):
     ("--accumulate-allreduce-grads-in-fp32", "use --grad-reduce-in-fp32, which is on by default"),
     ("--calculate-per-token-loss", "always on"),
     ("--mtp-num-layers=0", "--hybrid-layer-pattern has the layers of each depth"),
-    ("--data-path=x", "--data-path belongs to --dataset-provider energon"),
+    ("--data-path=x", "--data-path belongs to --dataset-provider conversations, energon"),
     ("--engine-tp=2", "--engine-tp belongs to train_rl.py"),
     ("--gsm8k-thinking", "--gsm8k-thinking belongs to train_rl.py --dataset-provider gsm8k"),
 ])
@@ -180,7 +180,7 @@ def test_a_provider_that_cannot_be_used_is_named(provider, expected):
 def test_an_unknown_provider_name_lists_the_known_ones():
     with pytest.raises(ValueError, match="lava: unknown; built in are causal_lm, deepseek_v3, llava, mock"):
         parse(["--model-provider", "lava"])
-    with pytest.raises(ValueError, match="--dataset-provider digit: unknown; built in are arithmetic, digits, energon"):
+    with pytest.raises(ValueError, match="--dataset-provider digit: unknown; built in are arithmetic, conversations"):
         parse([*FAKE[:2], "--dataset-provider", "digit"])
 
 

@@ -23,6 +23,7 @@ from data.conversation_files.provider import Config, provider
 from data.energon.provider import Config as EnergonConfig
 from data.energon.provider import provider as energon
 from mimo.commands.main import main
+from mimo.config.cli import parse
 from mimo.protocols import DataRequest, RoutedDataProvider, Sample, TokenSpec
 from tests.support.chat_templates import QWEN25_TOOLS
 from tests.support.small_tokenizer import CHATML_TOKENS, write_tokenizer
@@ -296,6 +297,11 @@ def test_a_missing_image_names_the_folder_that_has_it(tmp_path, config):
     with pytest.raises(ValueError, match=f"; --image-folder {tmp_path} would have it"):
         provider.validate(config, request())
     assert greys(read(replace(config, image_folder=""), 1)[0]) == [1]
+    write_lines(tmp_path / "train.jsonl", [{"text": "a"}, *[{"image": "x.png", "caption": "a"}] * 4, {"text": "b"}])
+    with pytest.raises(ValueError, match=r"line:2: image 'x.png'.* \(and none of the first 6 records has its images"):
+        provider.validate(config, request())
+    write_lines(tmp_path / "train.jsonl", [{"image": "x.png", "caption": "a"}, {"image": "1.png", "caption": "a"}])
+    provider.validate(config, request())
     with pytest.raises(ValueError, match=f"--image-folder {tmp_path}/x: is no folder"):
         provider.validate(replace(config, image_folder=f"{tmp_path}/x"), request())
 
@@ -388,6 +394,17 @@ def test_flags_that_cannot_work_are_refused_by_name(tmp_path, config, flags, mes
     with pytest.raises(ValueError, match=message):
         provider.validate(replace(config, **flags), request())
     assert isinstance(provider, RoutedDataProvider)
+
+
+def test_the_tokenizer_is_that_of_the_model(tmp_path, config):
+    config = replace(config, tokenizer="")
+    folder = write_tokenizer(tmp_path / "model")
+    assert provider.with_tokenizer(config, [str(tmp_path), str(folder)]).tokenizer == str(folder)
+    assert provider.with_tokenizer(config, [str(tmp_path)]) == config
+    assert provider.with_tokenizer(replace(config, tokenizer="own"), [str(folder)]).tokenizer == "own"
+    words = ["--model-provider", "llava", "--dataset-provider", "conversations", "--load-hf", str(folder)]
+    assert parse(words).dataset.tokenizer == str(folder)
+    assert parse([*words, "--tokenizer", "own"]).dataset.tokenizer == "own"
 
 
 def test_a_run_without_encoder_refuses_images(tmp_path, config):
