@@ -42,7 +42,7 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from mimo.model.layer_specs import IMPLS, norm_builder
 from mimo.model.moe import LocalMoELayer
 from mimo.model.mtp import MtpBlock, MtpInputs
-from mimo.model.packed_attention import PackedDotProductAttention
+from mimo.model.packed_attention import ContextParallelAttention, PackedDotProductAttention
 from mimo.model.torch_layers.norms import Norm
 
 
@@ -260,7 +260,8 @@ def _local_layers(config: TransformerConfig) -> HybridStackSubmodules:
         in_proj=ColumnParallelLinear, out_proj=RowParallelLinear))
     attention = ModuleSpec(
         module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear, core_attention=PackedDotProductAttention, linear_proj=RowParallelLinear))
+            linear_qkv=ColumnParallelLinear, linear_proj=RowParallelLinear, core_attention=(
+                ContextParallelAttention if config.context_parallel_size > 1 else PackedDotProductAttention)))
     dense = partial(MLP.as_mlp_submodule,
                     submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
     experts = None

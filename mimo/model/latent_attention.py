@@ -23,7 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from mimo.model import compat
-from mimo.model.packed_attention import PackedDotProductAttention
+from mimo.model.packed_attention import ContextParallelAttention, PackedDotProductAttention
 
 
 class LatentDotProductAttention(PackedDotProductAttention):
@@ -35,7 +35,7 @@ class LatentDotProductAttention(PackedDotProductAttention):
         attn_mask_type: causal.
         attention_type: `self`.
         softmax_scale: factor of the scores.
-        cp_comm_type: no effect, there is no context parallelism here.
+        cp_comm_type: no effect, there is no context parallelism here (`LatentContextParallelAttention` has it).
         pg_collection: the module's groups.
         k_channels: channels of a query or key; the tensors themselves say it.
         v_channels: channels of a value; None: as `config.kv_channels`.
@@ -55,6 +55,23 @@ class LatentDotProductAttention(PackedDotProductAttention):
     ) -> None:
         super().__init__(config, layer_number, attn_mask_type, attention_type, softmax_scale=softmax_scale,
                          pg_collection=pg_collection)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+
+class LatentContextParallelAttention(ContextParallelAttention):
+    """`LatentDotProductAttention` of rows that context-parallel ranks share.
+
+    Args:
+        k_channels: channels of a query or key; the tensors themselves say it.
+        v_channels: channels of a value; None: as `config.kv_channels`.
+        attention: arguments of `ContextParallelAttention`.
+        options: further arguments of it.
+    """
+
+    def __init__(self, *attention: Any, k_channels: int | None = None, v_channels: int | None = None,
+                 **options: Any) -> None:
+        super().__init__(*attention, **options)
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
@@ -93,7 +110,7 @@ class LatentAttention(MLASelfAttention):
     ) -> torch.Tensor:
         # Megatron Core widens the values of packed rows to the queries' channels, which kernels of Transformer Engine
         # need and the attention in PyTorch does not take.
-        if isinstance(self.core_attention, LatentDotProductAttention):
+        if isinstance(self.core_attention, LatentDotProductAttention | LatentContextParallelAttention):
             return self.core_attention(query, key, value, attention_mask, **kwargs)
         return super()._run_core_attention(query, key, value, attention_mask, **kwargs)
 

@@ -22,7 +22,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from mimo.model.latent_attention import LatentAttention, LatentDotProductAttention, with_epsilon
+from mimo.model.latent_attention import (
+    LatentAttention,
+    LatentContextParallelAttention,
+    LatentDotProductAttention,
+    with_epsilon,
+)
 from mimo.model.packed_attention import ContextParallelAttention, PackedDotProductAttention
 from mimo.model.torch_layers.norms import Norm
 
@@ -185,7 +190,8 @@ def _latent_layer(config: MLATransformerConfig, impl: str, moe: bool, epsilon: f
         names = {f"self_attention.{kind}_layernorm.": f"self_attention.linear_{kind}_up_proj.layer_norm_"
                  for kind in ("q", "kv")}
     if impl == "local":
-        attention = replace(attention, core_attention=LatentDotProductAttention)
+        attention = replace(attention, core_attention=(
+            LatentContextParallelAttention if config.context_parallel_size > 1 else LatentDotProductAttention))
         layer = replace(layer, input_layernorm=Norm, pre_mlp_layernorm=Norm)
         if not moe:
             names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"

@@ -192,6 +192,13 @@ class HeteroModel(MimoModel):
         text = batch.text
         assert text is not None, "language ranks hold text"
         packed, length = text.packed, text.input_ids.shape[1]
+        # Without it each rank would take the whole row for its own tokens, with wrong positions and no error.
+        assert (text.part is None) == (self.grids.layout.language.cp == 1), "mimo.data.context.with_part adds the part"
+        if packed is not None and text.part is not None and (
+                isinstance(unwrap_model(self.language_model), HybridLanguageModel) or text.position_ids.ndim == 3):
+            raise ValueError(f"--llm-cp {self.grids.layout.language.cp} with packed rows (sample {text.keys[0]}) is "
+                             "not supported in hybrid models and with positions of three axes yet: use --llm-cp 1, or "
+                             "turn packing off")
         # Megatron Core makes `max_seqlen` rotary positions; if these are as many as the row has, they run on over
         # samples.
         assert packed is None or packed.max_seqlen < length or len(packed.cu_seqlens) == 2, (packed, length)
@@ -209,7 +216,7 @@ class HeteroModel(MimoModel):
             attention_mask=None,
             decoder_input=embeddings,
             labels=labels if with_labels else None,
-            packed_seq_params=packed_seq_params(packed, shared=text.part is not None),
+            packed_seq_params=packed_seq_params(packed, text.part),
             padding_mask=self._padding(text),
             **({"mtp_inputs": MtpInputs.of(text)} if self.mtp is not None and with_labels else {}),
         )

@@ -30,7 +30,7 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mimo.data.batch import Microbatch, TextBatch
+from mimo.data.batch import ContextPart, Microbatch, TextBatch
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class MtpInputs:
         loss_mask: float32 `[b, s]`, 1 where the label is a target.
         is_text: bool `[b, s]`, False where an encoder's row takes the token's place.
         ends: int64 `[sequences]`, position of each sequence's last token in a packed row; None: each row is one.
+        part: the tokens of this rank where context-parallel ranks share the rows. Everything else is of whole rows,
+            because the successor of a rank's token may be another rank's.
     """
 
     input_ids: torch.Tensor
@@ -50,6 +52,7 @@ class MtpInputs:
     loss_mask: torch.Tensor
     is_text: torch.Tensor
     ends: torch.Tensor | None
+    part: ContextPart | None = None
 
     @classmethod
     def of(cls, text: TextBatch) -> MtpInputs:
@@ -59,7 +62,12 @@ class MtpInputs:
         for positions in text.placeholders.values():
             is_text.index_fill_(0, positions, False)
         ends = None if text.packed is None else text.packed.cu_seqlens[1:].long() - 1
-        return cls(text.input_ids, text.labels, text.loss_mask, is_text.view(length, samples).t(), ends)
+        return cls(text.input_ids, text.labels, text.loss_mask, is_text.view(length, samples).t(), ends,
+                   text.part)
+
+    def own(self, values: torch.Tensor) -> torch.Tensor:
+        """Select this rank's tokens, `[b, s]` to `[b, s / cp]`."""
+        return values if self.part is None else values.index_select(-1, self.part.index)
 
     def shifted(self, values: torch.Tensor) -> torch.Tensor:
         """`values` `[b, s]` one token on: each position has its successor's; the last of a sequence has 0."""
@@ -149,8 +157,8 @@ class MtpBlock(MultiTokenPredictionBlock):
         for layer in self.layers:
             input_ids, is_text = inputs.shifted(input_ids), inputs.shifted(is_text)
             # No position embedding: attention layers of a hybrid decoder have none.
-            embedded = embedding(input_ids=input_ids, position_ids=None)
-            embedded = torch.where(is_text.t()[..., None], embedded, embedded.detach())
+            embedded = embedding(input_ids=inputs.own(input_ids), position_ids=None)
+            embedded = torch.where(inputs.own(is_text).t()[..., None], embedded, embedded.detach())
             if self.config.sequence_parallel:
                 embedded = scatter_to_sequence_parallel_region(embedded, group=self.tp_group)
             hidden_states = layer(hidden_states, embedded, packed_seq_params)
@@ -171,7 +179,7 @@ class MtpBlock(MultiTokenPredictionBlock):
         labels = inputs.labels
         for depth, mask in enumerate(inputs.target_masks(len(self.layers))):
             labels = inputs.shifted(labels)
-            losses = loss_of(labels, predictions[depth]).float() * mask
+            losses = loss_of(inputs.own(labels), predictions[depth]).float() * inputs.own(mask)
             self.loss_sums[depth] += losses.detach().sum()
             hidden_states = MTPLossAutoScaler.apply(hidden_states, losses * self.loss_weights[depth])
         return hidden_states
@@ -205,7 +213,8 @@ def begin_mtp_step(mtp: MtpBlock | None, microbatches: Sequence[Microbatch], gro
         return
     assert groups is not None, "multi-token prediction is on the language grid"
     targets = count_targets(microbatches, len(mtp.layers)).to(device)
-    dist.all_reduce(targets, group=groups.dp_cp)
+    # Context-parallel ranks all count the targets of whole rows.
+    dist.all_reduce(targets, group=groups.dp)
     mtp.begin_step(targets)
 
 

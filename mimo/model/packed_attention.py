@@ -18,14 +18,14 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mimo.data.batch import PackedSequences
+from mimo.data.batch import ContextPart, PackedSequences
 from mimo.data.context import positions
 
 # Of one head: sequences that run together hold their scores at the same time.
 MAX_SCORES = 1 << 20
 
 
-def packed_seq_params(sequences: PackedSequences | None, *, shared: bool = False) -> PackedSeqParams | None:
+def packed_seq_params(sequences: PackedSequences | None, part: ContextPart | None = None) -> PackedSeqParams | None:
     """Megatron Core's description of packed rows in self-attention; None for rows that are not packed.
 
     Nothing lies between the sequences: padding is one of them, or belongs to the end of one. Without context
@@ -34,15 +34,19 @@ def packed_seq_params(sequences: PackedSequences | None, *, shared: bool = False
 
     Args:
         sequences: where the sequences of whole rows start.
-        shared: whether context-parallel ranks share the rows. Transformer Engine then wants the fields of padded
-            sequences, and is told that nothing lies between them.
+        part: the tokens of this rank where context-parallel ranks share the rows. Transformer Engine then wants the
+            fields of padded sequences, and is told that nothing lies between them.
     """
     if sequences is None:
         return None
     starts, longest = sequences.cu_seqlens, sequences.max_seqlen
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest,
                              max_seqlen_kv=longest, seq_idx=sequences.seq_idx)
-    if shared:
+    if part is not None:
+        if longest == len(part.index):
+            # As many rotary frequencies as the rank has tokens are those of the tokens (`apply_packed_rotary`), so
+            # there must be others than these of positions in a sequence.
+            params.max_seqlen_q = params.max_seqlen_kv = 2 * longest
         params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = starts
         params.pad_between_seqs = False
     return params

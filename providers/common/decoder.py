@@ -163,8 +163,6 @@ def check_decoder_grid(config: DecoderConfig, grid: GridSpec, seq_length: int, p
         problems.add(f"--num-query-groups {groups} and --llm-tp {grid.tp}: one must divide the other")
     problems.divides("seq_length", seq_length, "llm_tp", grid.tp, multiples=True)
     problems.shared_rows(seq_length, grid.cp, grid.tp)
-    if isinstance(config, MultimodalDecoderConfig):
-        problems.no_context_parallelism(grid.cp, "positions of three axes (--mrope-section)")
     if seq_length > config.max_position_embeddings:
         problems.add(f"--seq-length {seq_length} exceeds --max-position-embeddings {config.max_position_embeddings}")
     if config.num_experts:

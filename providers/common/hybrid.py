@@ -204,10 +204,20 @@ def _check_pattern(config: HybridConfig, problems: Problems) -> None:
                      f"least one; these are {', '.join(repr(depth) for depth in depths)}")
 
 
+def _check_mamba_cp(config: HybridConfig, grid: GridSpec, problems: Problems) -> None:
+    """Note heads and groups that context-parallel ranks cannot share: each rank scans whole rows of some heads."""
+    heads, groups, parts = config.mamba_num_heads, config.mamba_num_groups, f"--llm-tp {grid.tp} * --llm-cp {grid.cp}"
+    if heads % (grid.tp * grid.cp):
+        problems.add(f"--mamba-num-heads {heads} is not divisible by {parts}")
+    own = max(groups // grid.tp, 1)
+    if own % grid.cp and grid.cp % own:
+        problems.add(f"--mamba-num-groups {groups} over {parts}: of the {own} groups of a tensor-parallel rank and "
+                     f"--llm-cp {grid.cp}, one must divide the other")
+
+
 def check_hybrid_grid(config: HybridConfig, grid: GridSpec, seq_length: int, problems: Problems) -> None:
     """Note sizes that the language grid cannot hold."""
     layers = config.num_layers
-    problems.no_context_parallelism(grid.cp, "a hybrid model (Mamba-2 layers, multi-token prediction)")
     if grid.stage_layers:
         problems.add(f"--llm-pp-layout {','.join(map(str, grid.stage_layers))}: all stages of a hybrid model need "
                      "the same number of layers; leave it out")
@@ -217,10 +227,13 @@ def check_hybrid_grid(config: HybridConfig, grid: GridSpec, seq_length: int, pro
                      f"--llm-pp {grid.pp}; --llm-pp that fit: {', '.join(map(str, fits))}")
     for name in ("num_attention_heads", "mamba_num_heads", "mamba_num_groups"):
         problems.divides(name, getattr(config, name), "llm_tp", grid.tp)
+    if MAMBA in config.hybrid_layer_pattern and grid.cp > 1:
+        _check_mamba_cp(config, grid, problems)
     groups = config.num_query_groups
     if groups % grid.tp and grid.tp % groups:
         problems.add(f"--num-query-groups {groups} and --llm-tp {grid.tp}: one must divide the other")
     problems.divides("seq_length", seq_length, "llm_tp", grid.tp, multiples=True)
+    problems.shared_rows(seq_length, grid.cp, grid.tp)
     if seq_length > config.max_position_embeddings:
         problems.add(f"--seq-length {seq_length} exceeds --max-position-embeddings {config.max_position_embeddings}")
     if MLP in config.hybrid_layer_pattern:

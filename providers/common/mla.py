@@ -169,7 +169,6 @@ def _check_router(config: LatentDecoderConfig, problems: Problems) -> None:
 def check_latent_grid(config: LatentDecoderConfig, grid: GridSpec, seq_length: int, problems: Problems) -> None:
     """Note sizes that the language grid cannot hold."""
     check_decoder_grid(config, grid, seq_length, problems)
-    problems.no_context_parallelism(grid.cp, "latent attention")
     problems.divides("ffn_hidden_size", config.ffn_hidden_size, "llm_tp", grid.tp)
     problems.divides("moe_shared_expert_intermediate_size", config.moe_shared_expert_intermediate_size, "llm_tp",
                      grid.tp)

@@ -31,6 +31,8 @@ TRAINING = {
     "pp2": (2, "--llm-pp 2"),
     "dp2-ep2": (2, "--llm-dp 2 --llm-ep 2"),
     "recomputed-tp2-pp2": (4, "--llm-tp 2 --llm-pp 2 --sequence-parallel --recompute full"),
+    "cp2-ep2": (2, "--llm-cp 2 --llm-ep 2"),
+    "cp2-tp2-recomputed": (4, "--llm-cp 2 --llm-tp 2 --sequence-parallel --recompute full"),
     "recomputed-attention": (1, "--recompute selective"),
 }
 

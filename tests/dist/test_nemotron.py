@@ -31,6 +31,10 @@ LAYOUTS = {
                            "--sequence-parallel"),
     "ep2-tp2-expt-tp2": ("tiny", 4, "--layout colocated --encoder-dp 4 --llm-tp 2 --llm-dp 2 --llm-ep 2 "
                                     "--llm-expt-tp 2 --sequence-parallel --micro-batch-size 2"),
+    "cp2": ("tiny", 3, "--llm-cp 2"),
+    "cp2-ep2-tp2": ("tiny", 4, "--layout colocated --encoder-dp 4 --llm-cp 2 --llm-tp 2 --llm-ep 2 "
+                               "--sequence-parallel --recompute full"),
+    "cp2-pp2": ("tiny", 4, "--layout homogeneous --llm-cp 2 --llm-pp 2"),
     "pp2": ("tiny", 3, "--llm-pp 2"),
     "pp3": ("tiny", 4, "--llm-pp 3"),
     "encoder-tp2-recomputed": ("tiny", 4, "--encoder-tp 2 --llm-tp 2 --sequence-parallel --recompute full"),

@@ -63,8 +63,6 @@ def oracle_of(pool: WorkerPool) -> Callable[[str], Outcome]:
 @pytest.mark.parametrize(("model", "layout"), list(itertools.product(MODELS, LAYOUTS)))
 def test_a_pack_equals_its_samples_one_by_one(pool: WorkerPool, oracle_of: Any, model: str, layout: str) -> None:
     text_ranks, ranks, flags = LAYOUTS[layout]
-    if model == "deepseek" and "--llm-cp" in flags:
-        pytest.skip("latent attention has no context parallelism yet")
     if model != "llava":
         ranks, flags = text_ranks, flags.replace("--layout colocated", "").replace("--layout homogeneous", "")
     outcomes = pool.run(packing.run, (*MODELS[model].split(), *flags.split()), ranks, True, world_size=ranks)

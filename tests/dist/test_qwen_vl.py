@@ -44,6 +44,9 @@ LAYOUTS = {
     "colocated": (2, "--layout colocated --encoder-tp 2 --llm-dp 2"),
     "colocated-windows": (2, "--layout colocated --encoder-dp 2 --llm-pp 2"),
     "homogeneous-pp2": (2, "--layout homogeneous --llm-pp 2"),
+    "disjoint-cp2": (3, "--llm-cp 2"),
+    "colocated-cp2-tp2": (4, "--layout colocated --encoder-dp 4 --llm-cp 2 --llm-tp 2 --sequence-parallel"),
+    "homogeneous-cp2-pp2": (4, "--layout homogeneous --llm-cp 2 --llm-pp 2"),
     "recomputed": (2, "--recompute full --encoder-recompute full"),
     "recomputed-selectively": (2, "--recompute selective"),
 }

@@ -19,6 +19,7 @@ from torch import Tensor
 from mimo.config.validate import num_microbatches, validate
 from mimo.data.batch import Microbatch, TextBatch
 from mimo.data.collate import packed_sequences, placeholder_positions, positions_of
+from mimo.data.context import with_part
 from mimo.model.mtp import MtpBlock, MtpInputs, mtp_losses
 from mimo.protocols import LANGUAGE
 from tests.support import equality
@@ -141,7 +142,9 @@ def run_layout(rank: int, flags: tuple[str, ...], world_size: int, how: Rows) ->
         while progress.iteration < equality.NUM_STEPS:
             rows = make_rows(progress.iteration, how.packed)[lane::lanes]
             size = len(rows) // num_microbatches(config)
-            microbatches = [microbatch(rows[start:start + size], how) for start in range(0, len(rows), size)]
+            whole = [microbatch(rows[start:start + size], how).text for start in range(0, len(rows), size)]
+            place = layout.language.coordinates(rank)["cp"]
+            microbatches = [Microbatch(with_part(text, layout.language.cp, place), {}) for text in whole if text]
             result = train_step(parts, microbatches, force_all_reduce=progress.iteration == 0)
             assert result.success
             progress.iteration += 1

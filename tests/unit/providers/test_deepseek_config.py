@@ -172,8 +172,7 @@ def test_sizes_that_a_grid_cannot_hold(change: dict[str, Any], grid: dict[str, i
 
 def test_a_sequence_longer_than_the_positions() -> None:
     assert "--seq-length 128 exceeds --max-position-embeddings 64" in problems_of(SMALL, layout(), 128)
-    assert "--llm-cp 2 is not supported with latent attention yet" in problems_of(
-        SMALL, layout(cp=2))
+    assert "--seq-length 62 is not divisible by 4, twice --llm-cp 2" in problems_of(SMALL, layout(cp=2), 62)
 
 
 def test_weight_map_names_every_tensor_once() -> None:

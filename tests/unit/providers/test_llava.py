@@ -176,7 +176,6 @@ def test_unreadable_hf_config(tmp_path: Path, content: str | None, words: str) -
                                      "--kv-channels"),
     ({"num_query_groups": 3}, layout(), "--num-attention-heads 8 is not divisible by --num-query-groups 3"),
     ({"kv_channels": 5}, layout(), "--kv-channels 5 is odd"),
-    ({"num_experts": 4}, layout({"cp": 2}), "--llm-cp 2 is not supported with experts (--num-experts 4) yet"),
     ({"max_position_embeddings": 32}, layout({"cp": 3, "tp": 2}),
      "--seq-length 64 is not divisible by 12, twice --llm-cp 3 times --llm-tp 2; nearest --seq-length: 60 or 72"),
     ({"num_layers": 0}, layout(), "--num-layers 0 must be at least 1"),

@@ -65,6 +65,8 @@ def test_patterns_that_cannot_be_are_refused(pattern: str, message: str) -> None
                        "1, 2, 3, 6"),
     ({}, layout(dp=3, ep=3), "--num-experts 8 is not divisible by --llm-ep 3"),
     ({"mamba_num_groups": 1}, layout(tp=2), "--mamba-num-groups 1 is not divisible by --llm-tp 2"),
+    ({}, layout(cp=16), "--mamba-num-heads 8 is not divisible by --llm-tp 1 * --llm-cp 16"),
+    ({"mamba_num_groups": 8, "mamba_num_heads": 24}, layout(cp=3), "--mamba-num-groups 8 over --llm-tp 1 * --llm-cp 3"),
     ({"hybrid_layer_pattern": "M*"}, layout(dp=2, ep=2), "--llm-ep 2 and --llm-expt-tp 1 need layers with experts"),
     ({}, layout({"pp": 2}), "--encoder-pp 2"),
     ({"moe_router_topk": 9}, layout(), "--moe-router-topk 9 exceeds --num-experts 8"),
