@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import ModuleSpec
 
+    from mimo.config.precision import Fp8
     from mimo.data.positions import TokenGrid
     from mimo.grid.spec import GridSpec, Layout
     from mimo.weights.rules import WeightMap
@@ -323,15 +324,13 @@ class BuildContext:
         params_dtype: dtype of parameters and activations.
         transformer_impl: `transformer_engine` or `local`.
         sequence_parallel: whether the module runs with sequence parallelism.
-        recompute: activation recomputation, `none`, `selective` or `full`.
-        pre_process: whether this rank has the module's first pipeline stage.
-        post_process: whether this rank has the module's last pipeline stage.
+        pre_process, post_process: whether this rank has the module's first and its last pipeline stage.
         seq_length: padded tokens per sample.
         deterministic: whether to use only kernels that give the same bits every time.
-        moe_permute_fusion: whether to sort tokens by expert with Transformer Engine's kernels; False with local layers.
-        moe_router_fusion: whether to choose experts with Transformer Engine's kernels; False with local layers.
-        recompute_num_layers: layers of the stage that `full` recomputes; None: all.
+        moe_permute_fusion, moe_router_fusion: whether Transformer Engine sorts tokens by expert, and chooses experts.
+        recompute, recompute_num_layers: `none`, `selective` or `full`, and of how many layers of a stage; None: all.
         cp_comm_type: how Transformer Engine's attention exchanges keys and values between context-parallel ranks.
+        fp8: matrix products of the layers in FP8; None: in `params_dtype`.
     """
 
     grid: GridSpec
@@ -348,6 +347,7 @@ class BuildContext:
     moe_router_fusion: bool = False
     recompute_num_layers: int | None = None
     cp_comm_type: str = "p2p"
+    fp8: Fp8 | None = None
 
 
 @dataclass(frozen=True)

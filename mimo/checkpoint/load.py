@@ -38,7 +38,8 @@ from mimo.checkpoint.state import (
     stream_object,
 )
 from mimo.comm.host import broadcast_object, gather, raise_known_errors, raise_on_any_rank
-from mimo.config.trainer import CheckpointConfig
+from mimo.config.optim import OptimConfig
+from mimo.config.trainer import CheckpointConfig, RunConfig
 from mimo.protocols import LANGUAGE
 from mimo.watchdog.watchdog import Watchdog
 from mimo.weights.rules import global_name
@@ -289,6 +290,9 @@ def _fresh_parts(state: RunState, common: dict[str, Any], held: list[Optimized],
         if flag != "--load":
             error = (f"{flag}: the run cannot go on in full from its own checkpoint, which holds no optimizer "
                      "(--no-save-optim): give --load the folder of --save, with --no-load-optim")
+    elif dtypes := _other_dtypes(common, state.config):
+        error = (f"{flag}: the checkpoint's optimizer state was saved with {dtypes[0]}, and this run has {dtypes[1]}: "
+                 "give the checkpoint's flags, or start with fresh optimizer state (--load with --no-load-optim)")
     else:
         for module, parts in wanted.items():
             fresh[module] = parts - steps.get(module, {}).keys()
@@ -297,6 +301,19 @@ def _fresh_parts(state: RunState, common: dict[str, Any], held: list[Optimized],
                 error = f"the checkpoint has no optimizer state of {', '.join(strange)} ({module}), which trained then"
     raise_on_any_rank(state.grids, error)
     return fresh
+
+
+def _other_dtypes(common: dict[str, Any], config: RunConfig) -> tuple[str, str] | None:
+    """Return the flags of the checkpoint and of the run for dtypes of optimizer state, where they differ."""
+    own = config.optim.saved_dtypes
+    # Checkpoints of older versions do not say: they have the dtypes that are the defaults.
+    stored = common.get("optimizer_dtypes") or OptimConfig().saved_dtypes
+
+    def words(flags: dict[str, Any]) -> str:
+        return " ".join(f"--no-{name[2:]}" if value is False else name if value is True else f"{name} {value}"
+                        for name, value in flags.items() if own[name] != stored[name])
+
+    return None if own == stored else (words(stored), words(own))
 
 
 def _check(state: RunState, folder: Path, common: dict[str, Any], index: Metadata,

@@ -22,6 +22,8 @@ from mimo.training.optimizer import HeteroOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN = "fp32_param"
+REMAINDER = "master_param"
+"""The 16 bits of each float32 weight that its bfloat16 weight lacks, as the precision-aware optimizer names them."""
 
 
 @dataclass
@@ -67,13 +69,18 @@ class Optimized:
         else:
             self.group["step"] = step
 
-    def entries(self) -> list[ShardedTensor]:
-        """Return entries for the moments and the fp32 copy, as views."""
-        values = {moment: self.inner.state[self.main][moment] for moment in MOMENTS}
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return the moments and the fp32 copy, or what is stored instead of it, by kind."""
+        state = self.inner.state[self.main]
+        values = {kind: state[kind] for kind in (*MOMENTS, REMAINDER) if kind in state}
         if self.has_main:
             values[MAIN] = self.main
+        return values
+
+    def entries(self) -> list[ShardedTensor]:
+        """Return entries for `values`, as views."""
         found = []
-        for kind, value in values.items():
+        for kind, value in self.values().items():
             key = state_key(self.saved.module, kind)
             found += flat_range(self.saved, self.begin, self.end, value.detach(), key, owned=self.owned)
         return found
@@ -100,7 +107,14 @@ def optimized(optimizer: HeteroOptimizer, saved: Iterable[Saved]) -> list[Optimi
 
 def _allocate(optimizer: Any) -> None:
     """Allocate the state of every parameter. torch's Adam would do so only in its first step."""
-    if optimizer.init_state_fn is not None:
+    if optimizer.config.use_precision_aware_optimizer:
+        # Megatron Core's function calls this method without its second argument.
+        adam = optimizer.optimizer
+        for group in adam.param_groups:
+            for parameter in group["params"]:
+                if not adam.state[parameter]:
+                    adam.initialize_state(parameter, parameter.dtype == torch.bfloat16)
+    elif optimizer.init_state_fn is not None:
         optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
     if isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW):
         for state in optimizer.optimizer.state.values():
@@ -147,6 +161,8 @@ def take_weights(held: Iterable[Optimized]) -> None:
     for one in held:
         if one.has_main:
             one.main.view(-1).copy_(one.weights)
+        elif REMAINDER in one.values():
+            one.values()[REMAINDER].zero_()
 
 
 @torch.no_grad()

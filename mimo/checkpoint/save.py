@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from mimo.checkpoint import paths
 from mimo.checkpoint.compat import StorageInfo
 from mimo.checkpoint.lock import FolderLock
-from mimo.checkpoint.optimizer_state import MOMENTS, Optimized, steps_of
+from mimo.checkpoint.optimizer_state import Optimized, steps_of
 from mimo.checkpoint.reader import CHECKSUMS, COMMON, INDEX, why_unreadable
 from mimo.checkpoint.state import (
     Progress,
@@ -335,8 +335,7 @@ class Saver:
         for inner in {id(one.inner): one.inner for one in self._held}.values():
             places += [id(parameter) for group in inner.param_groups for parameter in group["params"]]
         for one in self._held:
-            state = one.inner.state.get(one.main, {})
-            places += [one.main.data_ptr(), *(state[moment].data_ptr() for moment in MOMENTS if moment in state)]
+            places += [one.main.data_ptr(), *(value.data_ptr() for value in one.values().values())]
         return places
 
     def _stream_objects(self) -> dict[str, Any]:

@@ -156,6 +156,7 @@ def common_state(state: RunState, progress: Progress, steps: dict[str, dict[str,
         "loader_samples": state.streams["consumed_samples"],
         "scheduler": state.scheduler.state_dict(),
         "optimizer_steps": steps,
+        "optimizer_dtypes": config.optim.saved_dtypes,
         "frozen": sorted(config.model.frozen),
         "grids": {name: {size: getattr(spec, size) for size in ("tp", "cp", "dp", "pp", "ep", "expt_tp", "offset")}
                   for name, spec in state.grids.layout.grids.items()},

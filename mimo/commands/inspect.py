@@ -26,7 +26,8 @@ from mimo.grid.dry_run import counted, format_bytes, span, table
 
 _TITLES = {WEIGHTS: "weights", "exp_avg": "optimizer, first moment (exp_avg)",
            "exp_avg_sq": "optimizer, second moment (exp_avg_sq)",
-           "fp32_param": "optimizer, fp32 weights (fp32_param)"}
+           "fp32_param": "optimizer, fp32 weights (fp32_param)",
+           "master_param": "optimizer, low bits of fp32 weights (master_param)"}
 _AXES = ("tp", "cp", "dp", "pp", "ep", "expt_tp")
 
 

@@ -25,6 +25,14 @@ FOREIGN_FLAGS = {
     "--grad-reduce-in-bf16": "use --no-grad-reduce-in-fp32",
     "--fp16": "use --bf16 (the default) or --no-bf16",
     "--fp32": "use --no-bf16",
+    "--fp8": "use --fp8-format, and --encoder-fp8-format for the encoders",
+    "--fp8-param-gather": "weights stay in bfloat16; leave it out",
+    "--fp8-margin": "it belongs to delayed scaling, which is not supported; leave it out",
+    "--fp8-amax-history-len": "it belongs to delayed scaling, which is not supported; leave it out",
+    "--fp8-amax-compute-algo": "it belongs to delayed scaling, which is not supported; leave it out",
+    "--moe-router-padding-for-fp8": "the tokens of each expert are filled up for FP8 products anyway; leave it out",
+    "--moe-router-padding-for-quantization": "the tokens of each expert are filled up for FP8 products anyway; leave "
+                                             "it out",
     "--check-for-nan-in-loss-and-grad": "use --check-for-nan-in-loss, which is on by default",
     "--calculate-per-token-loss": "always on: the loss is the mean over the target tokens of the global batch; leave "
                                   "it out",

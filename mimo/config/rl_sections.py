@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mimo.config.trainer import DataConfig, LayoutConfig, ObserveConfig, OptimConfig, TrainConfig
+from mimo.config.optim import OptimConfig
+from mimo.config.trainer import DataConfig, LayoutConfig, ObserveConfig, TrainConfig
 
 
 @dataclass(frozen=True)

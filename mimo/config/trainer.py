@@ -13,7 +13,10 @@ import tyro
 
 from mimo import registry
 from mimo.config.checks import MAX_TIMEOUT_S, refuse, refuse_below
+from mimo.config.optim import OptimConfig, ScheduleConfig
+from mimo.config.precision import Fp8
 from mimo.config.toml_file import field_name, flag_name
+from mimo.protocols import LANGUAGE
 
 # Flags of checkpoints: where they go, when, and what is taken from one.
 
@@ -269,6 +272,17 @@ class ModelConfig:
     """Choose the experts and compute the load-balancing loss with Transformer Engine's fused kernels, which compute in
     float32 as the unfused code does. Two experts whose scores agree to the last bits of float32 may be ranked
     differently. --deterministic-mode and local layers use several PyTorch kernels all the same."""
+    fp8_format: Literal["none", "e4m3", "hybrid"] = "none"
+    """Multiply in FP8 in the language model's layers: e4m3 for everything, or hybrid with e5m2 for gradients. Weights,
+    norms, routers, embeddings and the output layer keep their precision. Needs a Hopper GPU with Transformer Engine;
+    local layers emulate it by rounding, on any device."""
+    fp8_recipe: Literal["tensorwise", "blockwise", "delayed", "mxfp8"] = "tensorwise"
+    """Scales of --fp8-format: tensorwise has one for each tensor, from its present values; blockwise one for each 128
+    columns of a token and for each 128 x 128 block of a weight. delayed and mxfp8 are refused."""
+    encoder_fp8_format: Literal["none", "e4m3", "hybrid"] = "none"
+    """The same for the layers of the encoders; projectors keep their precision."""
+    encoder_fp8_recipe: Literal["tensorwise", "blockwise", "delayed", "mxfp8"] = "tensorwise"
+    """Scales of --encoder-fp8-format."""
     moe_gemm: Literal["auto", "packed", "cutlass", "separate"] = "auto"
     """How Transformer Engine's layers multiply by the weights of a layer's experts. packed: one cuBLASLt product for
     all experts, also for weight gradients (bfloat16, Hopper or newer, cuBLASLt 13.4 or newer); cutlass: one CUTLASS
@@ -280,8 +294,27 @@ class ModelConfig:
         """Parts named by --freeze."""
         return frozenset(part.strip() for part in self.freeze.split(",") if part.strip())
 
+    def fp8(self, module: str) -> Fp8 | None:
+        """Return the FP8 products of a module; None if it has none."""
+        prefix = "" if module == LANGUAGE else "encoder_"
+        chosen = vars(self)[f"{prefix}fp8_format"]
+        if chosen == "none":
+            return None
+        return Fp8(chosen, vars(self)[f"{prefix}fp8_recipe"], flag_name(f"{prefix}fp8_format"))
+
     def check(self) -> None:
         """Refuse values and combinations within this section. Raises ValueError."""
+        for prefix in ("", "encoder_"):
+            name, recipe = flag_name(f"{prefix}fp8_recipe"), vars(self)[f"{prefix}fp8_recipe"]
+            refuse(recipe == "delayed", f"{name} delayed is not supported: its scales come from a history of maxima "
+                   "that would have to be shared by the ranks of a grid and saved; use tensorwise or blockwise")
+            refuse(recipe == "mxfp8", f"{name} mxfp8 needs a Blackwell GPU and is not supported; use tensorwise or "
+                   "blockwise")
+            refuse(recipe != "tensorwise" and vars(self)[f"{prefix}fp8_format"] == "none",
+                   f"{name} {recipe} needs {flag_name(f'{prefix}fp8_format')} e4m3 or hybrid")
+        refuse(self.fp8_format != "none" and self.moe_gemm in ("packed", "cutlass"),
+               f"--moe-gemm {self.moe_gemm} with --fp8-format {self.fp8_format}: it multiplies in bfloat16 only; leave "
+               "one of them out")
         refuse_below(self, {"recompute_num_layers": 1})
         refuse(self.recompute_num_layers is not None and self.recompute != "full",
                f"--recompute-num-layers {self.recompute_num_layers} needs --recompute full, it is {self.recompute}")
@@ -379,84 +412,6 @@ class ObserveConfig:
                f"--wandb-name {self.wandb_name} needs --wandb-project")
         refuse(self.mlflow_experiment is not None and self.mlflow_uri is None,
                f"--mlflow-experiment {self.mlflow_experiment} needs --mlflow-uri")
-
-
-# Flags of the optimizers and of the learning-rate schedule.
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    """Optimizer: one per module, clipped by one global norm."""
-
-    lr: float = 3e-4
-    """Peak learning rate of the language model, and of every part that has none of its own."""
-    min_lr: float = 0.0
-    """Learning rate at the end of the decay. Other parts end at the same fraction of their own peak."""
-    encoder_lr: float | None = None
-    """Peak learning rate of the encoders. Default: --lr."""
-    projector_lr: float | None = None
-    """Peak learning rate of the projectors. Default: that of the encoders."""
-    weight_decay: float = 0.01
-    """Decoupled weight decay (not on biases and one-dimensional parameters)."""
-    encoder_weight_decay: float | None = None
-    """Weight decay of encoders and projectors. Default: --weight-decay."""
-    adam_beta1: float = 0.9
-    """Adam beta1."""
-    adam_beta2: float = 0.95
-    """Adam beta2."""
-    adam_eps: float = 1e-8
-    """Adam epsilon."""
-    clip_grad: float = 1.0
-    """Clip gradients to this norm, measured over all modules; 0: no clipping."""
-    use_distributed_optimizer: bool = True
-    """Shard optimizer state over each module's data-parallel ranks."""
-    log_num_zeros_in_grad: bool = False
-    """Count the zeros in the gradients and log them as num-zeros."""
-    correct_encoder_grad_for_partial_participation: bool = False
-    """Multiply encoder gradients by dp / (encoder ranks that saw an image). The result is NOT the gradient of the loss;
-    the uncorrected gradient already is the exact per-token mean. Use it only to reproduce recipes that were tuned with
-    it."""
-
-    def check(self) -> None:
-        """Refuse values and combinations within this section. Raises ValueError."""
-        for name in ("lr", "encoder_lr", "projector_lr", "adam_eps"):
-            value = vars(self)[name]
-            refuse(value is not None and not value > 0, f"{flag_name(name)} {value} is not above 0")
-        refuse_below(self, {"min_lr": 0, "weight_decay": 0, "encoder_weight_decay": 0, "clip_grad": 0})
-        refuse(self.min_lr > self.lr, f"--min-lr {self.min_lr} is above --lr {self.lr}")
-        for name in ("adam_beta1", "adam_beta2"):
-            refuse(not 0 <= vars(self)[name] < 1, f"{flag_name(name)} {vars(self)[name]} is not in [0, 1)")
-
-
-@dataclass(frozen=True)
-class ScheduleConfig:
-    """Learning-rate schedule, counted in iterations or, with --train-samples, in samples."""
-
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
-    """Shape of the decay."""
-    lr_warmup_init: float = 0.0
-    """Learning rate at the first step of the warm-up."""
-    lr_warmup_iters: int = 0
-    """Iterations of linear warm-up."""
-    lr_warmup_samples: int = 0
-    """Samples of linear warm-up."""
-    lr_decay_iters: int | None = None
-    """Iteration at which the decay ends, counted from the start of the run, warm-up included. After it the learning
-    rate is --min-lr. Default: the end of the run."""
-    lr_decay_samples: int | None = None
-    """Number of samples at which the decay ends, counted from the start of the run, warm-up included. After it the
-    learning rate is --min-lr. Default: the end of the run."""
-    lr_wsd_decay_iters: int | None = None
-    """WSD: length of the final decay in iterations. It ends at --lr-decay-iters."""
-    lr_wsd_decay_samples: int | None = None
-    """WSD: length of the final decay in samples. It ends at --lr-decay-samples."""
-    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
-    """WSD: shape of the final decay."""
-
-    def check(self) -> None:
-        """Refuse values out of range. Raises ValueError. What fits together depends on the length of the run."""
-        refuse_below(self, {"lr_warmup_init": 0, "lr_warmup_iters": 0, "lr_warmup_samples": 0, "lr_decay_iters": 1,
-                            "lr_decay_samples": 1, "lr_wsd_decay_iters": 1, "lr_wsd_decay_samples": 1})
 
 
 # Flags of the run: batch, length, evaluation, safety.

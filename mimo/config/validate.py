@@ -13,8 +13,10 @@ from dataclasses import fields, replace
 
 from mimo import registry
 from mimo.config.checks import refuse
+from mimo.config.optim import ScheduleConfig
+from mimo.config.precision import FP8_MULTIPLES
 from mimo.config.toml_file import field_name, flag_name
-from mimo.config.trainer import ObserveConfig, RunConfig, ScheduleConfig
+from mimo.config.trainer import ObserveConfig, RunConfig
 from mimo.grid.lanes import data_request, lanes_read_by
 from mimo.grid.layout import build_layout, required_world_size, validate_layout
 from mimo.grid.spec import Layout
@@ -183,6 +185,8 @@ def validate_without_data(config: RunConfig, world_size: int) -> Layout:
     check_prefetch(config, layout, num_microbatches(config))
     check_run_ahead(config, layout)
     _check_schedule(config)
+    _check_precision_aware(config)
+    _check_fp8(config, layout)
     _check_ddp(config, layout)
     _check_checkpoint(config)
     provider.validate(config.model_family, layout, train.seq_length)
@@ -322,6 +326,35 @@ def _check_lengths(schedule: ScheduleConfig, unit: str, length: int | None) -> N
     whole, source = (decay, f"--lr-decay-{unit}") if decay is not None else (length, f"--train-{unit}")
     refuse(whole is not None and warmup + wsd_decay > whole,
            f"--lr-warmup-{unit} {warmup} + --lr-wsd-decay-{unit} {wsd_decay} is longer than {source} {whole}")
+
+
+def _check_fp8(config: RunConfig, layout: Layout) -> None:
+    """Refuse FP8 products that cannot run, as far as flags show it; widths are compared when the model is built."""
+    model = config.model
+    refuse(model.encoder_fp8_format != "none" and not layout.encoders,
+           f"a run without encoder has no use for --encoder-fp8-format {model.encoder_fp8_format}: leave it out")
+    language = model.fp8(LANGUAGE)
+    if language is not None and config.layout.sequence_parallel:
+        rows, multiple = config.train.seq_length * config.train.micro_batch_size, FP8_MULTIPLES[language.recipe]
+        ranks = config.layout.llm_tp * config.layout.llm_cp
+        refuse(rows % (ranks * multiple) != 0,
+               f"{language} with --sequence-parallel: --seq-length {config.train.seq_length} * --micro-batch-size "
+               f"{config.train.micro_batch_size} over {ranks} ranks is not a multiple of {multiple} on each")
+
+
+def _check_precision_aware(config: RunConfig) -> None:
+    optim = config.optim
+    if not optim.use_precision_aware_optimizer:
+        return
+    refuse(config.train.device == "cpu", "--use-precision-aware-optimizer needs CUDA and Transformer Engine's Adam, "
+           "and --device is cpu; leave it out")
+    refuse(not config.model.bf16, "--use-precision-aware-optimizer with --no-bf16: float32 weights have no copy that "
+           "could be stored in 16 bits; leave it out or give --bf16")
+    reduced = "fp32" if config.ddp.grad_reduce_in_fp32 else "bf16"
+    refuse(optim.main_grads_dtype != reduced,
+           f"--main-grads-dtype {optim.main_grads_dtype} with --{'' if reduced == 'fp32' else 'no-'}grad-reduce-in-"
+           f"fp32: gradients are accumulated in {reduced}, and Adam reads them as they are; give --main-grads-dtype "
+           f"{reduced}")
 
 
 def _check_ddp(config: RunConfig, layout: Layout) -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mimo.config.trainer import RunConfig
@@ -198,7 +199,34 @@ def _parameter_table(config: RunConfig, layout: Layout, provider: ModelProvider)
         largest = max(parameters_per_rank(shapes, grid, stage) for stage in range(grid.pp))
         frozen = " (frozen)" if name in config.model.frozen else ""
         rows.append([name + frozen, f"{total_parameters(shapes):,}", f"{largest:,}"])
-    return table(rows)
+    return table(rows) + _optimizer_lines(config, layout, provider)
+
+
+def optimizer_shards(config: RunConfig, shapes: Sequence[ParameterShape], grid: GridSpec, stage: int) -> float:
+    """Return for how many parameters a rank of a stage keeps optimizer state."""
+    experts = [shape for shape in shapes if shape.split == "expert"]
+    others = [shape for shape in shapes if shape.split != "expert"]
+    if not config.optim.use_distributed_optimizer:
+        return parameters_per_rank(shapes, grid, stage)
+    return (parameters_per_rank(others, grid, stage) / (grid.dp * grid.cp)
+            + parameters_per_rank(experts, grid, stage) / grid.expt_dp)
+
+
+def _optimizer_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> list[str]:
+    """Say what the precision-aware optimizer saves on the rank that keeps most of each trained module's state."""
+    optim, lines = config.optim, list[str]()
+    if not optim.use_precision_aware_optimizer:
+        return lines
+    usual, own = replace(optim, use_precision_aware_optimizer=False), optim.bytes_per_parameter(config.model.bf16)
+    before = usual.bytes_per_parameter(config.model.bf16)
+    for name, grid in layout.grids.items():
+        if name not in config.model.frozen:
+            shapes = provider.parameter_shapes(config.model_family, name)
+            most = max(optimizer_shards(config, shapes, grid, stage) for stage in range(grid.pp))
+            lines.append(f"optimizer state of {name}: {own} bytes a parameter instead of {before}, "
+                         f"{format_bytes(round(own * most))} on a rank (largest stage), which saves "
+                         f"{format_bytes(round((before - own) * most))}")
+    return lines
 
 
 def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> list[str]:

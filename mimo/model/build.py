@@ -16,6 +16,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from mimo.config.trainer import RunConfig
 from mimo.grid.groups import Grids
+from mimo.model.fp8 import use_fp8
 from mimo.model.layer_ops import accumulate_into_main_grad, call_norm_kernels, install_packed_rotary, install_split
 from mimo.model.mimo_model import HeteroModel
 from mimo.model.moe import install_padded_routing
@@ -129,6 +130,7 @@ def build_context(config: RunConfig, grids: Grids, module: str, impl: str) -> Bu
         moe_permute_fusion=config.model.moe_permute_fusion and fuses,
         moe_router_fusion=config.model.moe_router_fusion and fuses,
         cp_comm_type=config.layout.cp_comm_type,
+        fp8=config.model.fp8(module),
     )
 
 
@@ -164,6 +166,10 @@ def build_model(
         call_norm_kernels(model)
     model.to(platform.device)
     cast_parameters(model, params_dtype(config))
+    for name, part in named_modules_of(model):
+        fp8 = config.model.fp8(name)
+        if fp8 is not None:
+            use_fp8(part, fp8, impl)
     trainable = {name: _trains_anywhere(part, grids, name, platform) for name, part in named_modules_of(model)}
     wrapped = {}
     for name, part in list(named_modules_of(model)):
@@ -174,7 +180,9 @@ def build_model(
             else:
                 model.modality_submodules[name] = wrapped[name]
     if impl == "transformer_engine" and model.language_model is not None:
-        choose_grouped_gemm(config.model.moe_gemm, model.language_model, params_dtype(config),
+        # Packed and CUTLASS products take bfloat16 operands.
+        choice = config.model.moe_gemm if config.model.fp8_format == "none" else "separate"
+        choose_grouped_gemm(choice, model.language_model, params_dtype(config),
                             deterministic=config.train.deterministic_mode)
     return BuiltModel(model, wrapped, trainable, params_dtype(config))
 

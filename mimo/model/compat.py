@@ -8,6 +8,7 @@ gone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megatron.core.models.common.embeddings import rope_utils
@@ -43,6 +44,15 @@ def replace_rotary_of_packed_rows(function: Callable[..., Any]) -> None:
 def replace_apply_expert_bias(function: Callable[..., Any]) -> None:
     """Have Megatron Core's routers call `function`."""
     TopKRouter._apply_expert_bias = function
+
+
+def replace_product(layer: Any, product: Callable[..., Any]) -> None:
+    """Have a linear layer in plain PyTorch call `product` with its own product and then that one's arguments.
+
+    `_forward_impl` of Megatron Core's ColumnParallelLinear and RowParallelLinear: the public `forward` also gathers,
+    reduces and adds the bias.
+    """
+    layer._forward_impl = partial(product, layer._forward_impl)
 
 
 def replace_mamba_packing_check(function: Callable[..., tuple[bool, str | None]]) -> None:

@@ -41,7 +41,10 @@ class DuplicatedLinear(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
         """`hidden` of shape `[..., input_size]` times the weight; there is no bias."""
-        return torch.nn.functional.linear(hidden, self.weight), None
+        return self._forward_impl(hidden, self.weight), None
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return torch.nn.functional.linear(input, weight)
 
 
 class LocalMoELayer(MoELayer):

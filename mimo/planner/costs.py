@@ -377,6 +377,11 @@ def check_supported(config: RunConfig) -> None:
         raise ValueError(f"mimo plan does not support --llm-cp {config.layout.llm_cp}, only 1")
     if config.model.recompute == "selective":
         raise ValueError("mimo plan does not support --recompute selective, only none and full")
+    for module in (LANGUAGE, *encoders):
+        fp8 = config.model.fp8(module)
+        if fp8 is not None:
+            raise ValueError(f"mimo plan does not support {fp8.flag} {fp8.format}: it knows the speed of bfloat16 "
+                             "products only; leave it out")
 
 
 def _encoders(config: RunConfig) -> tuple[str, ...]:

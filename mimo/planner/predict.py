@@ -480,8 +480,7 @@ class Step:
             if self.costs.trains(module):
                 gradients = 4 if self.config.ddp.grad_reduce_in_fp32 or not bf16 else 2
                 shards = max(replicas, 1) if self.config.optim.use_distributed_optimizer else 1
-                # bf16 weights have a master copy; both kinds have the two moments of Adam.
-                total += count * (gradients + (12 if bf16 else 8) / shards)
+                total += count * (gradients + self.config.optim.bytes_per_parameter(bf16) / shards)
         return total
 
     def _language_bytes(self, stage: int) -> float:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mimo.config.precision import FP8_MULTIPLES
 from mimo.config.rl import RlConfig
 from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.model.build import KINDS, params_dtype, set_training
@@ -347,11 +348,13 @@ class PolicyTrainer:
             is_sampled[row, len(prompt):each.length] = True
             rollout[row, len(prompt):each.length] = torch.tensor(each.logprobs)
         # Pipeline stages exchange tensors of one size, and sequence parallelism splits the tokens over ranks.
-        layout, multiple = self.parts.config.layout, 1
+        layout, fp8, multiple = self.parts.config.layout, self.parts.config.model.fp8(LANGUAGE), 1
         if self.parts.grids.layout.language.pp > 1:
             multiple = self.config.max_tokens_per_microbatch
         elif layout.sequence_parallel:
             multiple = layout.llm_tp
+            if fp8 is not None:  # each rank's part of the tokens is an operand of its own
+                multiple *= FP8_MULTIPLES[fp8.recipe]
         packed = pack_rows(ids, is_token, pad_token_id=self.pad_token_id, multiple=multiple)
         sampled = packed.sampled(is_sampled)
         return PolicyMicrobatch(

@@ -34,7 +34,8 @@ def counts_for_norm(optimizer: Any, parameter: torch.nn.Parameter) -> bool:
     step.
     """
     # Reading a gradient that is not there would warn, as a float32 parameter's shard is no leaf.
-    parameter.grad = torch.empty_like(parameter)
+    name = "decoupled_grad" if optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
+    setattr(parameter, name, torch.empty_like(parameter))
     counts = bool(optimizer._filter_grads_for_norm([parameter]))
-    parameter.grad = None
+    setattr(parameter, name, None)
     return counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,12 +19,15 @@ from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mimo.compat import copy_together
-from mimo.config.trainer import OptimConfig, RunConfig
+from mimo.config.optim import OptimConfig
+from mimo.config.trainer import RunConfig
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel
 from mimo.observability.spans import Kind, Spans
 from mimo.protocols import LANGUAGE
 from mimo.training.compat import counts_for_norm, parameter_ranges
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class HeteroOptimizer(MimoOptimizer):
@@ -87,7 +91,8 @@ class HeteroOptimizer(MimoOptimizer):
         for optimizer in self.inner_optimizers():
             parameters = optimizer.get_parameters()
             if parameters:
-                clip_grad_by_total_norm_fp32(parameters, max_norm=self.config.clip_grad, total_norm=grad_norm)
+                clip_grad_by_total_norm_fp32(parameters, max_norm=self.config.clip_grad, total_norm=grad_norm,
+                                             use_decoupled_grad=reads_decoupled_gradients(optimizer))
 
 
 class IndexedDistributedOptimizer(DistributedOptimizer):
@@ -95,9 +100,12 @@ class IndexedDistributedOptimizer(DistributedOptimizer):
 
     Megatron Core's class looks up the shard of every parameter twice a step, filters all of them for the norm, and
     starts one copy kernel for each. With one parameter per expert (2,107 in eight layers of 128 experts) the GPU waits
-    for that. The values are the same to the bit. This class requires float32 gradients in DDP's own buffers, as
+    for that. The values are the same to the bit. This class requires gradients in DDP's own buffers, as
     `mimo.model.build` sets them up. It has no state except the views, so `adopt` can change the class of an optimizer
     that Megatron Core has built.
+
+    With --use-precision-aware-optimizer, Adam updates the model's weights themselves, keeps what they lack of float32
+    in its state, and reads `decoupled_grad`, whose dtype need not be that of the weights.
     """
 
     _place: list[tuple[int, int]] | None
@@ -119,7 +127,9 @@ class IndexedDistributedOptimizer(DistributedOptimizer):
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._masters: list[torch.Tensor] = []
         self._shards: list[torch.Tensor] = []
-        for model_groups, main_groups in ((self.model_float16_groups, self.shard_fp32_from_float16_groups),
+        self._gradient_name = "decoupled_grad" if reads_decoupled_gradients(self) else "grad"
+        mains = (self.shard_float16_groups if reads_decoupled_gradients(self) else self.shard_fp32_from_float16_groups)
+        for model_groups, main_groups in ((self.model_float16_groups, mains),
                                           (self.model_fp32_groups, self.shard_fp32_groups)):
             for model_group, main_group in zip(model_groups, main_groups, strict=True):
                 for parameter, main in zip(model_group, main_group, strict=True):
@@ -128,11 +138,11 @@ class IndexedDistributedOptimizer(DistributedOptimizer):
 
     def _add_views(self, parameter: Any, main: torch.Tensor) -> None:
         held, in_bucket = parameter_ranges(self, parameter)
-        assert parameter.main_grad.dtype == torch.float32 and held.size == in_bucket.size == main.numel()
+        assert held.size == in_bucket.size == main.numel()
         self._gradients.append((main, parameter.main_grad.view(-1)[held.start:held.end]))
         buffer, _, bucket = self.model_param_gbuf_map[parameter]
         shard = self.buffers[buffer].buckets[bucket].param_data.view(-1)[in_bucket.start:in_bucket.end]
-        # A float32 parameter has no separate master copy.
+        # A float32 parameter has no separate master copy, and none has with the precision-aware optimizer.
         if shard.data_ptr() != main.data_ptr():
             self._masters.append(main.detach())
             self._shards.append(shard.detach())
@@ -140,18 +150,25 @@ class IndexedDistributedOptimizer(DistributedOptimizer):
     def _copy_model_grads_to_main_grads(self) -> None:
         self._look_up()
         for main, gradient in self._gradients:
-            main.grad = gradient
+            # Without the precision-aware optimizer, a parameter and its gradient have one dtype.
+            setattr(main, self._gradient_name, gradient if self._gradient_name != "grad" else gradient.float())
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
         if grad_norm_group is not None:
             return super().get_grads_for_grad_norm(grad_norm_group)
         self._look_up()
-        return [parameter.grad for parameter in self._counted if parameter.grad is not None]
+        found = (getattr(parameter, self._gradient_name) for parameter in self._counted)
+        return [gradient for gradient in found if gradient is not None]
 
     def _copy_main_params_to_model_params(self) -> None:
         self._look_up()
         if self._masters:
             copy_together(self._shards, self._masters)
+
+
+def reads_decoupled_gradients(optimizer: Any) -> bool:
+    """Return whether an optimizer of Megatron Core reads `decoupled_grad` instead of `grad`."""
+    return bool(optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
 
 
 def peak_learning_rates(config: OptimConfig) -> dict[str, float]:
@@ -166,6 +183,9 @@ def build_optimizer(config: OptimConfig, built: BuiltModel, grids: Grids) -> Het
 
     Collective over each trained module's ranks. Ranks of a frozen module take no part.
     """
+    if config.use_precision_aware_optimizer and find_spec("transformer_engine") is None:
+        raise ValueError("--use-precision-aware-optimizer needs Transformer Engine, which is not installed; leave it "
+                         "out")
     infos = {}
     for name in grids.layout.grids:
         active = name in grids.modules
@@ -193,6 +213,11 @@ def optimizer_config(config: OptimConfig, lr: float, params_dtype: torch.dtype) 
         params_dtype=params_dtype,
         use_distributed_optimizer=config.use_distributed_optimizer,
         log_num_zeros_in_grad=config.log_num_zeros_in_grad,
+        use_precision_aware_optimizer=config.use_precision_aware_optimizer,
+        main_grads_dtype=DTYPES[config.main_grads_dtype],
+        main_params_dtype=DTYPES[config.main_params_dtype],
+        exp_avg_dtype=DTYPES[config.exp_avg_dtype],
+        exp_avg_sq_dtype=DTYPES[config.exp_avg_sq_dtype],
     )
 
 

@@ -37,6 +37,8 @@ def transformer_config(context: BuildContext | None, kind: type[TransformerConfi
     # Latent attention has positions only on a part of its channels, in another order. The fused kernel counts positions
     # itself, from the start of each packed sequence, which is wrong for positions of three axes.
     fused_rotary = fused and kind is TransformerConfig and "mrope_section" not in sizes
+    if fused and context is not None and context.fp8 is not None:
+        sizes |= {"fp8": context.fp8.format, "fp8_recipe": context.fp8.recipe}
     return kind(
         tensor_model_parallel_size=grid.tp, pipeline_model_parallel_size=grid.pp,
         # Context-parallel ranks of a homogeneous layout each run the whole encoder.

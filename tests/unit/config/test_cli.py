@@ -12,9 +12,10 @@ from mimo import registry
 from mimo.config import toml_file
 from mimo.config.cli import FIRST_FLAGS, parse, parse_as, to_toml
 from mimo.config.flag_hints import FOREIGN_FLAGS
+from mimo.config.optim import OptimConfig
 from mimo.config.rl_run import FIRST_FLAGS as RL_FIRST_FLAGS
 from mimo.config.rl_run import RlRunConfig
-from mimo.config.trainer import OptimConfig, RunConfig, TrainConfig
+from mimo.config.trainer import RunConfig, TrainConfig
 from tests.unit.config.fake_provider import FakeDataConfig, FakeModelConfig
 
 ROOT = Path(__file__).parents[3]

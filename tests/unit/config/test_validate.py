@@ -73,6 +73,33 @@ def test_a_run_that_makes_sense_passes(flags):
     (f"{ITERS} --layout colocated --encoder-dp 2 --llm-tp 2 --encoder-window 0 "
      "--correct-encoder-grad-for-partial-participation",
      "--correct-encoder-grad-for-partial-participation with encoder windows"),
+    (f"{ITERS} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+     "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 needs --use-precision-aware-optimizer"),
+    (f"{ITERS} --use-precision-aware-optimizer --device cpu", "--use-precision-aware-optimizer needs CUDA"),
+    (f"{ITERS} --use-precision-aware-optimizer --no-bf16", "--use-precision-aware-optimizer with --no-bf16"),
+    (f"{ITERS} --use-precision-aware-optimizer --no-use-distributed-optimizer",
+     "--use-precision-aware-optimizer needs --use-distributed-optimizer"),
+    (f"{ITERS} --use-precision-aware-optimizer --exp-avg-dtype bf16",
+     "--exp-avg-dtype bf16 with --exp-avg-sq-dtype fp32: Adam would copy every moment"),
+    (f"{ITERS} --use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8",
+     "--exp-avg-dtype fp8 is not supported: such a state has a scale for each shard"),
+    (f"{ITERS} --use-precision-aware-optimizer --main-params-dtype fp16", "--main-params-dtype fp16 is not supported"),
+    (f"{ITERS} --use-precision-aware-optimizer --main-params-dtype bf16",
+     "--main-params-dtype bf16: Transformer Engine's Adam keeps float32 weights"),
+    (f"{ITERS} --use-precision-aware-optimizer --main-grads-dtype bf16",
+     "--main-grads-dtype bf16 with --grad-reduce-in-fp32: gradients are accumulated in fp32"),
+    (f"{ITERS} --use-precision-aware-optimizer --no-grad-reduce-in-fp32",
+     "--main-grads-dtype fp32 with --no-grad-reduce-in-fp32: gradients are accumulated in bf16"),
+    (f"{ITERS} --fp8-recipe blockwise", "--fp8-recipe blockwise needs --fp8-format e4m3 or hybrid"),
+    (f"{ITERS} --fp8-format hybrid --fp8-recipe delayed",
+     "--fp8-recipe delayed is not supported: its scales come from a history of maxima"),
+    (f"{ITERS} --encoder-fp8-format hybrid --encoder-fp8-recipe mxfp8",
+     "--encoder-fp8-recipe mxfp8 needs a Blackwell GPU"),
+    (f"{ITERS} --fp8-format hybrid --moe-gemm packed",
+     "--moe-gemm packed with --fp8-format hybrid: it multiplies in bfloat16 only"),
+    (f"{ITERS} --layout colocated --encoder-tp 2 --fp8-format hybrid --llm-tp 2 --sequence-parallel --seq-length 40",
+     "--fp8-format hybrid (tensorwise) with --sequence-parallel: --seq-length 40 * --micro-batch-size 1 over 2 ranks"
+     " is not a multiple of 16 on each"),
     (f"{ITERS} --recompute-num-layers 2", "--recompute-num-layers 2 needs --recompute full, it is none"),
     (f"{ITERS} --recompute full --recompute-num-layers 99",
      "--recompute-num-layers 99: a pipeline stage has"),
@@ -184,3 +211,17 @@ def test_a_value_of_a_file_may_need_a_flag_of_the_command_line(tmp_path):
     (tmp_path / "run.toml").write_text("train-iters = 10\nsave-interval = 5\nlr = 0\n")
     config = parse([*FAKE, "--config", str(tmp_path / "run.toml"), "--save", str(tmp_path / "to"), "--lr", "1e-3"])
     assert validate(config, 2).world_size == 2
+
+
+def test_a_dry_run_says_what_the_precision_aware_optimizer_saves():
+    from mimo.grid.dry_run import dry_run_report
+    from mimo.registry import model_provider
+
+    mock = ["--model-provider", "mock", "--dataset-provider", "mock"]
+    for flags, expected in (((), "10 bytes a parameter instead of 12"),
+                            (("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"), "6 bytes a parameter instead")):
+        config = parse([*mock, *ITERS.split(), "--use-precision-aware-optimizer", *flags])
+        report = dry_run_report(config, validate(config, 2), model_provider("mock"))
+        assert f"optimizer state of language: {expected}" in report and "which saves" in report
+    config = parse([*mock, *ITERS.split()])
+    assert "optimizer state" not in dry_run_report(config, validate(config, 2), model_provider("mock"))

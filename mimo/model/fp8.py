@@ -1,0 +1,178 @@
+"""Matrix products of layers in FP8: which layers, what their sizes have to be, and an emulation in plain PyTorch.
+
+Quantised are the products of a layer's linear parts with weights: attention, MLPs, shared and routed experts, Mamba's
+projections. Embeddings, norms, routers, the attention core, Mamba's scan, projectors and the output layer keep the
+model's precision, and so do the weights that are stored, saved and exported.
+
+With Transformer Engine's layers, Megatron Core enters the recipe around each layer. Layers in plain PyTorch round both
+operands of each product to FP8 and back. That is slower than no FP8, and shows what FP8 does to a run on any machine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from mimo.config.precision import FP8_MULTIPLES, Fp8
+from mimo.model import compat
+from mimo.model.moe import DuplicatedLinear
+
+logger = logging.getLogger(__name__)
+
+BLOCK = 128
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def use_fp8(module: torch.nn.Module, fp8: Fp8, impl: str) -> None:
+    """Have the layers of a built module multiply in FP8.
+
+    Args:
+        module: the language model or an encoder.
+        fp8: format and recipe, and the flag that gave them.
+        impl: `local` or `transformer_engine`.
+
+    Raises:
+        ValueError: the GPU has no such products, a weight's sizes do not fit, or the provider ignores the recipe.
+    """
+    linears = list(_linears(module, impl))
+    _check_widths(linears, fp8)
+    if impl == "transformer_engine":
+        _check_device(fp8)
+        if any(weight.dtype != torch.bfloat16 for _, linear in linears for weight in linear.parameters()):
+            raise ValueError(f"{fp8} with --no-bf16: the kernels take bfloat16 weights; give --bf16")
+        if not linears or any(layer.config.fp8 != fp8.format for layer in _layers(module)):
+            raise ValueError(f"{fp8}: the model provider builds layers without FP8; leave the flag out, or have it "
+                             "read BuildContext.fp8")
+        for _, linear in linears:
+            if "weight" in dict(linear.named_parameters()):  # routed experts pad their own rows
+                linear.forward = partial(_with_whole_rows, linear, fp8, linear.forward)
+    else:
+        for _, linear in linears:
+            compat.replace_product(linear, partial(_emulated_product, fp8))
+    logger.info("%s: %d linear layers multiply in FP8%s", fp8, len(linears),
+                "" if impl == "transformer_engine" else ", emulated by rounding the operands (slow)")
+
+
+def _layers(module: torch.nn.Module) -> Iterator[Any]:
+    for part in module.modules():
+        if isinstance(part, TransformerLayer | MambaLayer | MultiTokenPredictionLayer):
+            yield part
+
+
+def _linears(module: torch.nn.Module, impl: str) -> Iterator[tuple[str, Any]]:
+    """Yield the quantised linear parts of a module's layers and their names, each once."""
+    kinds: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear, DuplicatedLinear)
+    if impl == "transformer_engine":
+        from transformer_engine.pytorch import GroupedLinear, LayerNormLinear, Linear
+
+        kinds = (Linear, LayerNormLinear, GroupedLinear)
+    inside = {id(part) for layer in _layers(module) for part in layer.modules()}
+    for name, part in module.named_modules():
+        if id(part) in inside and isinstance(part, kinds):
+            yield name, part
+
+
+def _check_widths(linears: list[tuple[str, Any]], fp8: Fp8) -> None:
+    multiple = FP8_MULTIPLES[fp8.recipe]
+    wrong = [f"{name}.{key} {list(weight.shape)}" for name, linear in linears
+             for key, weight in linear.named_parameters(recurse=False)
+             if weight.dim() == 2 and any(size % multiple for size in weight.shape)]
+    if wrong:
+        rest = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(
+            f"{fp8}: rows and columns of a rank's weights have to be multiples of {multiple}, and these are not: "
+            f"{', '.join(wrong[:3])}{rest}. Use other widths or a smaller tensor-parallel size"
+            + (", or tensorwise, which needs multiples of 16" if fp8.recipe == "blockwise" else ""))
+
+
+def _check_device(fp8: Fp8) -> None:
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+    available, reason = (FP8GlobalStateManager.is_fp8_block_scaling_available() if fp8.recipe == "blockwise"
+                         else FP8GlobalStateManager.is_fp8_available())
+    if not available:
+        raise ValueError(f"{fp8} cannot run here: {reason}")
+
+
+def _with_whole_rows(linear: Any, fp8: Fp8, forward: Callable[..., Any], hidden: torch.Tensor, *args: Any,
+                     **kwargs: Any) -> Any:
+    """Call a linear layer of Transformer Engine with zero rows added until their number fits the FP8 product.
+
+    Packed rows and images have any number of tokens. Rows of zeros change neither the other rows nor, because their
+    gradient is zero as well, any weight gradient.
+    """
+    shape, multiple = hidden.shape[:-1], FP8_MULTIPLES[fp8.recipe]
+    missing = -shape.numel() % multiple
+    if not missing:
+        return forward(hidden, *args, **kwargs)
+    if linear.sequence_parallel:
+        raise ValueError(f"{fp8} with --sequence-parallel: {shape.numel()} tokens of a microbatch on a rank are not a "
+                         f"multiple of {multiple}")
+    output, bias = forward(torch.nn.functional.pad(hidden.flatten(0, -2), (0, 0, 0, missing)), *args, **kwargs)
+    return output[:shape.numel()].unflatten(0, shape), bias
+
+
+# The emulation.
+
+
+def rounded(values: torch.Tensor, dtype: torch.dtype, recipe: str, *, is_weight: bool = False) -> torch.Tensor:
+    """Round to FP8 and back, with one scale for the tensor or for each block.
+
+    Args:
+        values: `[..., columns]`.
+        dtype: FP8 dtype.
+        recipe: `tensorwise`, or `blockwise` for blocks of 1 x 128, in weights 128 x 128, with powers of two as scales.
+        is_weight: whether this is a weight `[rows, columns]`.
+    """
+    blocks = values.float()
+    if recipe == "blockwise":
+        rows = BLOCK if is_weight else 1
+        blocks = blocks.reshape(-1, rows, values.shape[-1] // BLOCK, BLOCK)
+        largest = blocks.abs().amax(dim=(1, 3), keepdim=True)
+    else:
+        largest = blocks.abs().max() if values.numel() else blocks.new_zeros(())
+    scale = torch.where(largest > 0, largest / torch.finfo(dtype).max, 1.0)
+    if recipe == "blockwise":
+        scale = torch.exp2(scale.log2().ceil())
+    return ((blocks / scale).to(dtype).float() * scale).reshape(values.shape).to(values.dtype)
+
+
+class _Round(torch.autograd.Function):
+    """`rounded` of an operand; its gradient passes through."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, recipe: str, is_weight: bool) -> torch.Tensor:
+        return rounded(values, E4M3, recipe, is_weight=is_weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grads[0], None, None
+
+
+class _RoundGradient(torch.autograd.Function):
+    """`values` themselves; their gradient is rounded, as an operand of both products of the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, dtype: torch.dtype, recipe: str) -> torch.Tensor:
+        ctx.options = dtype, recipe
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return rounded(grads[0], *ctx.options), None, None
+
+
+def _emulated_product(fp8: Fp8, product: Callable[..., torch.Tensor], input: torch.Tensor,  # noqa: A002
+                      weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Multiply `input` by `weight` with `product`, all operands of the three products of a step rounded to FP8."""
+    output = product(_Round.apply(input, fp8.recipe, False), _Round.apply(weight, fp8.recipe, True), *args, **kwargs)
+    rounded_output: torch.Tensor = _RoundGradient.apply(output, E5M2 if fp8.format == "hybrid" else E4M3, fp8.recipe)
+    return rounded_output

@@ -1,0 +1,155 @@
+"""FP8 products: rounding, which layers take part, sizes, and runs with the emulation on several layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mimo.config.precision import Fp8
+from tests.support.equality import MOE, parse_config
+from tests.support.marks import fast_only
+from tests.support.resuming import Run, assert_same_bits, refusal, train
+from tests.support.spawn import WorkerPool
+
+FP8 = ("--fp8-format", "hybrid", "--encoder-fp8-format", "e4m3")
+BLOCKWISE = ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise", "--hidden-size", "128", "--ffn-hidden-size", "128",
+             "--kv-channels", "64", "--num-layers", "2")
+
+
+def rounding_facts(rank: int) -> None:
+    from mimo.model.fp8 import E4M3, E5M2, rounded
+
+    values = torch.randn(256, 256)
+    for dtype, error in ((E4M3, 2**-4), (E5M2, 2**-3)):
+        for recipe in ("tensorwise", "blockwise"):
+            for is_weight in (False, True):
+                found = rounded(values, dtype, recipe, is_weight=is_weight)
+                assert ((found - values).abs() <= error * values.abs() + 0.05).all(), (dtype, recipe)
+                torch.testing.assert_close(rounded(found, dtype, recipe, is_weight=is_weight), found)
+    values[3, 5] = 1e7
+    assert not rounded(values, E4M3, "tensorwise")[200:].any(), "too small beside the largest value"
+    for is_weight in (False, True):
+        found = rounded(values, E4M3, "blockwise", is_weight=is_weight)
+        assert ((found - values)[200:].abs() <= 2**-4 * values[200:].abs() + 0.05).all(), "it is in another block"
+    assert not rounded(torch.zeros(4, 128), E4M3, "blockwise").any() and rounded(torch.zeros(0, 8), E4M3, "tensorwise"
+                                                                                  ).shape == (0, 8)
+
+
+def products_are_those_of_rounded_operands(rank: int) -> None:
+    from mimo.model.fp8 import E4M3, E5M2, _emulated_product, rounded
+
+    hidden, weight = torch.randn(6, 32, requires_grad=True), torch.randn(48, 32, requires_grad=True)
+    gradient = torch.randn(6, 48)
+    output = _emulated_product(Fp8("hybrid", "tensorwise", "--fp8-format"), torch.nn.functional.linear, hidden, weight)
+    output.backward(gradient)
+    left, right = rounded(hidden.detach(), E4M3, "tensorwise"), rounded(weight.detach(), E4M3, "tensorwise")
+    coming = rounded(gradient, E5M2, "tensorwise")
+    torch.testing.assert_close(output, left @ right.t())
+    torch.testing.assert_close(hidden.grad, coming @ right)
+    torch.testing.assert_close(weight.grad, coming.t() @ left)
+
+
+def rows_are_filled_up(rank: int) -> None:
+    from mimo.model.fp8 import _with_whole_rows
+
+    linear = torch.nn.Linear(8, 4)
+
+    def whole(hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+        assert hidden.shape[:-1].numel() % 16 == 0
+        return linear(hidden), None
+
+    hidden = torch.randn(5, 3, 8, requires_grad=True)
+    gradient, found = torch.randn(5, 3, 4), {}
+    fp8, layer = Fp8("hybrid", "tensorwise", "--fp8-format"), SimpleNamespace(sequence_parallel=False)
+    for name, call in (("plain", linear), ("padded", lambda rows: _with_whole_rows(layer, fp8, whole, rows)[0])):
+        linear.zero_grad()
+        hidden.grad = None
+        output = call(hidden)
+        output.backward(gradient)
+        found[name] = [output.detach(), hidden.grad, linear.weight.grad.clone(), linear.bias.grad.clone()]
+    torch.testing.assert_close(found["padded"], found["plain"])
+    layer.sequence_parallel = True
+    with pytest.raises(ValueError, match="with --sequence-parallel: 15 tokens of a microbatch on a rank are not a"):
+        _with_whole_rows(layer, fp8, whole, hidden)
+
+
+@pytest.mark.parametrize("facts", [rounding_facts, products_are_those_of_rounded_operands, rows_are_filled_up])
+def test_products(pool: WorkerPool, facts: Any) -> None:
+    pool.run(facts, world_size=1)
+
+
+def quantised_parts(rank: int, flags: tuple[str, ...]) -> set[str]:
+    """Names of the linear parts that multiply in FP8, without layer and expert numbers."""
+    from tests.support.steps import trainer_of
+
+    with trainer_of(rank, ("--layout", "colocated", *flags), 1) as (parts, _):
+        return {".".join(word for word in name.split(".") if not word.isdigit())
+                for name, part in parts.built.model.named_modules() if "_forward_impl" in vars(part)}
+
+
+def test_linear_parts_of_layers_multiply_in_fp8_and_nothing_else(pool: WorkerPool) -> None:
+    (found,) = pool.run(quantised_parts, (*FP8, *MOE), world_size=1)
+    ends = {name.split("layers.")[-1] for name in found}
+    assert ends == {"self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2",
+                    "mlp.experts.local_experts.linear_fc1", "mlp.experts.local_experts.linear_fc2"}
+    assert {"modality_submodules" in name for name in found} == {True, False}
+    (found,) = pool.run(quantised_parts, ("--fp8-format", "e4m3", *MOE), world_size=1)
+    assert found and not any("modality_submodules" in name for name in found)
+
+
+LAYOUTS = {
+    "llm-dp2": (3, "--llm-dp 2"),
+    "llm-tp2": (3, "--llm-tp 2 --sequence-parallel"),
+    "llm-ep2-overlap": (3, "--llm-dp 2 --llm-ep 2 --overlap-grad-reduce"),
+    "windows-pp2": (2, "--layout colocated --encoder-dp 2 --llm-pp 2"),
+    "recomputed": (2, "--recompute full --encoder-recompute full"),
+}
+
+
+@pytest.mark.parametrize("layout", fast_only(("llm-tp2", "windows-pp2"), LAYOUTS))
+@pytest.mark.parametrize("flags", [FP8, BLOCKWISE], ids=["tensorwise", "blockwise"])
+def test_layouts_train_alike_and_like_float32(pool: WorkerPool, layout: str, flags: tuple[str, ...]) -> None:
+    if flags == BLOCKWISE and layout == "llm-tp2":
+        flags = (*flags, "--num-attention-heads", "4", "--num-query-groups", "4", "--ffn-hidden-size", "256",
+                 "--hidden-size", "256", "--seq-length", "256")
+    flags = (*flags, *MOE, "--moe-ffn-hidden-size", "256")
+    world_size, more = LAYOUTS[layout]
+    alone = pool.run(train, ("--layout", "colocated", *flags), 1, 3, world_size=1)[0]
+    exact = pool.run(train, ("--layout", "colocated", *flags, "--fp8-format", "none", "--fp8-recipe", "tensorwise",
+                             "--encoder-fp8-format", "none"), 1, 3, world_size=1)[0]
+    found = pool.run(train, (*flags, *more.split()), world_size, 3, world_size=world_size)
+    for run in found:
+        # A sum in another order rounds some values to the next FP8 number.
+        np.testing.assert_allclose(run.losses, alone.losses, rtol=5e-3)
+        np.testing.assert_allclose(run.grad_norms, alone.grad_norms, rtol=5e-2)
+    np.testing.assert_allclose(alone.losses, exact.losses, rtol=3e-2)
+    assert alone.losses != exact.losses
+
+
+def test_checkpoints_hold_the_weights_and_go_on_to_the_bit(pool: WorkerPool, tmp_path: Path) -> None:
+    flags = (*FP8, "--llm-dp", "2")
+    whole: list[Run] = pool.run(train, (*flags, "--save", str(tmp_path)), 3, world_size=3)
+    assert_same_bits(whole, pool.run(train, (*flags, "--load", str(tmp_path)), 3, world_size=3))
+    plain = pool.run(train, ("--llm-dp", "2", "--load", str(tmp_path)), 3, world_size=3)
+    for ours, theirs in zip(whole, plain, strict=True):
+        assert ours.exact.keys() == theirs.exact.keys(), "nothing of FP8 is in a checkpoint"
+
+
+@pytest.mark.parametrize(("flags", "expected"), [
+    (("--fp8-format", "hybrid", "--ffn-hidden-size", "40"),
+     r"--fp8-format hybrid \(tensorwise\): rows and columns of a rank's weights have to be multiples of 16, and these "
+     r"are not: .*linear_fc2.weight \[32, 40\].*Use other widths"),
+    (("--encoder-fp8-format", "e4m3", "--encoder-fp8-recipe", "blockwise"),
+     r"--encoder-fp8-format e4m3 \(blockwise\): .* multiples of 128.*or tensorwise, which needs multiples of 16"),
+])
+def test_widths_that_do_not_fit_are_named(pool: WorkerPool, flags: tuple[str, ...], expected: str) -> None:
+    parse_config(*flags)
+    (told,) = pool.run(refusal, ("--layout", "colocated", *flags), 1, world_size=1)
+    assert told is not None
+    with pytest.raises(ValueError, match=expected):
+        raise ValueError(told)

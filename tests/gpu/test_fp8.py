@@ -1,0 +1,85 @@
+"""FP8 products of Transformer Engine on one GPU: against bfloat16, against the emulation, with rows that do not fit."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mimo.config.precision import Fp8
+from tests.support.launch import losses, torchrun
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
+    pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine"),
+]
+SHARED = """--device cuda --transformer-impl transformer_engine --llm-dp 1 --vocab-size 512 --hidden-size 256
+--num-layers 2 --num-attention-heads 4 --num-query-groups 2 --max-position-embeddings 256 --dataset-provider mock
+--mock-min-length 100 --mock-max-length 250 --seq-length 256 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3
+--lr-decay-style constant --train-iters 6 --num-generations 0 --log-interval 1 --watchdog-timeout-s 200""".split()
+EXPERTS = """--model-provider causal_lm --mock-text-only-fraction 1 --qk-layernorm --num-experts 16
+--moe-router-topk 4 --moe-ffn-hidden-size 128""".split()
+IMAGES = """--model-provider mock --layout colocated --ffn-hidden-size 512 --vision-num-layers 2
+--vision-hidden-size 128 --vision-num-attention-heads 2 --vision-ffn-hidden-size 256 --vision-image-size 24
+--vision-patch-size 8 --image-token-id 511 --mock-image-size 24 --mock-max-length 200""".split()
+
+
+def run(folder: Path, *flags: str) -> list[float]:
+    done = torchrun(1, *SHARED, *flags, "--run-dir", str(folder))
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert ("multiply in FP8" in done.stdout) == ("--fp8-format" in flags), done.stdout[-3000:]
+    print(folder.name, losses(folder))
+    return losses(folder)
+
+
+def test_experts_train_like_bfloat16(tmp_path: Path) -> None:
+    exact = run(tmp_path / "bf16", *EXPERTS)
+    for recipe in ("tensorwise", "blockwise"):
+        found = run(tmp_path / recipe, *EXPERTS, "--fp8-format", "hybrid", "--fp8-recipe", recipe)
+        assert found != exact
+        np.testing.assert_allclose(found, exact, rtol=3e-2)
+
+
+def test_images_whose_rows_do_not_fit(tmp_path: Path) -> None:
+    """An image has 9 patches."""
+    exact = run(tmp_path / "bf16", *IMAGES)
+    found = run(tmp_path / "fp8", *IMAGES, "--fp8-format", "hybrid", "--encoder-fp8-format", "e4m3")
+    assert found != exact
+    np.testing.assert_allclose(found, exact, rtol=3e-2)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_kernels_round_like_the_emulation(recipe: str) -> None:
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling, Format
+
+    from mimo.model.fp8 import _emulated_product, _with_whole_rows
+
+    torch.manual_seed(0)
+    fp8 = Fp8("hybrid", recipe, "--fp8-format")
+    kind = {"tensorwise": Float8CurrentScaling, "blockwise": Float8BlockScaling}[recipe]
+    linear = te.Linear(256, 512, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    whole = partial(_with_whole_rows, linear, fp8, lambda rows: (linear(rows), None))
+    hidden = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    gradient, ends = torch.randn(300, 512, device="cuda", dtype=torch.bfloat16), []
+    for emulated in (False, True):
+        hidden.grad = linear.weight.grad = None
+        if emulated:
+            output = _emulated_product(fp8, torch.nn.functional.linear, hidden, linear.weight)
+        else:
+            with te.fp8_autocast(enabled=True, fp8_recipe=kind(fp8_format=Format.HYBRID)):
+                output, _ = whole(hidden)
+        output.backward(gradient)
+        ends.append([output.detach().float(), hidden.grad.float(), linear.weight.grad.float()])
+    exact = (hidden.detach() @ linear.weight.detach().t()).float()
+    assert (ends[0][0] - exact).norm() > 1e-2 * exact.norm(), "the product was in FP8"
+    for name, ours, theirs in zip(("output", "input gradient", "weight gradient"), *ends, strict=True):
+        error = ((ours - theirs).norm() / theirs.norm()).item()
+        print(recipe, name, error)
+        # Blocks of the kernels' weight gradient lie along the tokens.
+        assert error < (0.08 if recipe == "blockwise" else 1e-2), name
