@@ -7,7 +7,7 @@ Sizes come from flags (the defaults are those of Qwen2.5-VL-7B) or from a Huggin
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,7 +24,12 @@ from providers.common.decoder import (
 )
 from providers.common.flops import decoder_components, projector_components, windowed_vision_components
 from providers.common.hf_processor import CLIP_MEAN, CLIP_STD
-from providers.common.qwen_processor import read_qwen_processing, write_qwen_processing
+from providers.common.qwen_processor import (
+    check_special_tokens,
+    read_qwen_processing,
+    write_qwen,
+    write_qwen_processing,
+)
 from providers.common.qwen_vision import (
     QwenVisionConfig,
     check_qwen_vision,
@@ -169,6 +174,14 @@ class Qwen25VlProvider(VisionLanguageProvider):
     def write_image_processing(self, config: Config, folder: Path, processing: ImageProcessing) -> str:
         """Write preprocessor_config.json, or return the reason why no processor makes the pixels of training."""
         return write_qwen_processing(folder, self.resolved(config), processing)
+
+    def check_processor(self, config: Config) -> None:
+        """Raise ValueError unless the special tokens of the family's processor are ids of the vocabulary."""
+        check_special_tokens(self.resolved(config))
+
+    def write_processor(self, config: Config, folder: Path, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Write the processor that turns 8-bit images into pixels; see `mimo.protocols`."""
+        write_qwen(self.resolved(config), folder, mean, std)
 
 
 provider = Qwen25VlProvider()

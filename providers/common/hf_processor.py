@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -174,19 +174,20 @@ def write_llava(config: Any, folder: Path, mean: Sequence[float], std: Sequence[
     images = CLIPImageProcessor(do_resize=False, do_center_crop=False, do_convert_rgb=False, size=size, crop_size=size,
                                 image_mean=list(mean), image_std=list(std))
     LlavaProcessor(
-        images, _tokenizer(config.vocab_size, config.image_token_id), patch_size=config.vision_patch_size,
+        images, made_up_tokenizer(config.vocab_size, {IMAGE_TOKEN: config.image_token_id}),
+        patch_size=config.vision_patch_size,
         vision_feature_select_strategy="default" if config.vision_class_token else "full",
         num_additional_image_tokens=int(config.vision_class_token)).save_pretrained(folder)
 
 
-def _tokenizer(vocab_size: int, image_token_id: int) -> Any:
-    """Return a tokenizer with one made-up word for each id, and the image token."""
+def made_up_tokenizer(vocab_size: int, special: Mapping[str, int]) -> Any:
+    """Return a tokenizer with one made-up word for each id, and special tokens with theirs."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {f"<{index}>": index for index in range(vocab_size) if index != image_token_id}
-    tokenizer = Tokenizer(models.WordLevel(words | {IMAGE_TOKEN: image_token_id}, unk_token=next(iter(words))))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words = {f"<{index}>": index for index in range(vocab_size) if index not in special.values()}
     first = next(iter(words))
+    tokenizer = Tokenizer(models.WordLevel(words | dict(special), unk_token=first))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=first, unk_token=first,
-                                   additional_special_tokens=[IMAGE_TOKEN])
+                                   additional_special_tokens=list(special))

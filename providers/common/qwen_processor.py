@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,10 +17,13 @@ from providers.common.hf_processor import (
     RESAMPLE,
     WITHOUT_EFFECT,
     allow_value,
+    made_up_tokenizer,
     read_file,
     three,
 )
 
+# Patches of the largest image that a processor for a rollout engine leaves as it is, as in the published models.
+PROCESSED_PATCHES = 65536
 KINDS = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Qwen3VLImageProcessor")
 # Class defaults, which a file may leave out; a test compares them with the installed transformers.
 DEFAULTS: dict[str, Any] = {
@@ -126,3 +130,43 @@ def write_qwen_processing(folder: Path, config: PatchSizes, processing: ImagePro
     if has_nested:
         path.write_text(json.dumps(outer, indent=2) + "\n", encoding="utf-8")
     return note
+
+
+# Special tokens of the family's processors -> fields of a provider's `Config`.
+SPECIAL_TOKENS = {"<|image_pad|>": "image_token_id", "<|video_pad|>": "video_token_id",
+                  "<|vision_start|>": "vision_start_token_id", "<|vision_end|>": "vision_end_token_id"}
+
+
+def check_special_tokens(config: Any) -> None:
+    """Raise ValueError unless the special tokens are different ids of the vocabulary, as a processor needs them."""
+    ids = {field: getattr(config, field) for field in SPECIAL_TOKENS.values()}
+    given = " ".join(f"--{field.replace('_', '-')} {number}" for field, number in ids.items())
+    if len(set(ids.values())) < len(ids) or not all(0 <= number < config.vocab_size for number in ids.values()):
+        raise ValueError(f"{given}: the processor of a rollout engine needs four different ids below --vocab-size "
+                         f"{config.vocab_size}")
+
+
+def write_qwen(config: Any, folder: Path, mean: Sequence[float], std: Sequence[float]) -> None:
+    """Write a `Qwen2_5_VLProcessor` for images whose sizes the encoder takes, with a tokenizer of made-up words.
+
+    Prompts are token ids, so only the tokenizer's special tokens are used. Images keep their sizes.
+
+    Args:
+        config: the family's flags, resolved.
+        folder: folder of the model's config.json.
+        mean: mean of each channel.
+        std: deviation of each channel; pixels are (value / 255 - mean) / std.
+    """
+    from transformers import Qwen2_5_VLProcessor
+    from transformers.models.qwen2_vl import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+
+    check_special_tokens(config)
+    values = {
+        "size": {"shortest_edge": config.size_multiple**2,
+                 "longest_edge": PROCESSED_PATCHES * config.vision_patch_size**2},
+        "image_mean": list(mean), "image_std": list(std), "patch_size": config.vision_patch_size,
+        "temporal_patch_size": config.vision_temporal_patch_size, "merge_size": config.vision_spatial_merge_size}
+    special = {token: getattr(config, field) for token, field in SPECIAL_TOKENS.items()}
+    Qwen2_5_VLProcessor(
+        Qwen2VLImageProcessor(**values), made_up_tokenizer(config.vocab_size, special),
+        Qwen2VLVideoProcessor(**values)).save_pretrained(folder)

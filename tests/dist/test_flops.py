@@ -34,6 +34,12 @@ QWEN3_VL = (*COMMON, *ONE, *"""--model-provider qwen3_vl --mrope-section 4 2 2 -
 --vision-ffn-hidden-size 20 --vision-num-position-embeddings 25 --vision-deepstack-layers 0 2 --image-token-id 95
 --hidden-size 32 --num-attention-heads 4 --num-layers 2 --ffn-hidden-size 48 --vocab-size 96 --mock-image-size 16
 --mock-image-size-cv 0.6""".split())
+# Images of whole windows: the others count as whole ones.
+QWEN25_VL = (*COMMON, *ONE, *"""--model-provider qwen2_5_vl --mrope-section 1 2 1 --num-query-groups 2
+--vision-patch-size 4 --vision-hidden-size 16 --vision-num-layers 4 --vision-num-attention-heads 2
+--vision-ffn-hidden-size 20 --vision-window-size 16 --vision-full-attention-layers 1 --image-token-id 95
+--hidden-size 32 --num-attention-heads 4 --vocab-size 96 --num-layers 2 --ffn-hidden-size 48
+--mock-image-size 32""".split())
 MTP = ("--hybrid-layer-pattern", "ME*-M/*E/*E")
 MODELS = {
     "llava": LLAVA,
@@ -50,6 +56,8 @@ MODELS = {
     "deepseek": DEEPSEEK,
     "deepseek-plain-queries": (*DEEPSEEK, "--q-lora-rank", "0"),
     "qwen3-vl": QWEN3_VL,
+    "qwen2.5-vl": QWEN25_VL,
+    "qwen2.5-vl-recomputed": (*QWEN25_VL, "--recompute", "full"),
     "nemotron": NEMOTRON,
     "nemotron-latent": (*NEMOTRON, "--moe-latent-size", "16"),
     "nemotron-mtp": (*NEMOTRON, *MTP),

@@ -1,6 +1,7 @@
-"""A LLaVA's weights from disjoint vision and language grids in a live vLLM engine, with the same images on both sides.
+"""Weights of a LLaVA and of a Qwen2.5-VL from disjoint vision and language grids in a live vLLM engine.
 
-Log-probs of prompts with and without images after every sync equal the trainer's and Hugging Face's.
+Both sides see the same images. Log-probs of prompts with and without images after every sync equal the trainer's and
+Hugging Face's.
 """
 
 from __future__ import annotations
@@ -52,8 +53,17 @@ class Served:
 @pytest.fixture(scope="module")
 def served(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One engine for the module."""
-    folder = tmp_path_factory.mktemp("llava")
-    saved = pool.run(refit_llava.save, str(folder), world_size=1)[0]
+    yield from _served(pool, tmp_path_factory.mktemp("llava"), refit_llava.NAME)
+
+
+@pytest.fixture(scope="module")
+def served_qwen(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Another one, of a Qwen2.5-VL."""
+    yield from _served(pool, tmp_path_factory.mktemp("qwen"), refit_llava.QWEN)
+
+
+def _served(pool: WorkerPool, folder: Path, name: str) -> Iterator[Served]:
+    saved = pool.run(refit_llava.save, str(folder), name, world_size=1)[0]
     options = refit.engine_options(folder, skip_tokenizer_init=False, block_size=32)
     process = EngineProcess(options, setup=refit_llava.allow_stale_caches)
     yield Served(folder, process, **saved)
@@ -73,13 +83,25 @@ def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_log_probs_after_three_syncs_equal_the_trainers(pool: WorkerPool, served: Served, layout: str) -> None:
+    # Not as the engine's loader spells it: `vision_tower.vision_model.embeddings.class_embedding`.
+    assert "vision_tower.embeddings.class_embedding" in served.names
+    check_log_probs(pool, served, layout, refit_llava.NAME)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_log_probs_of_a_qwen_after_three_syncs_equal_the_trainers(pool: WorkerPool, served_qwen: Served,
+                                                                  layout: str) -> None:
+    check_log_probs(pool, served_qwen, layout, refit_llava.QWEN)
+
+
+def check_log_probs(pool: WorkerPool, served: Served, layout: str, name: str) -> None:
+    """Compare the engine's log-probs with the trainer's after each sync, and after the first with transformers'."""
     world_size, flags = LAYOUTS[layout]
     numbers = {len(prompt.get("multi_modal_data", {"image": ()})["image"]) for prompt in served.prompts.values()}
     assert numbers == {0, 1, 2}, "prompts without images, with one and with two"
-    # Not as the engine's loader spells it: `vision_tower.vision_model.embeddings.class_embedding`.
-    assert "vision_tower.embeddings.class_embedding" in served.names
     by_rank = pool.run(refit_llava.sync, str(served.folder), tuple(flags.split()), world_size, served.process.handle,
-                       OPTIONS, served.prompts, STEPS, world_size=world_size, timeout_s=300)
+                       OPTIONS, served.prompts, STEPS, "", name, world_size=world_size, timeout_s=300)
     before: dict[str, torch.Tensor] = {}
     for step in range(STEPS):
         ours = {key: value for rank in by_rank for key, value in rank[step]["ours"].items()}

