@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from mimo.refit.rendezvous import RefitError
 
 # vLLM reads these variables when it is imported or when its engine starts.
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+# vLLM 0.32 normalizes pixels of Qwen-VL on the device by default. It holds mean and deviation as buffers of the model,
+# which made-up weights overwrite and no checkpoint restores, so this is off where vLLM knows it.
+DEVICE_NORMALIZE = "mm_device_do_normalize"
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ class RolloutEngine:
         os.environ.update(options.environment)
         from vllm import LLM
         from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
 
         from mimo.refit.options import BACKEND, register
 
@@ -125,6 +129,8 @@ class RolloutEngine:
             "enable_expert_parallel": options.enable_expert_parallel, "max_model_len": options.max_model_len,
             "max_num_seqs": options.max_num_seqs, "load_format": options.load_format, "seed": options.seed,
             "weight_transfer_config": WeightTransferConfig(backend=BACKEND)}
+        if any(each.name == DEVICE_NORMALIZE for each in fields(EngineArgs)):
+            arguments[DEVICE_NORMALIZE] = False
         self._llm: Any = LLM(options.model, **arguments | options.extra)
 
     @property

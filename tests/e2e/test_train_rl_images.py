@@ -18,6 +18,12 @@ FLAGS = """--device cpu --no-bf16 --transformer-impl local --model-provider llav
 --max-position-embeddings 64 --dataset-provider digits --reward tests.support.rl_rewards:digits --seq-length 32
 --max-completion-tokens 5 --max-tokens-per-microbatch 96 --global-batch-size 32 --completions-per-prompt 8
 --eval-prompts 8 --train-iters 3 --lr 1e-2 --lr-decay-style constant --watchdog-timeout-s 60""".split()
+# Images of any size: two digits side by side are two tokens.
+QWEN = [*FLAGS[:FLAGS.index("--model-provider")], *"""--model-provider qwen2_5_vl --mrope-section 4 6 6
+--vision-patch-size 4 --vision-hidden-size 64 --vision-num-layers 2 --vision-num-attention-heads 2
+--vision-ffn-hidden-size 96 --vision-window-size 8 --vision-full-attention-layers 1 --video-token-id 31
+--vision-start-token-id 30 --vision-end-token-id 29 --digits-image-size 8 --digits-strip""".split(),
+        *FLAGS[FLAGS.index("--num-layers"):]]
 # ranks, flags
 LAYOUTS = {
     "fan-out": (3, "--llm-dp 2"),
@@ -30,7 +36,17 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_three_steps_train_on_completions_of_prompts_with_images(tmp_path: Path, layout: str) -> None:
     num_processes, flags = LAYOUTS[layout]
-    done = torchrun(num_processes, *FLAGS, *flags.split(), "--refit-verify-interval", "1", "--run-dir", str(tmp_path),
+    check_three_steps(tmp_path, num_processes, [*FLAGS, *flags.split()])
+
+
+@pytest.mark.parametrize("layout", ["fan-out", "colocated"])
+def test_three_steps_of_a_qwen_vl(tmp_path: Path, layout: str) -> None:
+    num_processes, flags = LAYOUTS[layout]
+    check_three_steps(tmp_path, num_processes, [*QWEN, *flags.split()])
+
+
+def check_three_steps(tmp_path: Path, num_processes: int, flags: list[str]) -> None:
+    done = torchrun(num_processes, *flags, "--refit-verify-interval", "1", "--run-dir", str(tmp_path),
                     script="train_rl.py")
     assert done.returncode == 0, done.stdout[-3000:]
     steps = [record for record in records(tmp_path) if "gen-kl" in record]
