@@ -25,6 +25,8 @@ from scripts.bench import presets
 PROFILE = Path(__file__).with_name("h200_profile.json")
 WINDOW_TP2 = "--layout colocated --encoder-dp 2 --llm-tp 2 --sequence-parallel --micro-batch-size 2 --encoder-window 1"
 PP2 = "--layout colocated --encoder-dp 2 --llm-pp 2"
+TP2 = "--layout homogeneous --llm-tp 2 --sequence-parallel"
+COLOCATED_TP2 = "--layout colocated --encoder-dp 2 --llm-tp 2 --sequence-parallel"
 # Milliseconds of a step and GiB at the peak that scripts/bench/layouts.py measured there afterwards.
 MEASURED = {
     ("10b-uneven", "--layout homogeneous --llm-pp 2 --llm-pp-layout 13,27"): (3853, 128.1),
@@ -40,6 +42,11 @@ MEASURED = {
     ("10b-even", WINDOW_TP2): (3581, 116.6),
     ("10b-even", f"{PP2} --encoder-window 1"): (3346, 122.4),
     ("10b-even", f"{PP2} --encoder-window 2 --encoder-activation-gib 24"): (3310, 126.7),
+    # A model that the profile has not seen.
+    ("13b-even", TP2): (4859, 130.9),
+    ("13b-even", f"{COLOCATED_TP2} --encoder-window 1"): (4924, 132.5),
+    ("13b-uneven", f"{TP2} --encoder-recompute full"): (5608, 126.3),
+    ("13b-uneven", f"{COLOCATED_TP2} --encoder-window 1 --encoder-activation-gib 5"): (5125, 132.2),
 }
 
 
