@@ -36,6 +36,8 @@ def transformer_config(context: BuildContext | None, kind: type[TransformerConfi
     fused = impl == "transformer_engine"
     # Latent attention has positions only on a part of its channels, in another order. The fused kernel counts positions
     # itself, from the start of each packed sequence, which is wrong for positions of three axes.
+    if context is not None and fused and grid.name == LANGUAGE and grid.cp > 1:
+        _check_shared_attention(context, sizes["num_query_groups"])
     fused_rotary = fused and kind is TransformerConfig and "mrope_section" not in sizes
     if fused and context is not None and context.fp8 is not None:
         sizes |= {"fp8": context.fp8.format, "fp8_recipe": context.fp8.recipe}
@@ -56,6 +58,20 @@ def transformer_config(context: BuildContext | None, kind: type[TransformerConfi
         apply_rope_fusion=fused_rotary,
         cross_entropy_loss_fusion=fused, cross_entropy_fusion_impl="te",
         **sizes)  # type: ignore[arg-type]
+
+
+def _check_shared_attention(context: BuildContext, query_groups: object) -> None:
+    """Raise ValueError for what Transformer Engine's attention cannot share among context-parallel ranks."""
+    assert isinstance(query_groups, int), query_groups
+    grid = context.grid
+    if context.params_dtype is torch.float32:
+        raise ValueError(f"--llm-cp {grid.cp} with --no-bf16: Transformer Engine has no float32 attention over several "
+                         "ranks; use --bf16 or --transformer-impl local")
+    groups = max(query_groups // grid.tp, 1)
+    if context.cp_comm_type == "a2a" and groups % grid.cp:
+        raise ValueError(f"--cp-comm-type a2a: the {groups} key and value heads of a tensor-parallel rank "
+                         f"(--num-query-groups {query_groups}, --llm-tp {grid.tp}) are not divisible by --llm-cp "
+                         f"{grid.cp}; use --cp-comm-type p2p or all_gather")
 
 
 def recompute_fields(context: BuildContext | None) -> dict[str, object]:
@@ -82,12 +98,6 @@ def decoder_config(config: DecoderConfig, context: BuildContext | None,
         sizes: fields of a particular family, over the ones that all families share.
     """
     fused = context is not None and context.transformer_impl == "transformer_engine"
-    if context is not None and fused and context.grid.cp > 1 and context.cp_comm_type == "a2a":
-        groups = max(config.query_groups // context.grid.tp, 1)
-        if groups % context.grid.cp:
-            raise ValueError(f"--cp-comm-type a2a: the {groups} key and value heads of a tensor-parallel rank "
-                             f"(--num-query-groups {config.query_groups}, --llm-tp {context.grid.tp}) are not "
-                             f"divisible by --llm-cp {context.grid.cp}; use --cp-comm-type p2p or all_gather")
     shared: dict[str, object] = {
         "num_layers": config.num_layers, "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads, "num_query_groups": config.query_groups,

@@ -26,6 +26,8 @@ LAYOUTS = {
     "encoder-dp1-llm-dp2": (3, "--llm-dp 2"),
     "encoder-dp2-llm-dp1-uneven-samples": (3, "--encoder-dp 2 --micro-batch-size 3"),
     "llm-ep2": (3, "--llm-dp 2 --llm-ep 2"),
+    "llm-cp2": (3, "--llm-cp 2"),
+    "colocated-llm-cp2": (2, "--layout colocated --encoder-dp 2 --llm-cp 2"),
     "encoder-pp2-llm-pp2": (4, "--encoder-pp 2 --llm-pp 2"),
     "encoder-tp2-llm-tp2": (4, "--encoder-tp 2 --llm-tp 2 --sequence-parallel"),
     "overlapped": (4, "--encoder-dp 2 --llm-dp 2 --overlap-grad-reduce --overlap-param-gather --encoder-ddp-overlap"),
