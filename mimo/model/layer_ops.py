@@ -156,16 +156,30 @@ def apply_packed_rotary(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.
         cu_seqlens: int32 `[sequences + 1]`, where each sequence starts; the last entry is `t`.
         freqs: `[positions, 1, 1, rotated channels]`; as many positions as `t` are those of the row, else of a sequence.
         args: further arguments of Megatron Core's function.
-        cp_group: ranks that share a sequence; where there are several Megatron Core does it.
+        cp_group: ranks that share the sequences; `t` has the tokens of one of them (`mimo.data.context`).
         kwargs: as `args`.
     """
-    if cp_group is None or cp_group.size() > 1:
+    if cp_group is None:
         return compat.rotary_of_packed_rows(t, cu_seqlens, freqs, *args, cp_group=cp_group, **kwargs)
-    if len(freqs) != len(t):
+    if cp_group.size() > 1 and len(freqs) != len(t):
+        freqs = freqs[_shared_positions(cu_seqlens.long(), len(t), cp_group.size(), cp_group.rank())]
+    elif len(freqs) != len(t):
         places = torch.arange(len(t), device=t.device)
         starts = cu_seqlens[:-1].long()
         freqs = freqs[places - starts[torch.searchsorted(cu_seqlens[1:].long(), places, right=True)]]
     return compat.rotary_of_rows(t.unsqueeze(1), freqs, *args, **kwargs).squeeze(1)
+
+
+def _shared_positions(cu_seqlens: torch.Tensor, length: int, cp: int, rank: int) -> torch.Tensor:
+    """Return the position in its sequence of each token of a context-parallel rank, int64 `[length]`.
+
+    As `mimo.data.context.positions`, less the starts of the sequences, without waiting for the device.
+    """
+    places = torch.arange(length, device=cu_seqlens.device)
+    number = torch.searchsorted(cu_seqlens[1:] // cp, places, right=True)
+    lengths = cu_seqlens.diff()[number]
+    offset, chunk = places - cu_seqlens[:-1][number] // cp, lengths // (2 * cp)
+    return torch.where(offset < chunk, offset + rank * chunk, offset - chunk + lengths - (rank + 1) * chunk)
 
 
 def install_packed_rotary() -> None:

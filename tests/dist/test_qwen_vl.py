@@ -105,10 +105,11 @@ def alone(pool: WorkerPool) -> Callable[[str], Outcome]:
 
 
 @pytest.mark.parametrize(("model", "layout"), fast_only([("qwen2.5-vl", "colocated")], [
-    (model, layout) for model in MODELS for layout in ("colocated", "disjoint-tp2", "disjoint-pp2")]))
+    (model, layout) for model in MODELS for layout in ("colocated", "disjoint-tp2", "disjoint-pp2", "disjoint-cp2")]))
 def test_packed_rows_equal_each_sample_alone(pool: WorkerPool, alone: Any, model: str, layout: str) -> None:
     ranks, grids = LAYOUTS[layout]
-    outcomes = pool.run(packing.run, (*MODELS[model].split(), *grids.split()), ranks, True, SIZES, world_size=ranks)
+    flags = f"{MODELS[model]} {grids}" + (" --seq-length 64" if "--llm-cp" in grids else "")
+    outcomes = pool.run(packing.run, tuple(flags.split()), ranks, True, SIZES, world_size=ranks)
     found = packing.differences(alone(model), outcomes, TOLERANCE)
     assert not found, "\n".join(found)
 
