@@ -57,8 +57,8 @@ GPUS = {
 DENSE_EFFICIENCY, ENCODER_EFFICIENCY = 0.60, 0.45
 # The same for the layers of a mixture of experts, by --moe-gemm, and the seconds that the host needs for both passes of
 # a layer with experts. From the runs of docs/performance.md on one H200: 128 experts in each of eight layers.
-EXPERT_EFFICIENCY = {"auto": 0.41, "packed": 0.41, "cutlass": 0.30, "separate": 0.25}
-HOST_EXPERTS_S = {"auto": 10e-3, "packed": 10e-3, "cutlass": 26e-3, "separate": 30e-3}
+EXPERT_EFFICIENCY = {"auto": 0.43, "packed": 0.43, "cutlass": 0.30, "separate": 0.25}
+HOST_EXPERTS_S = {"auto": 6.5e-3, "packed": 6.5e-3, "cutlass": 15e-3, "separate": 30e-3}
 # What is left of it in an encoder that is split by tensor parallelism: its layers are small, and their results travel.
 SPLIT_ENCODER = 0.5
 # Seconds that the host needs at least for the kernels of a layer's forward pass, and for those of the backward pass.
@@ -69,7 +69,7 @@ LATENCY_S = 20e-6
 OPTIMIZER_BYTES, MEMORY_GB_S = 34.0, 3000.0
 # Seconds that an optimizer step takes longer for each weight of an expert: these are many and small, so the GPU waits
 # for the host to launch their kernels.
-EXPERT_WEIGHT_S = 45e-6
+EXPERT_WEIGHT_S = 20e-6
 # Memory that no formula explains, such as workspaces.
 BASE_GIB = 1.0
 

@@ -107,16 +107,16 @@ QWEN_MOE = """--model-provider causal_lm --num-layers 8 --hidden-size 2048 --num
 --bf16 --train-iters 1""".split()
 
 
+# Four commands with packed experts and one row took 1,107 to 1,412 ms.
 @pytest.mark.parametrize(("gemm", "rows", "step_ms", "peak_gib"), [
-    ("packed", 4, 949, 117.9), ("packed", 1, 1692, 100.1), ("cutlass", 4, 1172, 117.9), ("cutlass", 1, 4037, 100.2),
-    ("separate", 4, 1364, 117.9)])
+    ("packed", 4, 854, 117.9), ("packed", 1, 1238, 100.1), ("cutlass", 1, 2280, 100.2)])
 def test_mixtures_of_experts_that_were_measured(gemm: str, rows: int, step_ms: float, peak_gib: float) -> None:
     config = parse([*QWEN_MOE, "--micro-batch-size", str(rows), "--moe-gemm", gemm])
     costs = Costs(config, Profile(GPUS["H200"]))
     found = predict(config, validate(config, 1), costs, [SampleSize(4096)] * 16)
     assert found.step_s * 1000 == pytest.approx(step_ms, rel=0.08)
     assert found.memory_gib == pytest.approx(peak_gib, rel=0.05)
-    assert found.parts_s["optimizer"] == pytest.approx(0.165, rel=0.1)
+    assert found.parts_s["optimizer"] == pytest.approx(0.105, rel=0.1)
 
 
 def test_the_encoder_gets_numbers_of_ranks_that_the_trainer_takes() -> None:
