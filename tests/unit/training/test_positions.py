@@ -86,3 +86,9 @@ def test_text_behind_a_video_follows_its_last_frame() -> None:
     assert row[0].tolist() == [0, 1, 2, 3, 3, 3, 3, 5, 5, 5, 5, 6, 7, 8]
     assert row[1].tolist() == [0, 1, 2, 3, 3, 4, 4, 3, 3, 4, 4, 6, 7, 8]
     assert row[2].tolist() == [0, 1, 2, 3, 4, 3, 4, 3, 4, 3, 4, 6, 7, 8]
+
+
+def test_text_without_an_encoder_has_one_position_on_all_axes() -> None:
+    text = collate_text([sample([], [], 5)], modules={}, num_image_tokens=lambda *image: 1, seq_length=8, vocab_size=16,
+                        pad_token_id=0, token_grid=token_grid)
+    assert torch.equal(text.position_ids[:, 0], torch.arange(8).expand(3, -1))
