@@ -9,7 +9,7 @@ Images have any size, and rotary positions of the decoder have three axes, which
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,7 +27,12 @@ from providers.common.qwen3_vision import (
     check_qwen3_vision_grid,
     qwen3_vision_shapes,
 )
-from providers.common.qwen_processor import read_qwen_processing, write_qwen_processing
+from providers.common.qwen_processor import (
+    check_special_tokens,
+    read_qwen_processing,
+    write_qwen,
+    write_qwen_processing,
+)
 from providers.common.qwen_vision import image_tokens, token_grid
 from providers.common.vision_language import VisionLanguageProvider
 
@@ -176,6 +181,14 @@ class Qwen3VlProvider(VisionLanguageProvider):
     def write_image_processing(self, config: Config, folder: Path, processing: ImageProcessing) -> str:
         """Write preprocessor_config.json, or return the reason why no processor makes the pixels of training."""
         return write_qwen_processing(folder, self.resolved(config), processing)
+
+    def check_processor(self, config: Config) -> None:
+        """Raise ValueError unless the special tokens of the family's processor are ids of the vocabulary."""
+        check_special_tokens(self.resolved(config))
+
+    def write_processor(self, config: Config, folder: Path, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Write the processor that turns 8-bit images into pixels; see `mimo.protocols`."""
+        write_qwen(self.resolved(config), folder, mean, std, "Qwen3VL")
 
 
 provider = Qwen3VlProvider()

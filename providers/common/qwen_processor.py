@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from mimo.protocols import ImageProcessing
 from providers.common.hf_processor import (
@@ -146,8 +146,9 @@ def check_special_tokens(config: Any) -> None:
                          f"{config.vocab_size}")
 
 
-def write_qwen(config: Any, folder: Path, mean: Sequence[float], std: Sequence[float]) -> None:
-    """Write a `Qwen2_5_VLProcessor` for images whose sizes the encoder takes, with a tokenizer of made-up words.
+def write_qwen(config: Any, folder: Path, mean: Sequence[float], std: Sequence[float],
+               kind: Literal["Qwen2_5_VL", "Qwen3VL"] = "Qwen2_5_VL") -> None:
+    """Write a processor for images whose sizes the encoder takes, with a tokenizer of made-up words.
 
     Prompts are token ids, so only the tokenizer's special tokens are used. Images keep their sizes.
 
@@ -156,8 +157,9 @@ def write_qwen(config: Any, folder: Path, mean: Sequence[float], std: Sequence[f
         folder: folder of the model's config.json.
         mean: mean of each channel.
         std: deviation of each channel; pixels are (value / 255 - mean) / std.
+        kind: family whose classes are written.
     """
-    from transformers import Qwen2_5_VLProcessor
+    from transformers import Qwen2_5_VLProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
     from transformers.models.qwen2_vl import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
     check_special_tokens(config)
@@ -167,6 +169,7 @@ def write_qwen(config: Any, folder: Path, mean: Sequence[float], std: Sequence[f
         "image_mean": list(mean), "image_std": list(std), "patch_size": config.vision_patch_size,
         "temporal_patch_size": config.vision_temporal_patch_size, "merge_size": config.vision_spatial_merge_size}
     special = {token: getattr(config, field) for token, field in SPECIAL_TOKENS.items()}
-    Qwen2_5_VLProcessor(
-        Qwen2VLImageProcessor(**values), made_up_tokenizer(config.vocab_size, special),
-        Qwen2VLVideoProcessor(**values)).save_pretrained(folder)
+    processor, videos = {"Qwen2_5_VL": (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor),
+                         "Qwen3VL": (Qwen3VLProcessor, Qwen3VLVideoProcessor)}[kind]
+    processor(Qwen2VLImageProcessor(**values), made_up_tokenizer(config.vocab_size, special),
+              videos(**values)).save_pretrained(folder)

@@ -25,7 +25,7 @@ MAX_ERROR = 1e-5
 MIN_CHANGE = 1e-2
 STEPS = 3
 LAYOUTS = {"colocated": (1, "--layout colocated"), "disjoint": (2, ""),
-           "disjoint-tp2-pp2": (4, "--encoder-tp 2 --llm-pp 2")}
+           "disjoint-tp2-pp2": (4, "--encoder-tp 2 --llm-pp 2"), "disjoint-pp2": (3, "--llm-pp 2")}
 OPTIONS = RefitOptions(backend="gloo", dtype="float32", timeout_s=60, chunk_bytes=10_000, verify=True)
 
 
@@ -93,6 +93,15 @@ def test_log_probs_after_three_syncs_equal_the_trainers(pool: WorkerPool, served
 def test_log_probs_of_a_qwen_after_three_syncs_equal_the_trainers(pool: WorkerPool, served_qwen: Served,
                                                                   layout: str) -> None:
     check_log_probs(pool, served_qwen, layout, refit_llava.QWEN)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["refit-qwen3-vl", "refit-qwen3-vl-moe"])
+def test_log_probs_of_a_qwen3_after_three_syncs_equal_the_trainers(
+        pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    for served in _served(pool, tmp_path_factory.mktemp("qwen3"), name):
+        for layout in ("colocated", "disjoint-pp2"):
+            check_log_probs(pool, served, layout, name)
 
 
 def check_log_probs(pool: WorkerPool, served: Served, layout: str, name: str) -> None:

@@ -36,6 +36,17 @@ QWEN_MODEL = {
             "rope_type": "default", "rope_theta": 1000.0, "mrope_section": [4, 6, 6]}},
     "vision_config": hf_families.QWEN_TOWER | {"hidden_size": 64, "out_hidden_size": 128},
     "video_token_id": 97, "vision_start_token_id": 96, "vision_end_token_id": 95}
+QWEN3_TEXT = hf_families.QWEN3_TEXT | {
+    "hidden_size": 128, "head_dim": 32, "num_hidden_layers": 4, "rms_norm_eps": 1e-5, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}}
+# The last of three levels is for a layer of the second stage.
+QWEN3_MODEL = QWEN_MODEL | {
+    "model_type": "qwen3_vl", "text_config": QWEN3_TEXT,
+    "vision_config": hf_families.QWEN3_TOWER | {
+        "hidden_size": 64, "out_hidden_size": 128, "deepstack_visual_indexes": [0, 1, 3]}}
+QWENS = {QWEN: QWEN_MODEL, "refit-qwen3-vl": QWEN3_MODEL, "refit-qwen3-vl-moe": QWEN3_MODEL | {
+    "model_type": "qwen3_vl_moe", "tie_word_embeddings": False, "text_config": QWEN3_MODEL["text_config"] | {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}}}
 QWEN_IMAGES = ("--seq-length", "56", "--mock-image-size", "16", "--mock-image-size-cv", "0.3")
 LENGTH = ("--seq-length", "40", "--global-batch-size", "8", "--mock-text-only-fraction", "0.5")
 GREEDY = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -45,7 +56,8 @@ def register() -> None:
     """Make the model known in this process, as `refit.register`."""
     model = {"vision_config": hf_families.CLIP, "text_config": refit.TEXT | {"model_type": "llama"}}
     hf_families.LLAVA_MODELS[NAME] = hf_families.MODELS[NAME] = model
-    hf_families.QWEN_MODELS[QWEN] = hf_families.MODELS[QWEN] = QWEN_MODEL
+    hf_families.QWEN_MODELS.update(QWENS)
+    hf_families.MODELS.update(QWENS)
 
 
 def allow_stale_caches() -> None:
@@ -63,7 +75,7 @@ def allow_stale_caches() -> None:
 
 def flags_of(folder: str, layout: tuple[str, ...], name: str = NAME) -> tuple[str, ...]:
     """Flags of a run of the model that is saved in `folder`."""
-    return hf_families.flags_of(name, folder, (*LENGTH, *(QWEN_IMAGES if name == QWEN else ()), *layout))
+    return hf_families.flags_of(name, folder, (*LENGTH, *(QWEN_IMAGES if name in QWENS else ()), *layout))
 
 
 def save(rank: int, folder: str, name: str = NAME) -> dict[str, Any]:
@@ -75,10 +87,11 @@ def save(rank: int, folder: str, name: str = NAME) -> dict[str, Any]:
     """
     register()
     model = hf_families.build_hf(name)
-    model.save_pretrained(folder)
+    hf_families.save_published(model, folder)
     flags = flags_of(folder, ("--layout", "colocated"), name)
-    if name == QWEN:
-        provider, family = model_provider("qwen2_5_vl"), equality.parse(list(flags)).model_family
+    if name in QWENS:
+        config = equality.parse(list(flags))
+        provider, family = model_provider(config.model.model_provider), config.model_family
         provider.write_processor(family, Path(folder), hf_processor.CLIP_MEAN, hf_processor.CLIP_STD)
     else:
         _write_processor(folder)
@@ -90,7 +103,7 @@ def save(rank: int, folder: str, name: str = NAME) -> dict[str, Any]:
         pixels = batch.encoders["vision"].inputs
         assert batch.text is not None
         ids = batch.text.input_ids
-        if name == QWEN:
+        if name in QWENS:
             pixels = hf_families.qwen_inputs(model.config, pixels) | {"position_ids": batch.text.position_ids}
         with torch.no_grad():
             logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **pixels).logits

@@ -143,7 +143,7 @@ def as_request_image(picture: np.ndarray) -> object:
 
 
 @pytest.mark.parametrize(("flags", "expected"), [
-    ("--model-provider mock", "image processors for rollouts exist only for --model-provider llava and qwen2_5_vl"),
+    ("--model-provider mock", "image processors for rollouts exist only for --model-provider llava, qwen2_5_vl and q"),
     ("--vision-num-channels 1", "--vision-num-channels 1: image processors .* take images of 3 channels"),
     ("--no-vision-class-token", "CLIP has --vision-class-token and --vision-pre-layernorm, SigLIP"),
 ])
@@ -155,5 +155,5 @@ def test_models_that_the_engine_cannot_be_told_of_are_refused(flags, expected):
 
 def test_the_nemotron_models_have_no_image_processor():
     provider = model_provider("nemotron-moe-vlm-20l")
-    with pytest.raises(ValueError, match="only for --model-provider llava and qwen2_5_vl, not for Nemo"):
+    with pytest.raises(ValueError, match="only for --model-provider llava, qwen2_5_vl and qwen3_vl, not for N"):
         provider.check_processor(provider.Config())
