@@ -65,6 +65,18 @@ def replace_mamba_packing_check(function: Callable[..., tuple[bool, str | None]]
     mamba_mixer._check_mamba_sequence_packing_support = function
 
 
+def replace_mamba_row_order(undo: Callable[..., Any], redo: Callable[..., Any]) -> None:
+    """Have Mamba-2 layers call `undo` before and `redo` after they scan the rows that context-parallel ranks share.
+
+    `mamba_context_parallel._undo_attention_load_balancing` and `_redo_attention_load_balancing`: for packed rows they
+    need Transformer Engine.
+    """
+    from megatron.core.ssm import mamba_context_parallel
+
+    mamba_context_parallel._undo_attention_load_balancing = undo
+    mamba_context_parallel._redo_attention_load_balancing = redo
+
+
 def role_from_grids(module_to_grid_map: Any) -> RankRole:
     """Return a rank's role where one grid must not count as colocated.
 

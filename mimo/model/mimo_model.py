@@ -194,10 +194,6 @@ class HeteroModel(MimoModel):
         packed, length = text.packed, text.input_ids.shape[1]
         # Without it each rank would take the whole row for its own tokens, with wrong positions and no error.
         assert (text.part is None) == (self.grids.layout.language.cp == 1), "mimo.data.context.with_part adds the part"
-        if packed is not None and text.part is not None and isinstance(
-                unwrap_model(self.language_model), HybridLanguageModel):
-            raise ValueError(f"--llm-cp {self.grids.layout.language.cp} with packed rows (sample {text.keys[0]}) is "
-                             "not supported in hybrid models yet: use --llm-cp 1, or turn packing off")
         # Megatron Core makes `max_seqlen` rotary positions; if these are as many as the row has, they run on over
         # samples.
         assert packed is None or packed.max_seqlen < length or len(packed.cu_seqlens) == 2, (packed, length)

@@ -53,6 +53,7 @@ PACKED_LAYOUTS = {
     "tp2": (3, "--llm-tp 2 --sequence-parallel"),
     "ep2": (3, "--llm-dp 2 --llm-ep 2"),
     "recomputed": (2, "--recompute full"),
+    "cp2": (3, "--llm-cp 2 --seq-length 64"),
 }
 
 

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm import mamba_mixer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mimo.data.context import positions
 from mimo.model import compat
 from mimo.model.torch_layers.ssd import split_conv1d_scan, ssd_scan
 from mimo.platform import current_platform
@@ -117,6 +119,29 @@ def use_torch_mamba() -> None:
     mamba_mixer.causal_conv1d_fn = None  # the mixer then calls torch's convolution
     mamba_mixer.ExtendedRMSNorm = GatedRMSNorm
     compat.replace_mamba_packing_check(_packed_rows)
+    compat.replace_mamba_row_order(_in_row_order, _in_rank_order)
+
+
+def _in_row_order(tokens: Tensor, cp_size: int, packed_seq_params: PackedSeqParams | None = None) -> Tensor:
+    """Sort tokens `[s, b, channels]` of all context-parallel ranks, one rank behind the other, by place in the row."""
+    return tokens.index_select(0, _orders(tokens, cp_size, packed_seq_params)[0])
+
+
+def _in_rank_order(tokens: Tensor, cp_size: int, packed_seq_params: PackedSeqParams | None = None) -> Tensor:
+    """Undo `_in_row_order`."""
+    return tokens.index_select(0, _orders(tokens, cp_size, packed_seq_params)[1])
+
+
+def _orders(tokens: Tensor, cp_size: int, packed: PackedSeqParams | None) -> tuple[Tensor, Tensor]:
+    """Return the index of `_in_row_order` and that of its inverse. They are kept with the rows that they belong to."""
+    kept: tuple[Tensor, Tensor] | None = None if packed is None else vars(packed).get("_orders")
+    if kept is None:
+        stops = [len(tokens)] if packed is None else packed.cu_seqlens_q[1:].tolist()
+        by_rank = torch.cat([positions(stops, cp_size, rank) for rank in range(cp_size)])
+        kept = by_rank.argsort().to(tokens.device), by_rank.to(tokens.device)
+        if packed is not None:
+            packed._orders = kept
+    return kept
 
 
 def _packed_rows(for_inference_not_training: bool = True) -> tuple[bool, str | None]:
