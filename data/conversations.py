@@ -21,10 +21,18 @@ LLAVA_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assi
 FORMS = {"messages": "turns of role and content", "conversations": "turns of from and value",
          "texts": "pairs of user and assistant", "question": "a question with answer or answers",
          "caption": "a caption of images", "text": "a text, or a caption of images that it does not mark"}
+# Forms of the `json` part of a sample in shards, in another order: what a shard means must not change.
+SHARD_FORMS = ("messages", "conversations", "text", "caption", "texts", "question")
 VIDEO_KEYS = ("video", "videos")
+VIDEO_EXTENSIONS = frozenset("mp4 webm avi mov mkv".split())
+# Keys of a turn that change what a model learns and are not read.
+UNREAD_TURN_KEYS = ("weight", "reasoning_content", "function_call")
+# Keys beside a question that belong to it and are not read.
+UNREAD_QUESTION_KEYS = ("choices", "options", "hint", "context")
 TEXT_PARTS = ("json", "txt")
 # Stands for an image in the text of a turn.
 IMAGE_MARKER = "<image>"
+VIDEO_MARKER = "<video>"
 # Some of these formats cannot be decoded. Samples with them are bad samples, not samples without an image.
 IMAGE_EXTENSIONS = frozenset(
     "png jpg jpeg jpe jfif webp bmp dib gif tif tiff ppm pgm pbm pnm avif heic heif jp2 svg img image".split()
@@ -98,7 +106,8 @@ def from_parts(key: str, parts: Mapping[str, Any]) -> Conversation:
     Its part `json` holds `messages` (turns of `role` and `content`), `conversations` (turns of `from` and `value`, as
     in LLaVA), `text` or `caption`. Without it, the part `txt` is a caption, or a text if there is no image. If
     `images` of the json or the content itself names images, these are the sample's images. Otherwise all other parts
-    that are images belong to it, sorted by name with numbers by value. Further parts are not read.
+    that are images belong to it, sorted by name with numbers by value. Further parts are not read, except that a video
+    is an error.
 
     Args:
         key: name of the sample in its shard.
@@ -107,6 +116,9 @@ def from_parts(key: str, parts: Mapping[str, Any]) -> Conversation:
     Raises:
         ValueError: the sample cannot be read; the message says why.
     """
+    for name in parts:
+        if name.rpartition(".")[2].lower() in VIDEO_EXTENSIONS:
+            raise ValueError(f"part {name} is a video: videos are not read; leave these samples out")
     files = SampleFiles(key, {name: part for name, part in parts.items() if name not in TEXT_PARTS})
     if "json" not in parts:
         images = files.images()
@@ -119,16 +131,20 @@ def from_parts(key: str, parts: Mapping[str, Any]) -> Conversation:
     names = content.get("images")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ValueError("images of json: expected a list of names of the sample's parts")
-    return from_record(content, names, files)
+    # In shards, `system` is a turn and never a key beside the turns.
+    content = {name: value for name, value in content.items() if name != "system"}
+    return from_record(content, names, files, SHARD_FORMS)
 
 
-def from_record(record: Mapping[str, Any], names: Sequence[Any] | None, files: ImageFiles) -> Conversation:
-    """Read a record, whose form is decided by the first key of `FORMS` that it has.
+def from_record(record: Mapping[str, Any], names: Sequence[Any] | None, files: ImageFiles,
+                forms: Sequence[str] = tuple(FORMS)) -> Conversation:
+    """Read a record, whose form is decided by the first key of `forms` that it has.
 
     Args:
         record: the record.
         names: the images that the record lists; None if it lists none, so that its images are those of `files`.
         files: where images are.
+        forms: the keys of `FORMS`, in the order in which they are looked for.
 
     Raises:
         ValueError: the record cannot be read; the message says why.
@@ -136,7 +152,7 @@ def from_record(record: Mapping[str, Any], names: Sequence[Any] | None, files: I
     for key in VIDEO_KEYS:
         if record.get(key):
             raise ValueError(f"{key} {str(record[key])[:80]!r}: videos are not read; leave these records out")
-    form = next((key for key in FORMS if record.get(key) is not None), None)
+    form = next((key for key in forms if record.get(key) is not None), None)
     if form is None:
         known = ", ".join(f"{key} ({what})" for key, what in FORMS.items())
         raise ValueError(f"unknown form: it has {', '.join(map(str, record)) or 'no key'}, expected one of {known}")
@@ -154,9 +170,12 @@ def from_record(record: Mapping[str, Any], names: Sequence[Any] | None, files: I
         messages = [turn for pair in _turns(record["texts"], "texts") for turn in _pair(pair)]
         messages[0]["content"] = [*[{"type": "image"}] * len(images), {"type": "text", "text": messages[0]["content"]}]
     elif form == "conversations":
-        messages = [_from_llava(turn) for turn in _turns(record["conversations"], "conversations")]
+        turns = _turns(record["conversations"], "conversations")
+        _check_turn_keys(turns)
+        messages = [_from_llava(turn) for turn in turns]
     else:
         messages = _turns(record["messages"], "messages")
+        _check_turn_keys(messages)
     if record.get("system"):
         if messages and isinstance(messages[0], Mapping) and messages[0].get("role") == "system":
             raise ValueError("it has both `system` and a turn of role system; keep one")
@@ -170,6 +189,9 @@ def from_record(record: Mapping[str, Any], names: Sequence[Any] | None, files: I
 
 def _question(record: Mapping[str, Any], num_images: int) -> list[dict[str, Any]]:
     """Return the turns of a question about images and its answer: the one given, or the most frequent of several."""
+    for key in UNREAD_QUESTION_KEYS:
+        if record.get(key):
+            raise ValueError(f"{key} beside question is not read; write it into the question and remove the key")
     question, answer = record["question"], record.get("answer")
     if answer is None:
         answers = [each.get("answer") if isinstance(each, Mapping) else each for each in record.get("answers") or ()]
@@ -219,6 +241,7 @@ def _own_images(
     plain: list[Any] = []
     found: list[Any] = []
     for content in contents:
+        _check_video_marker(content)
         if isinstance(content, str):
             found += [None] * content.count(IMAGE_MARKER)
         elif isinstance(content, (list, tuple)):
@@ -241,11 +264,22 @@ def _own_images(
     return plain, own
 
 
+def _check_video_marker(content: Any) -> None:
+    """Refuse a content that begins or ends with the marker of a video. Elsewhere, `<video>` is a word of HTML."""
+    texts = [content] if isinstance(content, str) else []
+    if isinstance(content, (list, tuple)):
+        texts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+    for text in texts:
+        is_marked = text.strip().startswith(VIDEO_MARKER) or text.strip().endswith(VIDEO_MARKER)
+        if is_marked and "</video>" not in text:
+            raise ValueError(f"the text has the marker {VIDEO_MARKER}: videos are not read; leave these records out")
+
+
 def _typed(part: Any) -> Any:
-    """Return a content part with its type, which Qwen's own data leaves out: `{"text": ...}`, `{"image": ...}`."""
+    """Return a content part with its type, which Qwen's own data leaves out: such as `{"image": ...}`."""
     given = {name: value for name, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
     name = next(iter(given), "")
-    return {"type": name, **given} if len(given) == 1 and name in ("text", "image") else part
+    return {"type": name, **given} if len(given) == 1 and name in ("text", "image", "video") else part
 
 
 def image_of(part: Any) -> tuple[bool, Any]:
@@ -337,6 +371,16 @@ def _turns(turns: Any, name: str) -> list[Any]:
     if not turns:
         raise ValueError(f"empty conversation: {name} has no turn")
     return turns
+
+
+def _check_turn_keys(turns: Sequence[Any]) -> None:
+    """Refuse turns with keys that are not read, although they change what is learned."""
+    for position, turn in enumerate(turns, 1):
+        for key in UNREAD_TURN_KEYS if isinstance(turn, Mapping) else ():
+            value = turn.get(key)
+            if value not in ((None, 1) if key == "weight" else (None, "")):
+                raise ValueError(f"turn {position}: {key} {str(value)[:80]!r} is not read, and it changes what is "
+                                 "learned; rewrite the record without it, or leave it out")
 
 
 def _from_llava(turn: Any) -> dict[str, Any]:

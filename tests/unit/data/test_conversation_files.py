@@ -146,6 +146,8 @@ FORMS = [
      "<s>## which?\n[cat</s>]", [4, 5]),
     ({"images": ["4.png"], "messages": turns([{"type": "image", "text": None}, TEXT], "cat")},
      "<s>#or\n[cat</s>]", [4]),
+    ({"messages": [*turns("<video></video>?"), {"role": "assistant", "content": "a", "weight": 1,
+                                                "reasoning_content": ""}]}, "<s><video></video>?\n[a</s>]", []),
     ({"image": "6.png", "caption": "a cat"}, "<s>#\n[a cat</s>]", [6]),
     ({"image": "6.png", "text": "a cat"}, "<s>#\n[a cat</s>]", [6]),
     ({"image": "6.png", "text": "a <image> cat"}, "<s>[a ]#[ cat</s>]", [6]),
@@ -244,6 +246,16 @@ BAD = {
     "video": ({"video": "a.mp4", "conversations": said("<video>", "b")}, "line:2: video 'a.mp4': videos are not read"),
     "video part": ({"messages": turns([{"type": "video", "video": "a.mp4"}], "b")},
                    "line:2: the content shows a video"),
+    "untyped video": ({"messages": turns([{"video": "a.mp4"}, TEXT], "b")}, "line:2: the content shows a video"),
+    "video marker": ({"conversations": said("<video>\nwhat?", "b")}, "line:2: the text has the marker <video>: videos"),
+    "weight": ({"messages": [*turns("a"), {"role": "assistant", "content": "b", "weight": 0}]},
+               "line:2: turn 2: weight '0' is not read"),
+    "weight of from": ({"conversations": [*said("a"), {"from": "gpt", "value": "b", "weight": 0}]},
+                       "line:2: turn 2: weight '0' is not read"),
+    "thoughts": ({"messages": [*turns("a"), {"role": "assistant", "content": "b", "reasoning_content": "c"}]},
+                 "line:2: turn 2: reasoning_content 'c' is not read"),
+    "choices": ({"image": "1.png", "question": "a", "choices": ["b", "c"], "answer": "b"},
+                "line:2: choices beside question is not read"),
     "role": ({"messages": [{"role": "robot", "content": "a"}]}, "line:2: turn 1: role 'robot' is none of system, user"),
     "from": ({"conversations": [{"from": "bing", "value": "a"}]}, "line:2: turn \"{'from': 'bing', 'value': 'a'}\" of "
              "conversations: `from` is none of system, human"),
@@ -544,7 +556,8 @@ def test_shards_hold_the_samples_of_the_files(tmp_path, config, capsys):
     assert main(["convert-data", config.data_path, str(out), *words]) == 0
     shown = capsys.readouterr().out
     assert f"{len(FORMS) + 3} samples in {-(-len(FORMS) // 6) + 1} shards in {out}\n2 records were left out:" in shown
-    assert "  train.jsonl line:21: image 'x.png': there is no file" in shown and "line:22: unknown form" in shown
+    assert f"  train.jsonl line:{len(FORMS) + 1}: image 'x.png': there is no file" in shown
+    assert f"line:{len(FORMS) + 2}: unknown form" in shown
     expected = read(config, len(FORMS))
     assert [greys(row) for row in expected] == [levels for _, _, levels in FORMS]
     assert all(map(same, read_shards(config, out, len(FORMS)), expected))
@@ -554,7 +567,8 @@ def test_shards_hold_the_samples_of_the_files(tmp_path, config, capsys):
     assert main(["convert-data", config.data_path, str(out)]) == 2
     assert f"error: {out}: is not empty" in capsys.readouterr().err
     assert main(["convert-data", config.data_path, str(tmp_path / "more"), *words, "--max-bad-samples", "1"]) == 2
-    assert "--max-bad-samples 1: 2 records cannot be used; the last: train.jsonl line:21" in capsys.readouterr().err
+    last = f"train.jsonl line:{len(FORMS) + 1}"
+    assert f"--max-bad-samples 1: 2 records cannot be used; the last: {last}" in capsys.readouterr().err
 
 
 def test_tools_survive_in_shards(tmp_path, config):

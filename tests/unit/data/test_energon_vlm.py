@@ -181,6 +181,12 @@ TEXT = {"type": "text", "text": "or"}
         ({"png": png(4), "json": b'{"text": "a<image> cat"}'}, "<s>[a]#[ cat</s>]", [4]),
         ({"png": png(5), "json": b'{"caption": "a <image>"}'}, "<s>#\n[a <image></s>]", [5]),
         ({"png": png(6), "txt": b"a cat"}, "<s>#\n[a cat</s>]", [6]),
+        # What a shard means stays as it is: text comes before the other forms, and `system` is not read.
+        ({"png": png(6), "json": b'{"text": "a<image>", "caption": "b", "question": "c?", "answer": "d"}'},
+         "<s>[a]#[</s>]", [6]),
+        ({"json": json.dumps({"system": "be brief", "messages": [
+            {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}).encode()},
+         "<s>a\n[b</s>]", []),
         ({"txt": b"a cat"}, "<s>[a cat</s>]", []),
     ],
 )
@@ -299,6 +305,7 @@ BAD = {
              "a content part of type image has image (str), path (str): an image is"),
     "base64": ({"json": talk([url("data:image/png;base64,?")])}, "is a data: URL whose content is not base64"),
     "plain": ({"json": talk([url("data:image/svg+xml,<svg>")])}, "is a data: URL without base64 content"),
+    "video": ({"a.mp4": b"0", "txt": b"a cat"}, "part a.mp4 is a video: videos are not read"),
     "vector": ({"svg": b"<svg>", "json": talk("<image>")}, "undecodable image svg: no header of PNG"),
     "surrogate": ({"json": b'{"text": "a cat \\ud83d here"}'},
                   "the text holds the lone surrogate U+D83D after 'a cat ', which is half a character"),
