@@ -114,8 +114,9 @@ def _build_pack(config: Config, tokens: TokenSpec, lane: Lane, key: str, seed: l
         rng = np.random.default_rng([*seed, len(parts)])
         part = _build_text(config, tokens, f"{key}.{len(parts)}", rng)
         images = [height * width // tokens.size_multiple**2 for height, width in part.image_sizes]
-        left -= len(part.tokens) - len(images) + sum(images)
-        if left < 0:
+        # With context parallelism every sample is padded.
+        left -= -(-(len(part.tokens) - len(images) + sum(images)) // lane.sequence_multiple) * lane.sequence_multiple
+        if left < 0 and parts:
             break
         parts.append(_with_pixels(part, tokens, lane, rng))
     return Sample(

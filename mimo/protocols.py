@@ -35,10 +35,9 @@ class Lane:
 
     Attributes:
         module: module that reads the lane: `language` needs tokens, an encoder needs its raw inputs.
-        index: lane number, 0 to count - 1.
-        count: number of lanes, the language data-parallel size.
-        seed: seed of the sample order.
-        split: `train` or `valid`.
+        index, count: lane number from 0, and number of lanes (the language data-parallel size).
+        seed, split: seed of the sample order; `train` or `valid`.
+        sequence_multiple: a pack has to leave room for padding each of its samples to a multiple of so many tokens.
     """
 
     module: str
@@ -46,6 +45,7 @@ class Lane:
     count: int
     seed: int
     split: str = "train"
+    sequence_multiple: int = 1
 
 
 @dataclass

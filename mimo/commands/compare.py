@@ -35,7 +35,8 @@ class StoredInfo:
     Attributes:
         key: its key in the checkpoint.
         module: the module it belongs to.
-        kind: `weights` (parameters and buffers), or a kind of optimizer state (`exp_avg`, `exp_avg_sq`, `fp32_param`).
+        kind: `weights` (parameters and buffers), or a kind of optimizer state (`exp_avg`, `exp_avg_sq`,
+            `fp32_param`, `master_param`).
         name: name inside the module, the same for weights and optimizer state.
         shape: global shape, with the axes of stacked layers and experts in front.
         dtype: name of the dtype, such as `bfloat16`.

@@ -79,6 +79,12 @@ class RlRunConfig(RunConfig):
         return max(1, self.layout.encoder_dp // self.layout.llm_dp)
 
     @property
+    def text_tokens(self) -> tuple[int, str]:
+        """The most tokens of a microbatch: with pipeline stages all have as many."""
+        budget = self.rl.max_tokens_per_microbatch
+        return budget, f"--max-tokens-per-microbatch {budget}"
+
+    @property
     def prompts_per_step(self) -> int:
         """Prompts of a global batch."""
         return self.train.global_batch_size // self.rl.completions_per_prompt

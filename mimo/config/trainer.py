@@ -203,8 +203,8 @@ class LayoutConfig:
     """Pipeline stages of the encoder."""
     encoder_window: int | None = None
     """Colocated layout: encode the images of this many microbatches together, spread over all encoder replicas; 0
-    takes the whole iteration. Default: 2 where the language model has pipeline stages, which need it; otherwise
-    each replica encodes the images of its own lane, microbatch by microbatch."""
+    takes the whole iteration. Default: 2 where the language model has pipeline stages or --llm-cp above 1, which
+    need it; otherwise each replica encodes the images of its own lane, microbatch by microbatch."""
     encoder_balance: bool = True
     """With encoder windows, deal images to replicas by cost; --no-encoder-balance deals every replica the same
     number."""
@@ -499,6 +499,13 @@ class RunConfig:
     def lane_rows(self) -> int:
         """Rows of a lane's microbatch. If several encoder ranks serve a lane, they share its rows."""
         return self.train.micro_batch_size
+
+    @property
+    def text_tokens(self) -> tuple[int, str]:
+        """Tokens of a microbatch, with padding, that the language grid's ranks share, and the flags that say so."""
+        train = self.train
+        return (train.seq_length * train.micro_batch_size,
+                f"--seq-length {train.seq_length} * --micro-batch-size {train.micro_batch_size}")
 
     def resolved(self) -> Self:
         """Return the configuration with defaults filled in that depend on other flags."""

@@ -16,7 +16,7 @@ from mimo.config.checks import refuse
 from mimo.config.optim import ScheduleConfig
 from mimo.config.precision import FP8_MULTIPLES
 from mimo.config.toml_file import field_name, flag_name
-from mimo.config.trainer import ObserveConfig, RunConfig
+from mimo.config.trainer import LayoutConfig, ObserveConfig, RunConfig
 from mimo.grid.lanes import data_request, lanes_read_by
 from mimo.grid.layout import build_layout, required_world_size, validate_layout
 from mimo.grid.spec import Layout
@@ -254,6 +254,8 @@ def _encoders(config: RunConfig) -> tuple[str, ...]:
 
 def _check_sequence(config: RunConfig) -> None:
     train = config.train
+    refuse(config.layout.cp_comm_type != LayoutConfig.cp_comm_type and config.layout.llm_cp == 1,
+           f"--cp-comm-type {config.layout.cp_comm_type} needs --llm-cp above 1; leave it out")
     tp = config.layout.llm_tp
     refuse(config.layout.sequence_parallel and train.seq_length % tp != 0,
            f"--seq-length {train.seq_length} is not divisible by --llm-tp {tp}, which --sequence-parallel needs; "
@@ -335,11 +337,11 @@ def _check_fp8(config: RunConfig, layout: Layout) -> None:
            f"a run without encoder has no use for --encoder-fp8-format {model.encoder_fp8_format}: leave it out")
     language = model.fp8(LANGUAGE)
     if language is not None and config.layout.sequence_parallel:
-        rows, multiple = config.train.seq_length * config.train.micro_batch_size, FP8_MULTIPLES[language.recipe]
+        (tokens, flags), multiple = config.text_tokens, FP8_MULTIPLES[language.recipe]
         ranks = config.layout.llm_tp * config.layout.llm_cp
-        refuse(rows % (ranks * multiple) != 0,
-               f"{language} with --sequence-parallel: --seq-length {config.train.seq_length} * --micro-batch-size "
-               f"{config.train.micro_batch_size} over {ranks} ranks is not a multiple of {multiple} on each")
+        refuse(tokens % (ranks * multiple) != 0,
+               f"{language} with --sequence-parallel: {flags} over {ranks} ranks is not a multiple of {multiple} on "
+               "each")
 
 
 def _check_precision_aware(config: RunConfig) -> None:

@@ -371,7 +371,7 @@ def _aligned(row: Expanded, multiple: int, seq_length: int, key: str) -> tuple[n
     if stops[-1] > seq_length:
         raise ValueError(f"sample {key}: its {len(lengths)} samples have {stops[-1]} tokens, each padded to a multiple "
                          f"of {multiple} (twice --llm-cp), which are more than --seq-length {seq_length}: the data set "
-                         "has to leave room (DataRequest.sequence_multiple)")
+                         "has to leave room (sequence_multiple of DataRequest or Lane)")
     shifts = np.concatenate([[0], stops[:-1]]) - (row.ends - lengths)
     return stops, np.arange(len(row.tokens)) + np.repeat(shifts, lengths)
 

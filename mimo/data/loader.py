@@ -275,7 +275,8 @@ def open_source(layout: Layout, rank: int, data_provider: DataProvider | RoutedD
     needs = needs_of(layout, rank, request.micro_batch_size)
     if not isinstance(data_provider, RoutedDataProvider):
         return StreamSource(data_provider, data_config, request.tokens, needs, lanes=request.num_lanes,
-                            seed=request.seed, split=request.split, **sizes)
+                            seed=request.seed, split=request.split, sequence_multiple=request.sequence_multiple,
+                            **sizes)
     if lane_loader == "per-lane" or layout.world_size == 1:
         lanes = tuple(sorted({need.share.lane for need in needs}))
         return ReaderSource(data_provider.reader(data_config, request, lanes), lanes, needs, **sizes)

@@ -70,15 +70,18 @@ class StreamSource:
         lanes: number of lanes.
         seed, split: seed and split of the sample order.
         micro_batch_size, num_microbatches: rows of a lane in a microbatch, microbatches of an iteration.
+        sequence_multiple: see `Lane`.
     """
 
     def __init__(self, provider: DataProvider, config: Any, tokens: TokenSpec, needs: Sequence[Need], *, lanes: int,
-                 seed: int, split: str, micro_batch_size: int, num_microbatches: int) -> None:
+                 seed: int, split: str, micro_batch_size: int, num_microbatches: int, sequence_multiple: int = 1
+                 ) -> None:
         self._micro_batch_size, self._num_microbatches = micro_batch_size, num_microbatches
         self._streams: dict[str, tuple[Need, SampleStream]] = {}
         for need in needs:
             # A stream that is opened for the language side never decodes images.
-            lane = Lane(need.module if need.pixels else LANGUAGE, need.share.lane, lanes, seed, split)
+            lane = Lane(need.module if need.pixels else LANGUAGE, need.share.lane, lanes, seed, split,
+                        sequence_multiple)
             self._streams[f"{need.module}/{need.share.lane}"] = need, provider.stream(config, tokens, lane)
 
     def start(self) -> None:

@@ -281,13 +281,14 @@ def _prefetch_lines(config: RunConfig, layout: Layout, provider: ModelProvider, 
     """
     depth, size = config.train.encoder_prefetch_depth, config.train.micro_batch_size
     widths = [shape.shape[1] for shape in provider.parameter_shapes(config.model_family, encoder.name)
-              if shape.name == "projector.linear_fc1.weight"]
+              if shape.name in ("projector.linear_fc1.weight", "merger.linear_fc1.weight", "mergers.linear_fc1.weight")]
     if not depth or not widths:
         return []
+    columns = widths[0] * (1 + num_levels(provider, config.model_family, encoder.name))
     samples = max(sum(share.stop - share.start for share in lane_shares(encoder.dp, layout.num_lanes, size, dp))
                   for dp in range(encoder.dp))
     return [f"encoder prefetch: up to {counted(depth, 'microbatch', 'es')} of features on each rank of {encoder.name}, "
-            f"{format_bytes(depth * samples * column_bytes * widths[0])} ({widths[0]} columns)"]
+            f"{format_bytes(depth * samples * column_bytes * columns)} ({columns} columns)"]
 
 
 def _shortened(lines: list[str]) -> list[str]:

@@ -139,7 +139,9 @@ def rounded(values: torch.Tensor, dtype: torch.dtype, recipe: str, *, is_weight:
         largest = blocks.abs().amax(dim=(1, 3), keepdim=True)
     else:
         largest = blocks.abs().max() if values.numel() else blocks.new_zeros(())
-    scale = torch.where(largest > 0, largest / torch.finfo(dtype).max, 1.0)
+    # A scale below the least normal number would make the quotient overflow.
+    scale = (largest / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = torch.where(largest > 0, scale, 1.0)
     if recipe == "blockwise":
         scale = torch.exp2(scale.log2().ceil())
     return ((blocks / scale).to(dtype).float() * scale).reshape(values.shape).to(values.dtype)

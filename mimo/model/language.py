@@ -123,7 +123,7 @@ class MultimodalRotaryEmbedding(torch.nn.Module):
         Args:
             position_ids: int64 `[3, b, s]`.
             mrope_section: no effect; `GPTModel` passes its configuration's.
-            cp_group: ranks that share a sequence; there is none.
+            cp_group: None; `position_ids` are already those of this rank's tokens.
         """
         assert cp_group is None or cp_group.size() == 1, "positions of three axes are not split over a sequence's ranks"
         assert position_ids.ndim == 3 and len(position_ids) == 3, f"three axes, not {list(position_ids.shape)}"

@@ -295,7 +295,7 @@ class Search:
         experts = self.costs.num_experts
         sizes = [ep for ep in divisors(tp * dp) if experts % ep == 0] if experts else [1]
         node = self.costs.gpu.gpus_per_node
-        # As many more as fewer GPUs are as near.
+        # Twice as many GPUs as a node has are as near as half as many.
         for ep in sorted(sizes, key=lambda ep: max(ep / node, node / ep))[:MAX_EXPERT_SIZES]:
             layout = LayoutConfig(llm_tp=tp, llm_dp=dp, llm_pp=pp, llm_ep=ep, sequence_parallel=tp > 1,
                                   **more)  # type: ignore[arg-type]

@@ -362,7 +362,7 @@ class Costs:
 
 
 def check_supported(config: RunConfig) -> None:
-    """Raise ValueError, saying what to change, if the planner cannot predict a run on any layout."""
+    """Raise ValueError if the planner cannot predict a run on any layout."""
     name, encoders = config.model.model_provider, _encoders(config)
     provider: Any = registry.model_provider(name)
     depth = config.train.encoder_prefetch_depth
@@ -372,7 +372,7 @@ def check_supported(config: RunConfig) -> None:
     if len(encoders) > 1:
         raise ValueError(f"mimo plan does not support models with several encoders ({', '.join(encoders)})")
     if depth:
-        raise ValueError(f"mimo plan does not support --encoder-prefetch-depth {depth}; leave it out")
+        raise ValueError(f"mimo plan does not support --encoder-prefetch-depth {depth}")
     if config.layout.llm_cp > 1:
         raise ValueError(f"mimo plan does not support --llm-cp {config.layout.llm_cp}, only 1")
     if config.model.recompute == "selective":
@@ -381,7 +381,7 @@ def check_supported(config: RunConfig) -> None:
         fp8 = config.model.fp8(module)
         if fp8 is not None:
             raise ValueError(f"mimo plan does not support {fp8.flag} {fp8.format}: it knows the speed of bfloat16 "
-                             "products only; leave it out")
+                             "products only")
 
 
 def _encoders(config: RunConfig) -> tuple[str, ...]:

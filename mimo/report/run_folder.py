@@ -379,7 +379,8 @@ def with_prediction(run: Run, path: Path) -> Run:
                                              if each.name in found}
     except (ValueError, KeyError, TypeError) as problem:
         raise ValueError(f"--plan {path}: not a file of `mimo plan --out` ({problem!r})") from None
-    differing = _differing(run, {name: shared[name] for name in ("train", "model-family") if name in shared})
+    same = ("train", "model-family", "optim", "ddp")
+    differing = _differing(run, {name: shared[name] for name in same if name in shared})
     if differing:
         raise ValueError(f"--plan {path} is of another run than {run.path}: its {', '.join(differing)} differ")
     if values is None:
@@ -390,10 +391,10 @@ def with_prediction(run: Run, path: Path) -> Run:
 
 
 def _differing(run: Run, sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the flags whose values in a run are not those of a plan; of `train` and `data` only those of the plan."""
+    """Return the flags whose values in a run are not those of a plan; of some sections only those of the plan."""
     found = []
     for name, expected in sections.items():
         given = run.flags.get(name, {})
-        keys = expected if name in ("train", "data") else {**given, **expected}
+        keys = expected if name in ("train", "data", "optim", "ddp") else {**given, **expected}
         found += [f"--{key}" for key in keys if given.get(key) != expected.get(key)]
     return found

@@ -221,7 +221,8 @@ def run_schedule(
 ) -> list[Any]:
     """Run forward (and backward) passes of a step's microbatches. Return what the loss function reported, in order.
 
-    Without `loss_scale`, gradients are those of the sum of all losses.
+    Without `loss_scale`, gradients are those of the sum of the losses; load-balancing losses and those of multi-token
+    prediction keep the factors of the schedule before.
     """
     needed = (WEIGHTS,) if forward_only else (WEIGHTS, GRADIENTS)
     parts.built.residency.require("a forward pass" if forward_only else "forward and backward passes", *needed)

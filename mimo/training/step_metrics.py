@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -95,10 +95,12 @@ class FlopsMeter:
         counter: what the model computes.
         world_size: GPUs.
         peak: TFLOP/s that a GPU can reach; None where it is not known.
+        copies: module -> ranks that compute the same; 1 where left out.
     """
 
-    def __init__(self, counter: FlopsCounter, world_size: int, peak: float | None) -> None:
-        self.counter, self.world_size, self.peak = counter, world_size, peak
+    def __init__(self, counter: FlopsCounter, world_size: int, peak: float | None,
+                 copies: Mapping[str, int] | None = None) -> None:
+        self.counter, self.world_size, self.peak, self.copies = counter, world_size, peak, copies or {}
 
     @classmethod
     def of(cls, config: RunConfig, provider: ModelProvider, layout: Layout, *, impl: str,
@@ -122,12 +124,15 @@ class FlopsMeter:
                                recomputed_share=_recomputed_share(config, layout),
                                encoder_recompute=config.model.encoder_recompute,
                                fused=impl == "transformer_engine")
-        return cls(counter, layout.world_size, config.observe.peak_tflops or peak_tflops(device_name))
+        return cls(counter, layout.world_size, config.observe.peak_tflops or peak_tflops(device_name),
+                   # In a homogeneous layout every context-parallel rank encodes all images of its lane.
+                   {grid.name: grid.cp for grid in layout.encoders})
 
     def figures(self, work: Workload, seconds: float) -> dict[str, Any]:
         """Compute fields of `mimo.observability.metrics.StepRecord` for a step that took `seconds` seconds."""
         needed = self.counter.model_flops({LANGUAGE: work.text, **work.images})
-        computed = self.counter.hardware_flops({LANGUAGE: work.padded, **work.images})
+        computed = {name: flops * self.copies.get(name, 1) for name, flops in
+                    self.counter.hardware_flops({LANGUAGE: work.padded, **work.images}).items()}
         tflops = sum(needed.values()) / seconds / self.world_size / 1e12
         return {"tflops": tflops, "mfu": None if self.peak is None else tflops / self.peak, "flops": needed,
                 "hardware_flops": computed}

@@ -21,30 +21,33 @@ from providers.common.vision import VisionConfig
 
 
 def transformer_config(context: BuildContext | None, kind: type[TransformerConfig] = TransformerConfig,
-                       **sizes: object) -> TransformerConfig:
+                       *, shares_rows: bool = False, **sizes: object) -> TransformerConfig:
     """Return a TransformerConfig with the fields that every module shares.
 
     Args:
         context: the module's grid, groups and precision; None gives a single-process float32 configuration, for ranks
             that only read sizes.
         kind: the configuration's class.
+        shares_rows: whether every layer of a language model gives the right result where context-parallel ranks have
+            parts of each row. Where it is False, --llm-cp above 1 is refused.
         sizes: fields of the particular module.
     """
     grid = GridSpec(LANGUAGE) if context is None else context.grid
     dtype = torch.float32 if context is None else context.params_dtype
     impl = "local" if context is None else context.transformer_impl
     fused = impl == "transformer_engine"
+    shared = shares_rows and grid.name == LANGUAGE
+    if context is not None and fused and shared and grid.cp > 1:
+        _check_shared_attention(context, sizes.get("num_query_groups") or sizes["num_attention_heads"])
     # Latent attention has positions only on a part of its channels, in another order. The fused kernel counts positions
     # itself, from the start of each packed sequence, which is wrong for positions of three axes.
-    if context is not None and fused and grid.name == LANGUAGE and grid.cp > 1:
-        _check_shared_attention(context, sizes["num_query_groups"])
     fused_rotary = fused and kind is TransformerConfig and "mrope_section" not in sizes
     if fused and context is not None and context.fp8 is not None:
         sizes |= {"fp8": context.fp8.format, "fp8_recipe": context.fp8.recipe}
     return kind(
         tensor_model_parallel_size=grid.tp, pipeline_model_parallel_size=grid.pp,
         # Context-parallel ranks of a homogeneous layout each run the whole encoder.
-        context_parallel_size=grid.cp if grid.name == LANGUAGE else 1,
+        context_parallel_size=grid.cp if shared else 1,
         cp_comm_type="p2p" if context is None else context.cp_comm_type,
         params_dtype=dtype, pipeline_dtype=dtype, autocast_dtype=dtype, bf16=dtype is torch.bfloat16,
         calculate_per_token_loss=True, transformer_impl=impl,
@@ -115,7 +118,7 @@ def decoder_config(config: DecoderConfig, context: BuildContext | None,
                    "num_layers_in_last_pipeline_stage": context.grid.stage_layers[-1]}
     if config.num_experts:
         shared |= _moe_fields(config, context) | {"moe_grouped_gemm": fused}
-    return transformer_config(context, kind, **(shared | sizes))
+    return transformer_config(context, kind, shares_rows=True, **(shared | sizes))
 
 
 def _moe_fields(config: DecoderConfig, context: BuildContext | None) -> dict[str, object]:

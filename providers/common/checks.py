@@ -60,12 +60,6 @@ class Problems:
         self.add(f"{flag_name(name)} {value} is not divisible by {flag_name(by)} {divisor}; {fits}"
                  f"{f', {hint}' if hint else ''}")
 
-    def no_context_parallelism(self, cp: int, what: str) -> None:
-        """Note that a language model cannot be split by --llm-cp; `what` names the part that cannot."""
-        if cp > 1:
-            self.add(f"--llm-cp {cp} is not supported with {what} yet: use --llm-cp 1 and, for long rows, --llm-tp "
-                     "with --sequence-parallel, --llm-pp or --recompute")
-
     def shared_rows(self, seq_length: int, cp: int, tp: int) -> None:
         """Note rows that context-parallel ranks cannot share: each takes two chunks, which `tp` ranks share again."""
         unit = 2 * cp * tp

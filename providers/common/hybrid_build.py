@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo.model.language import HybridLanguageModel, hybrid_stack_spec
 from mimo.model.submodule import squared_relu
-from mimo.model.torch_layers.mamba import log_mamba_kernels, use_torch_mamba
+from mimo.model.torch_layers.mamba import log_mamba_kernels, sort_shared_rows, use_torch_mamba
 from mimo.platform import current_platform
 from mimo.protocols import BuildContext
 from providers.common.build import expert_fields, recompute_fields, transformer_config
@@ -42,7 +42,7 @@ def hybrid_config(config: HybridConfig, context: BuildContext | None) -> Transfo
         fields |= _moe_fields(config, context, fused)
     if config.num_mtp_depths:
         fields |= {"mtp_num_layers": config.num_mtp_depths, "mtp_loss_scaling_factor": config.mtp_loss_scaling_factor}
-    return transformer_config(context, **fields)
+    return transformer_config(context, shares_rows=True, **fields)
 
 
 def _moe_fields(config: HybridConfig, context: BuildContext | None, fused: bool) -> dict[str, object]:
@@ -82,6 +82,7 @@ def hybrid_spec(config: HybridConfig, context: BuildContext | None) -> ModuleSpe
         raise ValueError(f"--num-experts {config.num_experts} with --llm-tp {tp} needs --sequence-parallel")
     if not current_platform().has_mamba_kernels():
         use_torch_mamba()
+    sort_shared_rows()
     return ModuleSpec(module=HybridLanguageModel, params={
         "config": built,
         "hybrid_stack_spec": hybrid_stack_spec(built),

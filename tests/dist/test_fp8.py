@@ -31,6 +31,10 @@ def rounding_facts(rank: int) -> None:
                 found = rounded(values, dtype, recipe, is_weight=is_weight)
                 assert ((found - values).abs() <= error * values.abs() + 0.05).all(), (dtype, recipe)
                 torch.testing.assert_close(rounded(found, dtype, recipe, is_weight=is_weight), found)
+        for tiny in (1e-37, 1e-42):
+            few = torch.full((2, 128), tiny)
+            for recipe in ("tensorwise", "blockwise"):
+                assert torch.isfinite(rounded(few, dtype, recipe)).all(), (dtype, recipe, tiny)
     values[3, 5] = 1e7
     assert not rounded(values, E4M3, "tensorwise")[200:].any(), "too small beside the largest value"
     for is_weight in (False, True):

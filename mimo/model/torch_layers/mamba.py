@@ -119,6 +119,13 @@ def use_torch_mamba() -> None:
     mamba_mixer.causal_conv1d_fn = None  # the mixer then calls torch's convolution
     mamba_mixer.ExtendedRMSNorm = GatedRMSNorm
     compat.replace_mamba_packing_check(_packed_rows)
+
+
+def sort_shared_rows() -> None:
+    """Have Megatron Core's `MambaMixer` sort the tokens of context-parallel ranks with plain PyTorch.
+
+    For packed rows its own functions need a kernel of Transformer Engine.
+    """
     compat.replace_mamba_row_order(_in_row_order, _in_rank_order)
 
 

@@ -179,6 +179,12 @@ def test_sequence_parallel_needs_a_sequence_that_divides():
         checked(f"{ITERS} --llm-tp 4 --sequence-parallel --seq-length 50", 5)
 
 
+def test_a_way_to_share_rows_needs_ranks_that_share_them():
+    with pytest.raises(ValueError, match="--cp-comm-type a2a needs --llm-cp above 1; leave it out"):
+        checked(f"{ITERS} --cp-comm-type a2a", 2)
+    assert checked(f"{ITERS} --llm-cp 2 --cp-comm-type a2a", 3).language.cp == 2
+
+
 def test_experts_are_counted_by_the_family():
     checked(f"{ITERS} --num-experts 4 --llm-dp 2 --llm-ep 2", 3)
     with pytest.raises(ValueError, match=r"--llm-ep 2 .*splits experts, and the model has none"):

@@ -83,6 +83,14 @@ def test_rows_are_packed_with_samples_until_one_does_not_fit():
         assert same.images is None and same.lengths == row.lengths and same.image_sizes == row.image_sizes
         assert np.array_equal(same.tokens, row.tokens)
     assert max(filled) <= 300 and np.mean(filled) > 240 and len({len(row.lengths) for row in rows}) > 3
+    for multiple in (4, 16):
+        lane = Lane("language", 0, 1, 5, sequence_multiple=multiple)
+        for row in islice(provider.stream(config, free, lane), 60):
+            sizes = iter(row.image_sizes)
+            parts = np.split(row.tokens, np.cumsum(row.lengths)[:-1])
+            padded = [len(part) + sum(height * width // 16 - 1 for height, width in islice(sizes, (part == 9).sum()))
+                      for part in parts]
+            assert sum(-(-length // multiple) * multiple for length in padded) <= 300 or len(parts) == 1
     words = Config(mock_packed_length=64)
     assert all(sum(row.lengths) <= 64 and len(row.lengths) > 1 for row in read(
         words, 20, tokens=replace(TOKENS, image_token_id=-1)))

@@ -44,6 +44,13 @@ def test_the_configuration_reads_back_from_its_file(tmp_path):
     assert parse_as(RlRunConfig, ["--config", str(tmp_path / "run_config.toml")], DESCRIPTION) == config
 
 
+def test_rows_of_fp8_products_are_those_of_a_microbatch():
+    flags = "--llm-tp 2 --sequence-parallel --fp8-format hybrid".split()
+    assert validate_rl(parsed(*flags, "--seq-length", "68"), 2).language.tp == 2
+    with pytest.raises(ValueError, match="--max-tokens-per-microbatch 136 over 2 ranks is not a multiple"):
+        validate_rl(parsed(*flags, "--max-tokens-per-microbatch", "136"), 2)
+
+
 @pytest.mark.parametrize(("flags", "limit"), [
     ("", 1e-4), ("--bf16", 0.05), ("--updates-per-rollout 2", 1e-4), ("--max-gen-kl 0.3", 0.3),
     ("--max-gen-kl 0", None), ("--rollout-mode one-step-off", None), ("--top-p 0.9", None), ("--top-k 5", None),

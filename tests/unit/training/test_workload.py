@@ -94,6 +94,16 @@ def test_figures_are_per_gpu_and_over_the_whole_step():
     assert found["hardware_flops"][LANGUAGE] > found["flops"][LANGUAGE] > 0
 
 
+def test_every_context_parallel_rank_of_a_homogeneous_layout_computes_the_encoder():
+    flags = ("--layout", "homogeneous", "--llm-cp", "2")
+    shared, alone = meter_of(run_config(*flags), model_provider("mock")), meter_of(run_config(), model_provider("mock"))
+    assert shared is not None and alone is not None
+    found, expected = shared.figures(WORK, 1.0), alone.figures(WORK, 1.0)
+    assert found["flops"] == expected["flops"]
+    assert found["hardware_flops"]["vision"] == 2 * expected["hardware_flops"]["vision"]
+    assert found["hardware_flops"][LANGUAGE] == expected["hardware_flops"][LANGUAGE]
+
+
 @pytest.mark.parametrize(("flags", "device", "peak"), [
     ((), "NVIDIA H200", 989.5), (("--peak-tflops", "500"), "NVIDIA H200", 500.0), (("--peak-tflops", "0.5"), "", 0.5),
 ])
