@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-from data.conversation_files.files import FolderImages
+from data.conversation_files.files import FolderImages, MissingImageError
 from data.conversation_files.provider import Config
 from data.conversation_files.sources import (
     SPLIT_NAMES,
@@ -132,8 +132,9 @@ class _Writer:
             except ValueError as error:
                 self.errors.append(f"{record['__shard__']} {record['__key__']}: {error}")
                 if len(self.errors) > self._max_bad_samples:
+                    hint = images.hint(error.place) if isinstance(error, MissingImageError) else ""
                     raise ValueError(f"--max-bad-samples {self._max_bad_samples}: {len(self.errors)} records cannot be "
-                                     f"used; the last: {'; '.join(self.errors[-3:])}") from error
+                                     f"used; the last: {'; '.join(self.errors[-3:])}{hint}") from error
                 continue
             self.written += 1
             yield [(f"{split}-{index:09d}.{name}", content) for name, content in parts]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from itertools import accumulate
+from functools import cache
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +26,8 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 JSON_SPACE = re.compile(r"[ \t\r\n]*")
 # Bytes of a file that are examined at a time.
 CHUNK = 1 << 24
+# Entries of a folder, which may hold millions of images, among which folders are looked for.
+HINT_ENTRIES = 1000
 JSON_SUFFIXES = (".jsonl", ".json")
 SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".arrow")
 
@@ -67,7 +70,8 @@ class RecordFile(Protocol):
 class JsonRecords(RecordFile):
     """A JSON file of a record on each line, or of one list of records; its content decides which.
 
-    Only the places of the records are kept in memory, and several processes may read one object.
+    Only the places of the records are kept in memory, and several processes may read one object. The file is opened for
+    each record, because a data set may have more files than a process may keep open.
 
     Args:
         path: the file.
@@ -80,11 +84,9 @@ class JsonRecords(RecordFile):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        size = os.fstat(self._descriptor).st_size
-        if not size:
+        if not path.stat().st_size:
             raise ValueError(f"{path}: is empty")
-        with mmap.mmap(self._descriptor, size, access=mmap.ACCESS_READ) as content:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             first = re.compile(rb"(?:%s)?\s*(\S)" % BYTE_ORDER_MARK).match(content)
             if first is None:
                 raise ValueError(f"{path}: holds white space only")
@@ -114,7 +116,8 @@ class JsonRecords(RecordFile):
 
     def raw(self, index: int, block: Any = None) -> bytes:
         start, end = int(self._starts[index]), int(self._ends[index])
-        data = os.pread(self._descriptor, end - start, start)
+        with self.path.open("rb", buffering=0) as file:
+            data = os.pread(file.fileno(), end - start, start)
         if len(data) != end - start:
             raise ValueError(f"{self.path}: has become shorter")
         return data
@@ -169,6 +172,9 @@ def _list_places(path: Path, content: mmap.mmap) -> tuple[np.ndarray, np.ndarray
         after = JSON_SPACE.match(text, at + 1).end()  # type: ignore[union-attr]
         if after != len(text):
             raise json.JSONDecodeError("text behind the list", text, after)
+    except RecursionError as error:
+        raise ValueError(f"{path}: is no JSON list that can be read: the record at line {line} or behind it is nested "
+                         "too deeply") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: is no JSON list: line {error.lineno} column {error.colno}: {error.msg}") from error
     starts, ends = np.array(places, np.int64).reshape(-1, 2).T
@@ -280,7 +286,7 @@ def open_file(path: Path) -> RecordFile:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-@lru_cache(maxsize=256)
+@cache
 def _open(path: Path, size: int, modified: int) -> RecordFile:
     """Open a file; its size and the time of its last change are arguments so that a changed one is opened again."""
     kinds: dict[str, type[RecordFile]] = {".parquet": ParquetRecords, ".arrow": ArrowRecords}
@@ -288,7 +294,15 @@ def _open(path: Path, size: int, modified: int) -> RecordFile:
 
 
 class MissingImageError(ValueError):
-    """A record names an image that is not there."""
+    """A record names an image that is not there.
+
+    Attributes:
+        place: the name in the record; empty if no file can have it.
+    """
+
+    def __init__(self, message: str, place: str) -> None:
+        super().__init__(message)
+        self.place = place
 
 
 class FolderImages:
@@ -330,12 +344,21 @@ class FolderImages:
         try:
             return place, path.read_bytes()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
-            raise MissingImageError(f"image {place[:200]!r}: there is no file {path}{self._hint(place)}") from error
+            raise MissingImageError(f"image {place[:200]!r}: there is no file {path}", place) from error
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            raise MissingImageError(f"image {place[:60]!r}...: is too long for the name of a file; an image in base64 "
+                                    "needs `data:image/png;base64,` before it", "") from None
 
-    def _hint(self, place: str) -> str:
-        """Name a folder near by that has the image."""
-        name = Path(place)
-        for folder in (*(child for child in sorted(self.folder.glob("*")) if child.is_dir()), *self.folder.parents[:3]):
+    def hint(self, place: str) -> str:
+        """Name a folder near by that has a missing image, for the end of a message. It may take seconds."""
+        if not place:
+            return ""
+        name = Path(place.removeprefix("file://"))
+        with os.scandir(self.folder) as entries:
+            children = sorted(self.folder / entry.name for entry in islice(entries, HINT_ENTRIES) if entry.is_dir())
+        for folder in (*children, *self.folder.parents[:3]):
             if (folder / name).is_file():
                 return f"; --image-folder {folder} would have it"
         for count in range(1, len(name.parts)):

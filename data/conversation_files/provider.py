@@ -24,7 +24,8 @@ class Config(energon.Config):
     valid_data_path: str = ""
     """Held-out samples, in the same forms. Default: the `val` split of --data-path, if it has one."""
     image_folder: str = ""
-    """Folder to which the names of images are relative. Default: the folder of the file that names them."""
+    """Folder to which the names of images are relative. Default: --data-path if it is a folder, or else the folder of
+    the file."""
 
 
 class ConversationsProvider(energon.EnergonProvider):
@@ -35,7 +36,7 @@ class ConversationsProvider(energon.EnergonProvider):
     def validate(self, config: Any, request: DataRequest) -> None:
         """Raise ValueError, with flags, files and lines, for flags or files that cannot work.
 
-        Of every file, records are read with their images until one of them can be used; some of the first must.
+        The first records of each data set are read with their images until one can be used, which one of them must.
         """
         energon.check(config, request)
         # Energon and torch take seconds to import, and --help needs neither of them.

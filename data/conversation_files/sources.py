@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,8 @@ logger = logging.getLogger("mimo.data")
 FIRST_RECORDS = 16
 # Slices of the records that a worker reads side by side, as Energon's own data sets do.
 PARALLEL_SLICES = 16
+# Slices that a worker has at least, if it has as many records, so that no two passes have the same order.
+SHUFFLED_SLICES = 1000
 # Blocks of a file that a worker reads side by side and keeps in memory. A block may have hundreds of megabytes.
 PARALLEL_BLOCKS = 4
 # Files of a downloaded data set that hold no records.
@@ -89,7 +92,8 @@ def sources_of(config: Config, split: str) -> list[Source]:
         files = _files_of(path, None if flag == "--valid-data-path" else SPLIT_NAMES[split])
         return [Source(path, files, _image_folder(config.image_folder, path))]
     except ValueError as error:
-        raise type(error)(f"{flag} {path}: {error}") from error
+        kind = NoSplitError if isinstance(error, NoSplitError) else ValueError
+        raise kind(f"{flag} {path}: {error}") from error
 
 
 def _image_folder(given: str, path: Path) -> Path:
@@ -118,15 +122,29 @@ def _files_of(path: Path, split: str | None) -> tuple[Path, ...]:
         return (path,)
     wanted = split or "val"
     if (path / "dataset_dict.json").is_file():  # `DatasetDict.save_to_disk`
-        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        splits = _metadata(path / "dataset_dict.json", "splits")
         (name,) = _only([name for name in splits if SPLIT_WORDS.get(name, "train") == wanted], wanted, splits)
         return _files_of(path / name, None)
     if (path / "state.json").is_file():  # `Dataset.save_to_disk`
         if split == "val":
             raise NoSplitError("is a single split; name held-out samples with --valid-data-path, or leave out "
                                "--eval-iters")
-        return tuple(path / file["filename"] for file in json.loads((path / "state.json").read_text())["_data_files"])
+        files = _metadata(path / "state.json", "_data_files")
+        if not files or not all(isinstance(file, Mapping) and isinstance(file.get("filename"), str) for file in files):
+            raise ValueError("_data_files of state.json: expected a list of objects with `filename`")
+        return tuple(path / file["filename"] for file in files)
     return _files_by_name(path, split)
+
+
+def _metadata(path: Path, key: str) -> list[Any]:
+    """Return a list in a file that `datasets` wrote."""
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path.name} is damaged: {error}") from error
+    if not isinstance(content, Mapping) or not isinstance(content.get(key), list):
+        raise ValueError(f"{path.name} is damaged: it has no list {key}")
+    return content[key]
 
 
 def _files_by_name(path: Path, split: str | None) -> tuple[Path, ...]:
@@ -197,7 +215,8 @@ def _entry(folder: Path, place: int, entry: Any, image_folder: str, split: str) 
     path = folder / entry["path"]
     for key in ("weight", "repetitions"):
         value = entry.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))
+                                  or not (math.isfinite(value) and value > 0)):
             raise ValueError(f"entry {place}: {key} {value!r}: expected a number above 0")
     if not path.exists():
         raise ValueError(f"entry {place}: {path}: does not exist")
@@ -294,8 +313,9 @@ class RecordFiles(BaseCoreDatasetFactory[ParsedSample], Sharder):
         return self._count
 
     def build(self, worker_rotation_offset: int = 0) -> SavableDataset[ParsedSample]:
-        # Energon shuffles slices of neighbours. Where any record is quickly found, all are shuffled first. Blocks that
-        # are read as a whole are slices, and the records of each are shuffled.
+        # Energon shuffles slices of neighbours in each pass. Where any record is quickly found, all are shuffled before
+        # the first, and a small file has small slices. Blocks that are read as a whole are slices, and the records of
+        # each are shuffled once.
         rng = np.random.default_rng([self._worker_config.seed_offset % 2**32, self._count])
         has_blocks = any(file.block_starts for file in self._files)
         sizes = [size for file in self._files for size in np.diff(file.block_starts)] if has_blocks else [self._count]
@@ -308,13 +328,20 @@ class RecordFiles(BaseCoreDatasetFactory[ParsedSample], Sharder):
             join_readers=[RecordReader(self.source, order)],
             workers_sample_slice_offsets=self.shard_workers(
                 shards, worker_config=self._worker_config, rotation_offset=worker_rotation_offset,
-                max_samples_per_sequence=None if has_blocks else self._max_samples_per_sequence),
+                max_samples_per_sequence=None if has_blocks else self._slice_length()),
             worker_config=self._worker_config,
             shuffle_over_epochs=1 if self._shuffle else None,
             parallel_slice_iters=(PARALLEL_BLOCKS if has_blocks else PARALLEL_SLICES) if self._shuffle else 1,
         )
         return MapDataset(records, partial(parsed, FolderImages(self.source.images)), stateless_map_fn=True,
                           worker_config=self._worker_config, map_fn_config={"type": type(self).__qualname__})
+
+    def _slice_length(self) -> int | None:
+        """Return the number of records in a slice, which is small enough that a worker has many to shuffle."""
+        if not self._shuffle or self._max_samples_per_sequence is None:
+            return self._max_samples_per_sequence
+        workers = max(1, self._worker_config.num_workers) * self._worker_config.world_size
+        return min(self._max_samples_per_sequence, max(1, self._count // workers // SHUFFLED_SLICES))
 
     def as_file_store(self) -> FileStore:
         raise ValueError(f"{self.source.path}: a file of conversations cannot be an auxiliary data set")
@@ -397,8 +424,8 @@ def check_first_records(config: Config, split: str, encode: Callable[[ParsedSamp
         file = open_named(flag, source.files[0])
         reader = RecordReader(source, None)
         images = FolderImages(source.images)
-        errors: list[str] = []
-        missing: list[str] = []
+        errors: list[tuple[str, ValueError | OSError]] = []
+        missing: list[tuple[str, ValueError | OSError]] = []
         first = range(min(FIRST_RECORDS, len(file)))
         for number in first:
             place = f"{flag} {file.path} {file.name(number)}"
@@ -408,7 +435,7 @@ def check_first_records(config: Config, split: str, encode: Callable[[ParsedSamp
                     encode(ParsedSample(__key__=place, __restore_key__=(), __subflavors__=None, __sources__=(),
                                         conversation=conversation))
             except (ValueError, OSError) as error:
-                errors.append(f"{place}: {error}")
+                errors.append((place, error))
                 if isinstance(error, MissingImageError):
                     missing.append(errors[-1])
                 continue
@@ -419,10 +446,16 @@ def check_first_records(config: Config, split: str, encode: Callable[[ParsedSamp
                 missing.clear()
                 break
         if len(missing) >= MISSING_IMAGES:
-            raise ValueError(f"{missing[0]} (and none of the first {len(first)} records has its images)")
+            raise ValueError(f"{_with_hint(*missing[0], images)} (and none of the first {len(first)} records has its "
+                             "images)")
         if len(errors) == len(first):
-            raise ValueError(f"{errors[0]} (and none of the first {len(first)} records can be used)"
-                             if len(first) > 1 else errors[0])
+            others = f" (and none of the first {len(first)} records can be used)" if len(first) > 1 else ""
+            raise ValueError(_with_hint(*errors[0], images) + others)
+
+
+def _with_hint(place: str, error: ValueError | OSError, images: FolderImages) -> str:
+    """Return the message of an error, with the folder that has the image if one is missing."""
+    return f"{place}: {error}{images.hint(error.place) if isinstance(error, MissingImageError) else ''}"
 
 
 def digest(config: Config) -> str:

@@ -18,7 +18,7 @@ from PIL import Image
 from pyarrow import parquet
 from transformers import AutoTokenizer
 
-from data.conversation_files.files import open_file
+from data.conversation_files.files import FolderImages, open_file
 from data.conversation_files.provider import Config, provider
 from data.energon.provider import Config as EnergonConfig
 from data.energon.provider import provider as energon
@@ -218,6 +218,13 @@ def test_a_pass_shuffles_all_records_and_deals_each_to_one_lane(tmp_path, config
     assert [number_of(row) for row in read(config, 200, request(lanes=2, seed=4))] != lines[:200]
 
 
+def test_each_pass_over_a_small_file_has_its_own_order(tmp_path, config):
+    write_lines(tmp_path / "train.jsonl", [{"text": str(number)} for number in range(20)])
+    lines = [number_of(row) for row in read(config, 60)]
+    passes = [lines[:20], lines[20:40], lines[40:]]
+    assert all(sorted(each) == list(range(1, 21)) for each in passes) and len(set(map(tuple, passes))) == 3
+
+
 @pytest.mark.parametrize("flags", [{}, {"packing_buffer_size": 12}])
 def test_a_lane_reads_on_where_it_stopped(tmp_path, config, flags):
     write_lines(tmp_path / "train.jsonl", [
@@ -242,6 +249,7 @@ BAD = {
     "form": ({"prompt": "a", "response": "b"}, "line:2: unknown form: it has prompt, response, expected one of "
              "messages (turns of role and content), conversations"),
     "missing": ({"image": "x.png", "caption": "a"}, "line:2: image 'x.png': there is no file "),
+    "plain base64": ({"image": DATA_URL.partition(",")[2] * 9, "caption": "a"}, "line:2: image 'iVBORw0KGgo"),
     "network": ({"image": "https://a.b/c.png", "caption": "a"}, "line:2: image 'https://a.b/c.png' is on the network"),
     "video": ({"video": "a.mp4", "conversations": said("<video>", "b")}, "line:2: video 'a.mp4': videos are not read"),
     "video part": ({"messages": turns([{"type": "video", "video": "a.mp4"}], "b")},
@@ -291,6 +299,7 @@ def test_a_damaged_list_is_refused_with_its_line(tmp_path, config):
         ('[\n{"text": "a"},\n{"text": }\n]', r"train.json: is no JSON list: line 3 column 10: Expecting value"),
         ('[\n{"text": "a"}\n{"text": "b"}]', r"line 3 column 1: expected , or \]"),
         ('[{"text": "a"}', r"expected , or \]"),
+        ('[\n{"text": "a"},\n' + "[" * 100_000, "the record at line 2 or behind it is nested too deeply"),
         ('{\n"data": []\n}', "is neither a list of objects nor an object on each line"),
         ("[]", "has no record"),
         ("", "is empty"),
@@ -316,6 +325,40 @@ def test_a_missing_image_names_the_folder_that_has_it(tmp_path, config):
     provider.validate(config, request())
     with pytest.raises(ValueError, match=f"--image-folder {tmp_path}/x: is no folder"):
         provider.validate(replace(config, image_folder=f"{tmp_path}/x"), request())
+
+
+def test_a_missing_image_among_many_is_told_without_looking_for_it(tmp_path, config, monkeypatch):
+    write_lines(tmp_path / "train.jsonl", [{"text": "a"}, {"image": "x.png", "caption": "a"}, {"text": "b"}])
+    monkeypatch.setattr(FolderImages, "hint", None)
+    rows = read(replace(config, shuffle=False), 2)
+    assert rows[1].skipped == (f"train.jsonl line:2: image 'x.png': there is no file {tmp_path}/images/x.png",)
+
+
+def test_files_are_closed_and_their_records_kept(tmp_path, config):
+    for number in range(300):
+        write_lines(tmp_path / f"train-{number:05d}-of-00300.jsonl", [{"text": str(number)}])
+    config = replace(config, data_path=str(tmp_path), shuffle=False)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    assert [text_of(config, row) for row in read(config, 3)] == [f"<s>[{number}</s>]" for number in range(3)]
+    assert len(list(Path("/proc/self/fd").iterdir())) < before + 50
+    path = tmp_path / "train-00000-of-00300.jsonl"
+    assert open_file(path) is open_file(path)
+
+
+def test_base64_without_data_is_too_long_for_a_name(tmp_path, config):
+    write_lines(tmp_path / "train.jsonl", [{"image": DATA_URL.partition(",")[2] * 9, "caption": "a"}])
+    with pytest.raises(ValueError, match=r"too long for the name of a file; an image in base64 needs `data:.* it$"):
+        provider.validate(config, request())
+
+
+def test_damaged_metadata_of_datasets_is_refused(tmp_path, config):
+    saved = write_saved(tmp_path / "saved")
+    (saved / "train" / "state.json").write_text('{"_data_files": [')
+    with pytest.raises(ValueError, match="--data-path .*/saved: state.json is damaged: Expecting value"):
+        provider.validate(replace(config, data_path=str(saved)), request())
+    (saved / "dataset_dict.json").write_text("{}")
+    with pytest.raises(ValueError, match="saved: dataset_dict.json is damaged: it has no list splits"):
+        provider.validate(replace(config, data_path=str(saved)), request())
 
 
 def test_a_folder_is_read_if_it_is_clear_which_file_is_meant(tmp_path, config):
@@ -380,6 +423,8 @@ def test_files_are_mixed_by_weights_or_repetitions(tmp_path, config):
         ("train: [x.jsonl]", "entry 1: .*x.jsonl: does not exist"),
         ("train: [{path: a.jsonl, ratio: 1}]", "entry 1: expected path and, if needed, images, weight or repetitions"),
         ("train: [{path: a.jsonl, weight: 0}]", "entry 1: weight 0: expected a number above 0"),
+        ("train: [{path: a.jsonl, weight: .nan}]", "entry 1: weight nan: expected a number above 0"),
+        ("train: [{path: a.jsonl, repetitions: .inf}]", "entry 1: repetitions inf: expected a number above 0"),
         ("train: [{path: a.jsonl, weight: 1}, a.jsonl]", "train: give a weight to every file"),
         ("train: [{path: a.jsonl, weight: 1}, {path: a.jsonl, weight: 1, repetitions: 2}]", "give a weight to every"),
         ("train: [{path: a.jsonl, images: x}]", "images .*/x: is no folder"),
