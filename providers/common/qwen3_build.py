@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from math import isqrt
 
-import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from mimo.model.deepstack import LevelProjectors, decoder_with_levels, encoder_with_levels
@@ -14,10 +13,11 @@ from mimo.model.layer_specs import mlp_linears, norm_builder, vit_layer_spec
 from mimo.model.qwen3_vision import Qwen3VisionTower
 from mimo.model.submodule import Projector, VisionSubmodule
 from mimo.protocols import BuildContext
-from providers.common.build import decoder_spec, recompute_fields, transformer_config
+from providers.common.build import decoder_spec
 from providers.common.decoder import MultimodalDecoderConfig
 from providers.common.qwen3_vision import Qwen3VisionConfig
-from providers.common.qwen_vision import NORM_EPSILON, NUM_CHANNELS, ROTARY_BASE
+from providers.common.qwen_build import qwen_vision_configs
+from providers.common.qwen_vision import NUM_CHANNELS, ROTARY_BASE
 
 
 def qwen3_decoder_spec(config: MultimodalDecoderConfig, context: BuildContext | None) -> ModuleSpec:
@@ -43,17 +43,8 @@ def qwen3_vision_spec(config: Qwen3VisionConfig, name: str, language_size: int, 
         context: the encoder's grid, groups and precision.
     """
     impl = context.transformer_impl
-    # The fused rotary kernel computes positions itself, and knows none of rows and columns.
-    tower_config = replace(transformer_config(
-        context, num_layers=config.vision_num_layers, hidden_size=config.vision_hidden_size,
-        num_attention_heads=config.vision_num_attention_heads, ffn_hidden_size=config.vision_ffn_hidden_size,
-        normalization="LayerNorm", layernorm_epsilon=NORM_EPSILON, add_bias_linear=True, add_qkv_bias=True,
-        activation_func=activation(config.vision_hidden_act, impl), hidden_dropout=0.0, attention_dropout=0.0,
-        **recompute_fields(context)), apply_rope_fusion=False)
-    merger_config = transformer_config(
-        context, num_layers=context.grid.pp, hidden_size=language_size, num_attention_heads=context.grid.tp,
-        ffn_hidden_size=config.feature_size, activation_func=torch.nn.functional.gelu, add_bias_linear=True,
-        normalization="LayerNorm", layernorm_epsilon=NORM_EPSILON)
+    tower_config, merger_config = qwen_vision_configs(config, language_size, context, normalization="LayerNorm",
+                                                      activation_func=activation(config.vision_hidden_act, impl))
     levels = config.vision_deepstack_layers
     encoder = ModuleSpec(module=Qwen3VisionTower, params={
         "config": tower_config, "layer_spec": encoder_with_levels(vit_layer_spec(tower_config, impl), levels),

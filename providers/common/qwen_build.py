@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from mimo.model.layer_specs import mlp_linears, norm_builder, vit_layer_spec
@@ -12,7 +13,32 @@ from mimo.model.qwen_vision import Qwen25VisionTower, WindowedLayer
 from mimo.model.submodule import Projector, VisionSubmodule
 from mimo.protocols import BuildContext
 from providers.common.build import recompute_fields, transformer_config
+from providers.common.qwen3_vision import Qwen3VisionConfig
 from providers.common.qwen_vision import NORM_EPSILON, NUM_CHANNELS, ROTARY_BASE, QwenVisionConfig
+
+
+def qwen_vision_configs(config: QwenVisionConfig | Qwen3VisionConfig, language_size: int, context: BuildContext, *,
+                        normalization: str, **mlp: object) -> tuple[TransformerConfig, TransformerConfig]:
+    """Return the configurations of a tower and of its mergers.
+
+    Args:
+        config: sizes of tower and mergers.
+        language_size: width of the language model.
+        context: the encoder's grid, groups and precision.
+        normalization: of both, as in `TransformerConfig`.
+        mlp: fields of the tower's MLPs.
+    """
+    norm = {"normalization": normalization, "layernorm_epsilon": NORM_EPSILON}
+    # The fused rotary kernel computes positions itself, and knows none of rows and columns.
+    tower = replace(transformer_config(
+        context, num_layers=config.vision_num_layers, hidden_size=config.vision_hidden_size,
+        num_attention_heads=config.vision_num_attention_heads, ffn_hidden_size=config.vision_ffn_hidden_size,
+        add_bias_linear=True, add_qkv_bias=True, hidden_dropout=0.0, attention_dropout=0.0, **norm, **mlp,
+        **recompute_fields(context)), apply_rope_fusion=False)
+    merger = transformer_config(
+        context, num_layers=context.grid.pp, hidden_size=language_size, num_attention_heads=context.grid.tp,
+        ffn_hidden_size=config.feature_size, activation_func=torch.nn.functional.gelu, add_bias_linear=True, **norm)
+    return tower, merger
 
 
 def qwen_vision_spec(config: QwenVisionConfig, name: str, language_size: int, context: BuildContext) -> ModuleSpec:
@@ -25,17 +51,8 @@ def qwen_vision_spec(config: QwenVisionConfig, name: str, language_size: int, co
         context: the encoder's grid, groups and precision.
     """
     impl = context.transformer_impl
-    # The fused rotary kernel computes positions itself, and knows none of rows and columns.
-    tower_config = replace(transformer_config(
-        context, num_layers=config.vision_num_layers, hidden_size=config.vision_hidden_size,
-        num_attention_heads=config.vision_num_attention_heads, ffn_hidden_size=config.vision_ffn_hidden_size,
-        normalization="RMSNorm", layernorm_epsilon=NORM_EPSILON, add_bias_linear=True, add_qkv_bias=True,
-        activation_func=torch.nn.functional.silu, gated_linear_unit=True, hidden_dropout=0.0, attention_dropout=0.0,
-        **recompute_fields(context)), apply_rope_fusion=False)
-    merger_config = transformer_config(
-        context, num_layers=context.grid.pp, hidden_size=language_size, num_attention_heads=context.grid.tp,
-        ffn_hidden_size=config.feature_size, activation_func=torch.nn.functional.gelu, add_bias_linear=True,
-        normalization="RMSNorm", layernorm_epsilon=NORM_EPSILON)
+    tower_config, merger_config = qwen_vision_configs(config, language_size, context, normalization="RMSNorm",
+                                                      activation_func=torch.nn.functional.silu, gated_linear_unit=True)
     layers = vit_layer_spec(tower_config, impl)
     windowed = [replace(layer, module=WindowedLayer, params={
         **layer.params, "whole_image_layers": frozenset(config.vision_full_attention_layers)})

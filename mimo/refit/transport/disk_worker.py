@@ -30,7 +30,7 @@ NAMED = 10  # most names in an error message
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a worker takes from files with one sequence of tensors."""
+    """The tensors that a worker takes from files with one sequence of tensors."""
 
     sequence: str
     taken: Taken
