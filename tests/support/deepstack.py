@@ -9,7 +9,7 @@ from providers import mock
 
 
 class Provider(mock.MockProvider):
-    """Send as many levels as there are encoder layers; decoder layer i adds level i."""
+    """Mock model whose encoder sends a level for each of its layers; decoder layer i adds level i."""
 
     def num_levels(self, config: Any, module: str) -> int:
         return int(self.resolved(config).vision_num_layers)
