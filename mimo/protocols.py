@@ -8,10 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
+
+from mimo.visual import ImageDataProvider as ImageDataProvider
+from mimo.visual import ImageProcessing as ImageProcessing
+from mimo.visual import ImageProcessingProvider as ImageProcessingProvider
+from mimo.visual import ImageProcessorProvider as ImageProcessorProvider
+from mimo.visual import ImageSize
+from mimo.visual import TokenGridProvider as TokenGridProvider
+from mimo.visual import VideoProcessing as VideoProcessing
+from mimo.visual import VideoProcessingProvider as VideoProcessingProvider
+from mimo.visual import VideoProvider as VideoProvider
+from mimo.visual import VideoSize as VideoSize
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +29,6 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from mimo.config.precision import Fp8
-    from mimo.data.positions import TokenGrid
     from mimo.grid.spec import GridSpec, Layout
     from mimo.weights.rules import WeightMap
 
@@ -54,10 +63,13 @@ class Sample:
 
     Attributes:
         key: name of the sample, unique in its data set; for a pack, the names of its samples joined by spaces.
-        tokens: int64 `[T]`. Each image is ONE placeholder, which is expanded later: the id of its encoder module.
+        tokens: int64 `[T]`. Each image is ONE placeholder, which is expanded later: the id of its encoder module. So is
+            each video, with the encoder's id for videos.
         target_mask: bool `[T]`; True if the token itself is a training target (an answer token).
-        image_sizes: `(height, width)` in pixels of each image, in the order of the placeholders.
-        images: float32 `[C, height, width]` each; None on language lanes, which never read pixels.
+        image_sizes: `(height, width)` in pixels of each image and a `VideoSize` for each video, in the order of the
+            placeholders.
+        images: float32 `[C, height, width]` of each image, `[frames, C, height, width]` of each video; None on language
+            lanes, which never read pixels.
         lengths: for a pack, the number of `tokens` of each of its samples, in order; empty for a single sample. Samples
             of a pack do not attend to each other.
         skipped: messages about bad samples that were skipped before this one, with shard and key.
@@ -67,7 +79,7 @@ class Sample:
     key: str
     tokens: np.ndarray
     target_mask: np.ndarray
-    image_sizes: list[tuple[int, int]] = field(default_factory=list)
+    image_sizes: Sequence[ImageSize] = field(default_factory=list)
     images: list[np.ndarray] | None = None
     lengths: tuple[int, ...] = ()
     skipped: tuple[str, ...] = ()
@@ -89,6 +101,7 @@ class TokenSpec:
         merge_size: patches a side of a block. Packed patches come block by block, so that the patches of a block, which
             become one token, follow each other; 1: row by row.
         temporal_patch_size: frames of a patch. An image is repeated as often.
+        video_token_id: placeholder id of a video; -1: the model takes no videos.
     """
 
     vocab_size: int
@@ -100,6 +113,7 @@ class TokenSpec:
     image_width: int = 0
     merge_size: int = 1
     temporal_patch_size: int = 1
+    video_token_id: int = -1
 
     @property
     def image_shape(self) -> tuple[int, int]:
@@ -110,35 +124,6 @@ class TokenSpec:
     def packs_patches(self) -> bool:
         """Whether the encoder takes images of any size, as packed patches."""
         return self.image_size == 0 and self.patch_size > 0
-
-
-@dataclass(frozen=True)
-class ImageProcessing:
-    """Conversion of the pixels of an image file to an encoder's input, as a Hugging Face image processor describes it.
-
-    Attributes:
-        tiling: a value of --image-tiling other than auto.
-        mean: mean of each channel, of pixels in 0..1.
-        std: standard deviation of each channel, of pixels in 0..1.
-        resample: kernel with which images are resized, always with antialiasing.
-        min_patches: with dynamic tiling or smart_resize, fewest patches of an image; 0: not specified.
-        max_patches: with dynamic tiling or smart_resize, most patches of an image; 0: not specified; -1: no limit.
-        min_side: with dynamic tiling, fewest pixels of the shorter side if that is possible; 0: any number.
-        max_tiles: with fixed tiling, most tiles of an image; 0: not specified.
-        use_thumbnail: with fixed tiling, whether several tiles are followed by the whole image.
-        source: where these values were found, for messages.
-    """
-
-    tiling: Literal["stretch", "crop", "pad", "fixed", "dynamic", "smart_resize"]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    resample: Literal["bicubic", "bilinear"] = "bicubic"
-    min_patches: int = 0
-    max_patches: int = 0
-    min_side: int = 0
-    max_tiles: int = 0
-    use_thumbnail: bool = False
-    source: str = field(default="", compare=False)
 
 
 class SampleStream(Protocol):
@@ -194,8 +179,8 @@ class DataRequest:
 
     Attributes:
         tokens: the model's vocabulary and images.
-        num_image_tokens: counts the language tokens that the encoder makes of an image of (height, width) pixels.
-            Raises ValueError for a size that it cannot take.
+        num_image_tokens: counts the language tokens that the encoder makes of an image of (height, width) pixels, or of
+            a video whose `VideoSize` has these four values. Raises ValueError for a size that it cannot take.
         num_lanes: lanes of the run.
         micro_batch_size: rows of one lane in a microbatch.
         seq_length: tokens of a row, after image expansion.
@@ -205,7 +190,7 @@ class DataRequest:
     """
 
     tokens: TokenSpec
-    num_image_tokens: Callable[[int, int], int]
+    num_image_tokens: Callable[..., int]
     num_lanes: int
     micro_batch_size: int
     seq_length: int
@@ -289,28 +274,6 @@ class RecordedData(Protocol):
 
         For a field that names a file, such as a tokenizer or a blend, the value is a digest of its content.
         """
-        ...
-
-
-@runtime_checkable
-class ImageDataProvider(Protocol):
-    """A data set whose flags describe how its images become pixels."""
-
-    def with_image_processing(self, config: Any, find: Callable[[], Sequence[ImageProcessing]]) -> Any:
-        """Return the flags, with the values that come from the model filled in.
-
-        Args:
-            config: the data set's flags.
-            find: reads what the model's processor files specify, or else returns its family's processor; empty if the
-                family has none. Called only if the flags leave a value open.
-
-        Raises:
-            ValueError: a value is missing, or there are two values for it; or as `find`.
-        """
-        ...
-
-    def image_processing(self, config: Any, tokens: TokenSpec) -> ImageProcessing:
-        """Describe how images become pixels, given flags whose values are all filled in."""
         ...
 
 
@@ -485,18 +448,6 @@ class ComparableProvider(Protocol):
         ...
 
 
-@runtime_checkable
-class TokenGridProvider(Protocol):
-    """A model provider whose decoder rotates positions of three axes: time, row and column."""
-
-    def token_grid(self, config: Any, module: str, height: int, width: int) -> TokenGrid:
-        """Return the language tokens of an image of (height, width) pixels as a grid.
-
-        It has as many tokens as `num_image_tokens` counts. Raises ValueError for a wrong size in pixels.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class MegatronSource:
     """A Megatron checkpoint (`torch_dist`) that holds all modules as one model.
@@ -540,60 +491,4 @@ class StagedProvider(Protocol):
 
     def frozen_parts(self, config: Any) -> frozenset[str]:
         """Return the parts that the configuration's stage freezes: encoder names, `projector`, `language`."""
-        ...
-
-
-@runtime_checkable
-class ImageProcessingProvider(Protocol):
-    """A model provider that knows the image processors of its family's Hugging Face folders."""
-
-    def image_processing(self, config: Any, folder: str = "") -> ImageProcessing | None:
-        """Describe how the model's images become pixels.
-
-        Args:
-            config: the family's flags.
-            folder: a Hugging Face folder or its config.json; empty: the processor of the family.
-
-        Returns:
-            The description; None if the folder has no file that specifies it.
-
-        Raises:
-            ValueError: a file has a value that cannot be followed; the message names file, key and value.
-        """
-        ...
-
-    def write_image_processing(self, config: Any, folder: Path, processing: ImageProcessing) -> str:
-        """Make the files of an exported folder specify how the model was trained.
-
-        Args:
-            config: the family's flags.
-            folder: folder of the exported config.json. It may have files of the model that training started from.
-            processing: how images became pixels in training.
-
-        Returns:
-            A line for the user if no Hugging Face processor can do the same; files that would do something else are
-            then removed. Empty if the files are right.
-        """
-        ...
-
-
-@runtime_checkable
-class ImageProcessorProvider(Protocol):
-    """A model provider that can write the image processor of its models, which a rollout engine needs."""
-
-    def check_processor(self, config: Any) -> None:
-        """Raise ValueError, naming flags and values, if a model has no known image processor."""
-        ...
-
-    def write_processor(self, config: Any, folder: Path, mean: Sequence[float], std: Sequence[float]) -> None:
-        """Write processor and tokenizer as Hugging Face saves them.
-
-        Images have the size that the encoder takes, and come out as (value / 255 - mean) / std.
-
-        Args:
-            config: the family's flags.
-            folder: folder of the model's config.json.
-            mean: mean of each channel.
-            std: standard deviation of each channel.
-        """
         ...

@@ -74,7 +74,7 @@ class TextBatch:
         skipped: messages about bad samples that the data set skipped before these, with shard and key.
         unbalanced_image_tokens: image tokens that the rows would have had without balanced packing.
         lengths: for each row, the tokens of each of its sequences, padding excluded.
-        image_lengths: for each encoder module, the image tokens of each image.
+        image_lengths: for each encoder module, the image tokens of each image, and of each temporal patch of a video.
         padding: bool `[b, s]`, True at padding that routers must not count; None if there is none.
         part: the tokens that this rank computes, with context parallelism; None: all of them. All other fields describe
             whole rows.
@@ -114,7 +114,7 @@ class EncoderBatch:
             image and row by row (or block by block, with several frames a patch, see `TokenSpec`); `imgs_sizes`, an
             int64 NumPy array `[images, 2]` of heights and widths in pixels, which stays on the host because reading it
             from a device would wait for the device; and `packed_seq_params`, `PackedSequences` with one sequence for
-            each image.
+            each image. A video is an image for each of its temporal patches.
     """
 
     keys: tuple[str, ...]

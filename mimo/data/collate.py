@@ -7,16 +7,27 @@ without communication. Whatever a data set can get wrong is refused here, with t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from mimo.data.batch import EncoderBatch, PackedSequences, TextBatch
 from mimo.data.positions import TokenGrid, multimodal_positions
-from mimo.protocols import Sample, TokenSpec
+from mimo.grid.spec import Layout
+from mimo.protocols import ModelProvider, Sample, TokenSpec
+from mimo.visual import (
+    ImageSize,
+    TokenGridProvider,
+    VideoProvider,
+    VideoSize,
+    count_tokens,
+    find_grid,
+    num_pictures,
+)
 
 # Inputs of an encoder: the images of each lane as tensors, and all lanes of a rank as one batch.
 #
@@ -51,22 +62,24 @@ class PatchOrder:
         return cls(tokens.patch_size, tokens.merge_size, tokens.temporal_patch_size)
 
 
-def patchify(image: np.ndarray, order: PatchOrder) -> np.ndarray:
-    """Cut an image `[C, H, W]` into patches `[H / P * W / P, C * T * P * P]`; a patch is a flat `[C, T, P, P]`.
+def patchify(pixels: np.ndarray, order: PatchOrder) -> np.ndarray:
+    """Cut an image `[C, H, W]` or a video `[F, C, H, W]` into patches `[patches, C * T * P * P]`.
 
-    Patches come row by row, or with a merge size above 1 block by block, each block row by row. The T frames of a patch
-    are the image itself.
+    A patch is a flat `[C, T, P, P]`. Its T frames are the image itself, or T frames of the video. Patches come row by
+    row, or with a merge size above 1 block by block, each block row by row. A video is one such image after the other.
     """
-    channels, height, width = image.shape
-    patch, merge, frames = order.patch_size, order.merge_size, order.temporal_patch_size
-    assert height % (patch * merge) == 0 and width % (patch * merge) == 0, (image.shape, order)
-    grid = image.reshape(channels, height // (patch * merge), merge, patch, width // (patch * merge), merge, patch)
-    patches = grid.transpose(1, 4, 2, 5, 0, 3, 6).reshape(-1, channels, 1, patch**2)
-    return np.repeat(patches, frames, axis=2).reshape(-1, channels * frames * patch**2)
+    patch, merge, together = order.patch_size, order.merge_size, order.temporal_patch_size
+    video = np.broadcast_to(pixels, (together, *pixels.shape)) if pixels.ndim == 3 else pixels
+    frames, channels, height, width = video.shape
+    assert height % (patch * merge) == 0 and width % (patch * merge) == 0 and frames % together == 0, (
+        pixels.shape, order)
+    grid = video.reshape(frames // together, together, channels, height // (patch * merge), merge, patch,
+                         width // (patch * merge), merge, patch)
+    return grid.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, channels * together * patch**2)
 
 
 def unpatchify(patches: np.ndarray, size: tuple[int, int], order: PatchOrder) -> np.ndarray:
-    """Return the image of `[C, height, width]` whose patches these are; the inverse of `patchify`."""
+    """Return the image of `[C, height, width]` whose patches these are; of a temporal patch, its first frame."""
     (height, width), patch, merge, frames = size, order.patch_size, order.merge_size, order.temporal_patch_size
     channels = patches.shape[1] // (frames * patch**2)
     single = patches.reshape(-1, channels, frames, patch**2)[:, :, 0]
@@ -74,13 +87,14 @@ def unpatchify(patches: np.ndarray, size: tuple[int, int], order: PatchOrder) ->
     return grid.transpose(4, 0, 2, 5, 1, 3, 6).reshape(channels, height, width)
 
 
-def packed_patches(images: Sequence[np.ndarray] | None, sizes: Sequence[tuple[int, int]], order: PatchOrder,
+def packed_patches(images: Sequence[np.ndarray] | None, sizes: Sequence[ImageSize], order: PatchOrder,
                    dtype: torch.dtype) -> dict[str, Any]:
-    """Return images of any size as one sequence of patches.
+    """Return images of any size, and videos, as one sequence of patches.
 
     Args:
-        images: float32 `[C, height, width]` each; None if only their sizes are needed.
-        sizes: `(height, width)` of each image, multiples of the patch size.
+        images: float32 `[C, height, width]` of each image, `[frames, C, height, width]` of each video; None if only
+            their sizes are needed.
+        sizes: size of each, multiples of the patch size.
         order: how they become patches.
         dtype: dtype of the patches.
 
@@ -89,7 +103,9 @@ def packed_patches(images: Sequence[np.ndarray] | None, sizes: Sequence[tuple[in
     """
     if not sizes:
         return {}
-    imgs_sizes = np.array(sizes, np.int64)
+    # The layers of an encoder never look from one temporal patch to another, so it takes each as an image.
+    imgs_sizes = np.array([size[:2] for size in sizes for _ in range(num_pictures(size, order.temporal_patch_size))],
+                          np.int64)
     patches = (imgs_sizes // order.patch_size).prod(axis=1)
     inputs: dict[str, Any] = {}
     if images is not None:
@@ -140,8 +156,8 @@ def split_images(inputs: Mapping[str, Any]) -> list[tuple[tuple[int, int], torch
     """Take an encoder's inputs apart, image by image; the inverse of `join_images`.
 
     Returns:
-        Height and width in pixels of each image with its pixels: `[C, H, W]`, or `[patches, channels]` where the
-        encoder takes packed patches. The tensors are views.
+        Height and width in pixels of each image, or temporal patch of a video, with its pixels: `[C, H, W]`, or
+        `[patches, channels]` where the encoder takes packed patches. The tensors are views.
     """
     if not inputs:
         return []
@@ -170,47 +186,106 @@ def join_images(pixels: Sequence[torch.Tensor], sizes: Sequence[tuple[int, int]]
             PACKED_SEQ_PARAMS: PackedSequences(starts.to(pixels[0].device, non_blocking=True), max(lengths))}
 
 
-# (encoder module, height, width in pixels) -> language tokens.
-TokenCounter = Callable[[str, int, int], int]
+# (encoder module, *ImageSize) -> language tokens.
+TokenCounter = Callable[..., int]
 # The same arguments -> these tokens as a grid.
-GridFinder = Callable[[str, int, int], TokenGrid]
+GridFinder = Callable[..., TokenGrid]
 
 
-def image_owners(sample: Sample, modules: dict[str, int]) -> list[str]:
+@dataclass(frozen=True)
+class Placeholders:
+    """How the images and videos of a model become tokens in the places of their placeholders.
+
+    Attributes:
+        modules: encoder names and their placeholder ids of images; empty for a text model.
+        num_image_tokens: counts the tokens that a module makes of an image or a video.
+        num_channels: channels of an image.
+        patches: how encoders take images as packed patches; None if they take whole images.
+        token_grid: returns the same tokens as a grid, for a decoder that rotates three axes; None for one.
+        video_ids: encoder names and their placeholder ids of videos, of those that take any.
+    """
+
+    modules: dict[str, int]
+    num_image_tokens: TokenCounter
+    num_channels: int = 3
+    patches: PatchOrder | None = None
+    token_grid: GridFinder | None = None
+    video_ids: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, provider: ModelProvider, config: Any, layout: Layout) -> Self:
+        """Find the image tokens of a model on the encoders of a layout.
+
+        Args:
+            provider: the model family.
+            config: its flags.
+            layout: all grids.
+        """
+        tokens, ids = provider.token_spec(config), provider.special_token_ids(config)
+        names = [grid.name for grid in layout.encoders]
+        video_ids = provider.video_token_ids(config) if isinstance(provider, VideoProvider) else {}
+        return cls({name: ids[name] for name in names}, partial(count_tokens, provider, config), tokens.num_channels,
+                   PatchOrder.of(tokens),
+                   partial(find_grid, provider, config) if isinstance(provider, TokenGridProvider) else None,
+                   {name: video_ids[name] for name in names if name in video_ids})
+
+    def counts_of(self, tokens: int, size: ImageSize) -> list[int]:
+        """Divide the tokens of an image or a video among what the encoder takes as images."""
+        pictures = num_pictures(size, self.patches.temporal_patch_size if self.patches else 1)
+        return [tokens // pictures] * pictures
+
+
+def image_owners(sample: Sample, images: Placeholders) -> list[str]:
     """Return the encoder module of each image of a sample: the module whose placeholder stands for it.
 
     Raises:
         ValueError: placeholders and images do not match, a placeholder is a target, or there is no encoder.
     """
-    if not modules:
+    if not images.modules:
         if sample.image_sizes:
             raise ValueError(
                 f"sample {sample.key}: has {len(sample.image_sizes)} images, but the layout has no encoder "
                 "(--llm-only): the data set must be text only"
             )
         return []
-    ids = list(modules.values())
-    is_image = np.isin(sample.tokens, ids)
+    if not images.video_ids and any(isinstance(size, VideoSize) for size in sample.image_sizes):
+        # Which the family refuses, by its name.
+        image_token_counts(sample, [next(iter(images.modules))] * len(sample.image_sizes), images.num_image_tokens)
+    ids = [*images.modules.values(), *images.video_ids.values()]
+    found = sample.tokens[np.isin(sample.tokens, ids)].tolist()
     named = f"token id {ids[0]}" if len(ids) == 1 else f"token ids {ids}"
-    if is_image.sum() != len(sample.image_sizes):
+    if len(found) != len(sample.image_sizes):
         raise ValueError(
-            f"sample {sample.key}: {is_image.sum()} image placeholders ({named}) but {len(sample.image_sizes)} images"
+            f"sample {sample.key}: {len(found)} image placeholders ({named}) but {len(sample.image_sizes)} images"
         )
-    if (is_image & sample.target_mask).any():
+    if (np.isin(sample.tokens, ids) & sample.target_mask).any():
         raise ValueError(f"sample {sample.key}: an image placeholder ({named}) is marked as a target")
-    module_of = {token: module for module, token in modules.items()}
-    return [module_of[token] for token in sample.tokens[is_image].tolist()]
+    module_of = {token: module for ids in (images.modules, images.video_ids) for module, token in ids.items()}
+    for position, (token, size) in enumerate(zip(found, sample.image_sizes, strict=True)):
+        if isinstance(size, VideoSize) != (token in images.video_ids.values()):
+            raise ValueError(f"sample {sample.key}: placeholder {position} (token id {token}) does not stand for "
+                             f"{described(position, size)}; a video has the placeholder "
+                             f"{' or '.join(map(str, images.video_ids.values()))}")
+    return [module_of[token] for token in found]
 
 
 def image_token_counts(sample: Sample, owners: Sequence[str], num_image_tokens: TokenCounter) -> list[int]:
     """Count the language tokens of each image of a sample. Raises ValueError if an encoder cannot take a size."""
     counts = []
-    for position, (module, (height, width)) in enumerate(zip(owners, sample.image_sizes, strict=True)):
+    for position, (module, size) in enumerate(zip(owners, sample.image_sizes, strict=True)):
         try:
-            counts.append(num_image_tokens(module, height, width))
+            counts.append(num_image_tokens(module, *size))
         except ValueError as error:
-            raise ValueError(f"sample {sample.key}: image {position} of {height}x{width} pixels: {error}") from error
+            raise ValueError(f"sample {sample.key}: {described(position, size)}: {error}") from error
     return counts
+
+
+def described(position: int, size: ImageSize) -> str:
+    """Name an image or a video of a sample, for messages."""
+    pixels = f"{size[0]}x{size[1]} pixels"
+    if isinstance(size, VideoSize):
+        return f"video {position} of {size.frames} frames of {pixels}"
+    return f"image {position} of {pixels}"
 
 
 def check_tokens(sample: Sample, vocab_size: int) -> None:
@@ -234,10 +309,11 @@ class Expanded:
     Attributes:
         tokens: int64 `[n]`.
         targets: bool `[n]`.
-        images: for each module, the tokens of each of its images.
+        images: for each module, the tokens of each of its images, and of each temporal patch of its videos.
         ends: end of each sample of a pack, one past its last token; `(n,)` for a single sample.
-        owners: module of each image, in order.
-        starts: index of the first token of each image, in order.
+        owners: module of each image or video, in order.
+        starts: index of the first token of each image or video, in order.
+        counts: tokens of each image or video, in order.
     """
 
     tokens: np.ndarray
@@ -246,6 +322,7 @@ class Expanded:
     ends: np.ndarray
     owners: list[str]
     starts: np.ndarray
+    counts: list[int]
 
     @property
     def image_tokens(self) -> dict[str, int]:
@@ -257,16 +334,26 @@ class Expanded:
         """Tokens of each sample of a pack."""
         return tuple(np.diff(self.ends, prepend=0).tolist())
 
+    def places(self, module: str) -> np.ndarray:
+        """Return the indices of the tokens of a module's images, int64, in order.
 
-def expand_images(sample: Sample, modules: dict[str, int], num_image_tokens: TokenCounter) -> Expanded:
+        Placeholder ids among other tokens are text, because a model may have written them.
+        """
+        return np.concatenate([np.empty(0, np.int64), *(
+            np.arange(start, start + count) for start, count, owner in zip(
+                self.starts, self.counts, self.owners, strict=True) if owner == module)])
+
+
+def expand_images(sample: Sample, images: Placeholders) -> Expanded:
     """Repeat each image placeholder once for each token of its image. Raises ValueError as the functions above."""
-    owners = image_owners(sample, modules)
-    counts = image_token_counts(sample, owners, num_image_tokens)
-    repeats, is_image = np.ones(len(sample.tokens), np.int64), np.isin(sample.tokens, list(modules.values()))
+    owners = image_owners(sample, images)
+    counts = image_token_counts(sample, owners, images.num_image_tokens)
+    repeats = np.ones(len(sample.tokens), np.int64)
+    is_image = np.isin(sample.tokens, [*images.modules.values(), *images.video_ids.values()])
     repeats[is_image] = counts
-    images: dict[str, list[int]] = {module: [] for module in modules}
-    for module, count in zip(owners, counts, strict=True):
-        images[module].append(count)
+    lengths: dict[str, list[int]] = {module: [] for module in images.modules}
+    for module, count, size in zip(owners, counts, sample.image_sizes, strict=True):
+        lengths[module] += images.counts_of(count, size)
     tokens = np.repeat(sample.tokens.astype(np.int64), repeats)
     ends = np.array([len(tokens)])
     if sample.lengths:
@@ -275,7 +362,7 @@ def expand_images(sample: Sample, modules: dict[str, int], num_image_tokens: Tok
                              f"{list(sample.lengths)}")
         ends = np.cumsum(repeats)[np.cumsum(sample.lengths) - 1]
     starts = (np.cumsum(repeats) - repeats)[is_image]
-    return Expanded(tokens, np.repeat(sample.target_mask, repeats), images, ends, owners, starts)
+    return Expanded(tokens, np.repeat(sample.target_mask, repeats), lengths, ends, owners, starts, counts)
 
 
 def image_grids(sample: Sample, row: Expanded, token_grid: GridFinder) -> list[tuple[int, TokenGrid]]:
@@ -287,34 +374,30 @@ def image_grids(sample: Sample, row: Expanded, token_grid: GridFinder) -> list[t
 def collate_text(
     samples: Sequence[Sample],
     *,
-    modules: dict[str, int],
-    num_image_tokens: TokenCounter,
+    images: Placeholders,
     seq_length: int,
     vocab_size: int,
     pad_token_id: int,
-    token_grid: GridFinder | None = None,
     sequence_multiple: int = 1,
 ) -> TextBatch:
     """Make the language side of a microbatch: images expanded, labels shifted by one, padding on the right.
 
     Args:
         samples: the lane's samples, in order.
-        modules: encoder names and their placeholder ids; empty without an encoder.
-        num_image_tokens: counts the tokens that a module makes of an image of (height, width) pixels.
+        images: how images become tokens.
         seq_length: tokens per sample after expansion and padding.
         vocab_size: upper bound of token ids.
         pad_token_id: fills `input_ids` and `labels` after a sample's end, where the loss mask is 0.
-        token_grid: returns the tokens of an image as a grid, for a decoder that rotates three axes; None for one.
         sequence_multiple: the samples of a pack are padded to multiples of this, each at its end.
 
     Raises:
         ValueError: naming the sample, for anything wrong with it.
     """
-    if pad_token_id in modules.values():
+    if pad_token_id in images.modules.values():
         raise ValueError(f"--image-token-id {pad_token_id}: is the padding token, which would count as images")
     if len(samples) > 1 and any(sample.lengths for sample in samples):
         raise ValueError(f"sample {samples[0].key}: packed rows need --micro-batch-size 1, it is {len(samples)}")
-    rows = [_row(sample, modules, num_image_tokens, seq_length, vocab_size) for sample in samples]
+    rows = [_row(sample, images, seq_length, vocab_size) for sample in samples]
     input_ids = np.full((len(samples), seq_length), pad_token_id, np.int64)
     labels = input_ids.copy()
     loss_mask = np.zeros(input_ids.shape, np.float32)
@@ -331,30 +414,32 @@ def collate_text(
         last = places[row.ends[row.ends > 0] - 1]
         labels[index, last], loss_mask[index, last] = pad_token_id, 0
     packed = packed_sequences(stops, seq_length) if samples and samples[0].lengths else None
-    if token_grid is None:
+    if images.token_grid is None:
         position_ids = positions_of(packed, seq_length).expand(len(samples), seq_length).contiguous()
     else:
         # Padding behind a single sample continues its positions, because nothing attends to it.
         lengths = [seq_length] if packed is None else packed.cu_seqlens.diff().tolist()
         position_ids = torch.from_numpy(np.stack(
-            [multimodal_positions(lengths, image_grids(sample, row, token_grid))
+            [multimodal_positions(lengths, image_grids(sample, row, images.token_grid))
              for sample, row in zip(samples, rows, strict=True)], axis=1))
     return TextBatch(
         keys=tuple(sample.key for sample in samples),
-        token_counts={module: tuple(row.image_tokens[module] for row in rows) for module in modules},
+        token_counts={module: tuple(row.image_tokens[module] for row in rows) for module in images.modules},
         input_ids=torch.from_numpy(input_ids),
         labels=torch.from_numpy(labels),
         loss_mask=torch.from_numpy(loss_mask),
         position_ids=position_ids,
-        placeholders={
-            module: placeholder_positions(torch.from_numpy(input_ids), token) for module, token in modules.items()
-        },
+        # In sample order, as indices into a sequence-first tensor.
+        placeholders={module: torch.from_numpy(np.concatenate([
+            np.empty(0, np.int64), *(row.places(module) * len(rows) + index for index, row in enumerate(rows))]))
+            for module in images.modules},
         num_tokens=sum(len(row.tokens) for row in rows),
         packed=packed,
         skipped=tuple(message for sample in samples for message in sample.skipped),
         unbalanced_image_tokens=sum(sample.unbalanced_image_tokens or 0 for sample in samples),
         lengths=tuple(row.lengths for row in rows),
-        image_lengths={module: tuple(count for row in rows for count in row.images[module]) for module in modules},
+        image_lengths={module: tuple(count for row in rows for count in row.images[module])
+                       for module in images.modules},
     )
 
 
@@ -376,11 +461,10 @@ def _aligned(row: Expanded, multiple: int, seq_length: int, key: str) -> tuple[n
     return stops, np.arange(len(row.tokens)) + np.repeat(shifts, lengths)
 
 
-def _row(sample: Sample, modules: dict[str, int], num_image_tokens: TokenCounter, seq_length: int,
-         vocab_size: int) -> Expanded:
+def _row(sample: Sample, images: Placeholders, seq_length: int, vocab_size: int) -> Expanded:
     """Check and expand a sample. Raises ValueError for anything wrong with it."""
     check_tokens(sample, vocab_size)
-    row = expand_images(sample, modules, num_image_tokens)
+    row = expand_images(sample, images)
     length = len(row.tokens)
     if length > seq_length:
         raise ValueError(
@@ -414,31 +498,23 @@ def packed_sequences(ends: np.ndarray, row_length: int) -> PackedSequences:
     return PackedSequences(cu_seqlens, int(lengths.max()), seq_idx)
 
 
-def placeholder_positions(input_ids: torch.Tensor, token_id: int) -> torch.Tensor:
-    """Return the positions of a placeholder, in sample order, as indices into `[s * b]` of a sequence-first tensor.
-
-    Args:
-        input_ids: int64 `[b, s]`, on the host, because this would wait for a device.
-        token_id: id of the placeholder.
-    """
-    sample, position = (input_ids == token_id).nonzero(as_tuple=True)
-    return position * input_ids.shape[0] + sample
-
-
 def checked_images(sample: Sample, num_channels: int) -> list[np.ndarray]:
     """Return the images of a sample. Raises ValueError for one that is missing or differs from its declaration."""
     num_present = 0 if sample.images is None else len(sample.images)
     if sample.images is None or num_present != len(sample.image_sizes):
         raise ValueError(f"sample {sample.key}: declares {len(sample.image_sizes)} images but holds {num_present}")
     for position, (image, size) in enumerate(zip(sample.images, sample.image_sizes, strict=True)):
-        expected = (num_channels, *size)
+        kind, axes = "image", "channels, height, width"
+        expected: tuple[int, ...] = (num_channels, *size[:2])
+        if isinstance(size, VideoSize):
+            kind, axes, expected = "video", f"frames, {axes}", (size.frames, *expected)
         if image.shape != expected or image.dtype != np.float32:
             raise ValueError(
-                f"sample {sample.key}: image {position} is {image.dtype} {list(image.shape)}, declared float32 "
-                f"{list(expected)} (channels, height, width)"
+                f"sample {sample.key}: {kind} {position} is {image.dtype} {list(image.shape)}, declared float32 "
+                f"{list(expected)} ({axes})"
             )
         if not np.isfinite(image).all():
-            raise ValueError(f"sample {sample.key}: image {position} has pixels that are not finite")
+            raise ValueError(f"sample {sample.key}: {kind} {position} has pixels that are not finite")
     return sample.images
 
 
@@ -446,12 +522,9 @@ def collate_encoder(
     samples: Sequence[Sample],
     *,
     module: str,
-    modules: dict[str, int],
-    num_image_tokens: TokenCounter,
-    num_channels: int,
+    images: Placeholders,
     lane_sizes: Sequence[int],
     dtype: torch.dtype,
-    patches: PatchOrder | None = None,
     pixels: bool = True,
 ) -> EncoderBatch:
     """Make the encoder side of a microbatch.
@@ -459,12 +532,9 @@ def collate_encoder(
     Args:
         samples: samples of all served lanes, in lane order.
         module: the encoder.
-        modules: names and placeholder ids of all encoders.
-        num_image_tokens: counts the tokens that a module makes of an image of (height, width) pixels.
-        num_channels: channels that the encoder takes.
+        images: how images become tokens, of all encoders.
         lane_sizes: samples of each lane; sums to `len(samples)`.
         dtype: dtype of `pixel_values`.
-        patches: how images become packed patches; None if the encoder takes whole images.
         pixels: False on pipeline stages after the first, which receive activations instead of pixels.
 
     Raises:
@@ -474,23 +544,23 @@ def collate_encoder(
     token_counts, lanes = [], []
     first: tuple[str, Any] | None = None
     for stop, size in zip(accumulate(lane_sizes), lane_sizes, strict=True):
-        images: list[Any] = []
-        sizes: list[tuple[int, int]] = []
+        held: list[Any] = []
+        sizes: list[ImageSize] = []
         for sample in samples[stop - size : stop]:
-            owners = image_owners(sample, modules)
-            counts = image_token_counts(sample, owners, num_image_tokens)
+            owners = image_owners(sample, images)
+            counts = image_token_counts(sample, owners, images.num_image_tokens)
             token_counts.append(sum(count for count, owner in zip(counts, owners, strict=True) if owner == module))
-            held = checked_images(sample, num_channels) if pixels else [None] * len(owners)
-            for image, shape, owner in zip(held, sample.image_sizes, owners, strict=True):
+            own = checked_images(sample, images.num_channels) if pixels else [None] * len(owners)
+            for image, shape, owner in zip(own, sample.image_sizes, owners, strict=True):
                 if owner == module:
                     first = first or (sample.key, shape)
-                    _check_size(sample.key, shape, first, patches)
-                    images.append(image)
+                    _check_size(sample.key, shape, first, images.patches)
+                    held.append(image)
                     sizes.append(shape)
-        if patches is not None:
-            lanes.append(packed_patches(images if pixels else None, sizes, patches, dtype))
+        if images.patches is not None:
+            lanes.append(packed_patches(held if pixels else None, sizes, images.patches, dtype))
         else:
-            lanes.append(whole_images(images, dtype) if pixels else {})
+            lanes.append(whole_images(held, dtype) if pixels else {})
     return EncoderBatch(
         keys=tuple(sample.key for sample in samples),
         token_counts=tuple(token_counts),
@@ -499,10 +569,9 @@ def collate_encoder(
     )
 
 
-def _check_size(key: str, size: tuple[int, int], first: tuple[str, tuple[int, int]], patches: PatchOrder | None) -> (
-        None):
+def _check_size(key: str, size: ImageSize, first: tuple[str, ImageSize], patches: PatchOrder | None) -> None:
     """Raise ValueError if an image does not fit the microbatch, given the key and size of the first image."""
-    height, width = size
+    height, width = size[:2]
     if patches is not None:
         unit = patches.patch_size * patches.merge_size
         if height % unit or width % unit:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from mimo.comm.host import HostChannel
 from mimo.config.trainer import DataConfig
 from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
-from mimo.data.collate import PatchOrder, collate_encoder, collate_text
+from mimo.data.collate import Placeholders, collate_encoder, collate_text
 from mimo.data.context import with_part
 from mimo.data.sources import ReaderSource, RoutedSource, Source, StepSamples, StreamSource
 from mimo.grid.lanes import data_request, lanes_read_by, needs_of, sequence_multiple
@@ -26,7 +26,6 @@ from mimo.protocols import (
     DataRequest,
     ModelProvider,
     RoutedDataProvider,
-    TokenGridProvider,
 )
 from mimo.watchdog.status import LoaderStatus
 
@@ -72,29 +71,16 @@ class StepLoader:
         self._needs = needs_of(layout, rank, micro_batch_size)
         self._num_microbatches = num_microbatches
         self.samples_per_step = micro_batch_size * num_microbatches * layout.num_lanes
-        tokens = model_provider.token_spec(model_config)
-        ids = model_provider.special_token_ids(model_config)
-        modules = {grid.name: ids[grid.name] for grid in layout.encoders}
-        num_image_tokens = partial(model_provider.num_image_tokens, model_config)
+        images = Placeholders.of(model_provider, model_config, layout)
         self._collate_text = partial(
             collate_text,
-            modules=modules,
-            num_image_tokens=num_image_tokens,
+            images=images,
             seq_length=seq_length,
-            vocab_size=tokens.vocab_size,
+            vocab_size=model_provider.token_spec(model_config).vocab_size,
             pad_token_id=pad_token_id,
             sequence_multiple=sequence_multiple(layout),
-            token_grid=partial(model_provider.token_grid, model_config)
-            if isinstance(model_provider, TokenGridProvider) else None,
         )
-        self._collate_encoder = partial(
-            collate_encoder,
-            modules=modules,
-            num_image_tokens=num_image_tokens,
-            num_channels=tokens.num_channels,
-            patches=PatchOrder.of(tokens),
-            dtype=dtype,
-        )
+        self._collate_encoder = partial(collate_encoder, images=images, dtype=dtype)
         language = layout.language
         self._cp_rank = language.coordinates(rank)["cp"] if rank in language.ranks else 0
         self._cp = language.cp

@@ -9,6 +9,7 @@ from typing import Any
 from mimo.config.trainer import RunConfig
 from mimo.grid.spec import LaneShare, Layout, lane_shares
 from mimo.protocols import LANGUAGE, DataRequest, ImageDataProvider, ModelProvider, RoutedDataProvider
+from mimo.visual import count_tokens
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def data_request(layout: Layout, model_provider: ModelProvider, model_config: An
     module = layout.encoders[0].name if layout.encoders else ""
     return DataRequest(
         tokens=model_provider.token_spec(model_config),
-        num_image_tokens=partial(model_provider.num_image_tokens, model_config, module),
+        num_image_tokens=partial(count_tokens, model_provider, model_config, module),
         num_lanes=layout.num_lanes, micro_batch_size=micro_batch_size, seq_length=seq_length, seed=seed, split=split,
         sequence_multiple=sequence_multiple(layout))
 

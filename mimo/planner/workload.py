@@ -9,6 +9,7 @@ from mimo.config.trainer import RunConfig
 from mimo.grid.lanes import data_request
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE, CheckedDataProvider, Lane, ModelProvider, RoutedDataProvider, Sample
+from mimo.visual import count_tokens, num_pictures
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class SampleSize:
 
     Attributes:
         text_tokens: tokens without image tokens and padding.
-        images: tokens that the encoder makes of each image.
+        images: tokens that the encoder makes of each image, and of each temporal patch of a video.
         is_packed: whether it is a packed row. Microbatches have one of them.
     """
 
@@ -44,12 +45,14 @@ def draw_samples(config: RunConfig, provider: ModelProvider, count: int) -> list
     family = config.model_family
     encoders = () if config.layout.llm_only else provider.encoders(family)
     module = encoders[0] if encoders else ""
-    samples = _stream(config, provider, module)
+    samples, frames = _stream(config, provider, module), provider.token_spec(family).temporal_patch_size
     found = []
     for _ in range(count):
         sample = next(samples)
-        tokens = tuple(provider.num_image_tokens(family, module, *size) for size in sample.image_sizes)
-        found.append(SampleSize(len(sample.tokens) - len(tokens), tokens, bool(sample.lengths)))
+        pictures = [num_pictures(size, frames) for size in sample.image_sizes]
+        tokens = tuple(count_tokens(provider, family, module, *size) // count
+                       for size, count in zip(sample.image_sizes, pictures, strict=True) for _ in range(count))
+        found.append(SampleSize(len(sample.tokens) - len(pictures), tokens, bool(sample.lengths)))
     return found
 
 

@@ -7,26 +7,17 @@ is a pure function of seed, split and index.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from mimo.data.batch import EncoderBatch
-from mimo.data.collate import (
-    GridFinder,
-    PatchOrder,
-    TokenCounter,
-    collate_encoder,
-    expand_images,
-    image_grids,
-)
+from mimo.data.collate import Placeholders, collate_encoder, expand_images, image_grids
 from mimo.data.positions import multimodal_positions
 from mimo.grid.lanes import Need, needs_of
 from mimo.grid.spec import Layout
-from mimo.protocols import LANGUAGE, ModelProvider, Sample, TokenGridProvider
+from mimo.protocols import LANGUAGE, Sample, VideoSize
 from mimo.rl.prompts import ImagePromptSet, Prompt, PromptSet
 
 if TYPE_CHECKING:
@@ -43,51 +34,25 @@ def as_request(prompt: Prompt) -> dict[str, Any]:
     return request
 
 
-@dataclass(frozen=True)
-class ImageTokens:
-    """Rules by which a model turns images into tokens.
-
-    Attributes:
-        modules: encoder names and their placeholder ids; empty for a text model.
-        num_image_tokens: computes the tokens that a module makes of an image of (height, width) pixels.
-        num_channels: channels of an image.
-        patches: how encoders take images as packed patches; None if they take whole images.
-        token_grid: finds the same tokens as a grid, for a decoder that rotates three axes; None for one.
-    """
-
-    modules: dict[str, int]
-    num_image_tokens: TokenCounter
-    num_channels: int
-    patches: PatchOrder | None = None
-    token_grid: GridFinder | None = None
-
-    @classmethod
-    def of(cls, provider: ModelProvider, config: Any, layout: Layout) -> ImageTokens:
-        """Find the image tokens of a model on the encoders of a layout.
-
-        Args:
-            provider: the model family.
-            config: its flags.
-            layout: all grids.
-        """
-        tokens, ids = provider.token_spec(config), provider.special_token_ids(config)
-        return cls({grid.name: ids[grid.name] for grid in layout.encoders}, partial(provider.num_image_tokens, config),
-                   tokens.num_channels, PatchOrder.of(tokens),
-                   partial(provider.token_grid, config) if isinstance(provider, TokenGridProvider) else None)
+class ImageTokens(Placeholders):
+    """How the images of prompts become tokens."""
 
     def count(self, prompt: Prompt) -> int:
         """Count the tokens that a prompt's images become.
 
         Raises:
-            ValueError: placeholders and images do not match, or an image has a size that its encoder cannot take.
+            ValueError: placeholders and images do not match, an image has a size that its encoder cannot take, or there
+                is a video.
         """
+        if any(isinstance(size, VideoSize) for size in prompt.image_sizes):
+            raise ValueError(f"prompt {prompt.key} has a video; prompts of train_rl.py may have images, no videos")
         sample = _sample(prompt.key, prompt.token_ids, prompt.image_sizes)
-        return sum(expand_images(sample, self.modules, self.num_image_tokens).image_tokens.values())
+        return sum(expand_images(sample, self).image_tokens.values())
 
     def expanded(self, completion: Completion) -> np.ndarray:
         """Return the prompt's tokens with placeholders repeated for each image token, int64 `[prompt_length]`."""
         sample = _sample(completion.key, completion.prompt_ids, completion.image_sizes)
-        tokens = expand_images(sample, self.modules, self.num_image_tokens).tokens
+        tokens = expand_images(sample, self).tokens
         assert len(tokens) == completion.prompt_length, (completion.key, len(tokens), completion.prompt_length)
         return tokens
 
@@ -116,7 +81,7 @@ class ImageTokens:
         grids, start = [], 0
         for completion in completions:
             sample = _sample(completion.key, completion.prompt_ids, completion.image_sizes)
-            row = expand_images(sample, self.modules, self.num_image_tokens)
+            row = expand_images(sample, self)
             grids += [(start + place, grid) for place, grid in image_grids(sample, row, self.token_grid)]
             start += completion.length
         lengths = [each.length for each in completions]
@@ -134,7 +99,7 @@ class ImageTokens:
             For `TextBatch`: keys, `count` of them, and image tokens of each part by module.
         """
         parts = [_pack(each) for each in cut(completions, count)]
-        tokens = [expand_images(part, self.modules, self.num_image_tokens).image_tokens for part in parts]
+        tokens = [expand_images(part, self).image_tokens for part in parts]
         return (tuple(part.key for part in parts),
                 {module: tuple(each[module] for each in tokens) for module in self.modules})
 
@@ -185,9 +150,8 @@ class EncoderSide:
                 if pixels:
                     samples[-1].images = [image for each in part for image in self._pixels(each, drawn)]
         return collate_encoder(
-            samples, module=module, modules=self._images.modules, num_image_tokens=self._images.num_image_tokens,
-            num_channels=self._images.num_channels, lane_sizes=[need.share.stop - need.share.start for need in needs],
-            dtype=self._dtype, patches=self._images.patches, pixels=pixels)
+            samples, module=module, images=self._images, pixels=pixels, dtype=self._dtype,
+            lane_sizes=[need.share.stop - need.share.start for need in needs])
 
     def _pixels(self, completion: Completion, drawn: dict[int, list[np.ndarray]]) -> list[np.ndarray]:
         """Build the images of a completion's prompt, float32 `[C, height, width]`, once for a global batch."""

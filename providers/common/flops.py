@@ -10,12 +10,11 @@ from mimo.protocols import LANGUAGE
 from providers.common.decoder import DecoderConfig
 from providers.common.hybrid import ATTENTION, CONV_KERNEL, MAMBA, MLP, MOE, HybridConfig
 from providers.common.mla import LatentDecoderConfig
+from providers.common.qwen_vision import Qwen3VisionConfig, Qwen25VisionConfig, QwenVisionConfig
 from providers.common.vision import VisionConfig
 from providers.common.vision_language import VISION
 
 if TYPE_CHECKING:
-    from providers.common.qwen3_vision import Qwen3VisionConfig
-    from providers.common.qwen_vision import QwenVisionConfig
     from providers.radio import RadioConfig
 
 PROJECTOR = "projector"
@@ -141,30 +140,27 @@ def vision_components(config: VisionConfig | RadioConfig, *, num_extra: int, par
                         recomputed=True)
 
 
-def windowed_vision_components(config: QwenVisionConfig) -> Iterable[FlopComponent]:
-    """Return the components of Qwen2.5-VL's tower. Every window counts as a whole one."""
+def qwen_vision_components(config: QwenVisionConfig, language_size: int) -> Iterable[FlopComponent]:
+    """Return the components of a tower of Qwen-VL and of its mergers; `language_size` is the width of their output.
+
+    Every window of Qwen2.5-VL counts as a whole one.
+    """
     hidden, layers, patches = config.vision_hidden_size, config.vision_num_layers, config.vision_spatial_merge_size**2
     pixels = config.vision_num_channels * config.vision_temporal_patch_size * config.vision_patch_size**2
-    whole = len(config.vision_full_attention_layers)
-    layer = linear((hidden, 3 * hidden), (hidden, hidden)) + mlp(hidden, config.vision_ffn_hidden_size, GATED)
-    window = scores(hidden, hidden) * config.window_side**2 * patches
+    products, inner = layers * linear((hidden, 3 * hidden), (hidden, hidden)), config.vision_ffn_hidden_size
+    whole, mergers = layers, 1
+    if isinstance(config, Qwen25VisionConfig):
+        products += layers * mlp(hidden, inner, GATED)
+        whole = len(config.vision_full_attention_layers)
+        products += (layers - whole) * scores(hidden, hidden) * config.window_side**2 * patches
+    elif isinstance(config, Qwen3VisionConfig):
+        products += layers * mlp(hidden, inner)
+        mergers = config.num_mergers
     yield FlopComponent(name="patch embedding", module=VISION, part=VISION, linear=linear((pixels, hidden)),
                         opens_part=True, parallel_linear=False, tokens_per_token=patches)
-    yield FlopComponent(name="layers", module=VISION, part=VISION,
-                        linear=layers * layer + (layers - whole) * window, attention=whole * scores(hidden, hidden),
-                        tokens_per_token=patches, recomputed=True)
-
-
-def qwen3_vision_components(config: Qwen3VisionConfig, language_size: int) -> Iterable[FlopComponent]:
-    """Return the components of Qwen3-VL's tower and of its mergers; `language_size` is the width of their output."""
-    hidden, layers, patches = config.vision_hidden_size, config.vision_num_layers, config.vision_spatial_merge_size**2
-    pixels = config.vision_num_channels * config.vision_temporal_patch_size * config.vision_patch_size**2
-    layer = linear((hidden, 3 * hidden), (hidden, hidden)) + mlp(hidden, config.vision_ffn_hidden_size)
-    yield FlopComponent(name="patch embedding", module=VISION, part=VISION, linear=linear((pixels, hidden)),
-                        opens_part=True, parallel_linear=False, tokens_per_token=patches)
-    yield FlopComponent(name="layers", module=VISION, part=VISION, linear=layers * layer,
-                        attention=layers * scores(hidden, hidden), tokens_per_token=patches, recomputed=True)
-    for _ in range(config.num_mergers):
+    yield FlopComponent(name="layers", module=VISION, part=VISION, linear=products,
+                        attention=whole * scores(hidden, hidden), tokens_per_token=patches, recomputed=True)
+    for _ in range(mergers):
         yield from projector_components(config.feature_size, config.feature_size, language_size, has_norm=True)
 
 

@@ -12,8 +12,7 @@ from providers.common.decoder import MultimodalDecoderConfig
 from providers.common.hf import ACTIVATIONS, causal_lm_sizes
 from providers.common.hf_qwen_vl import ROPE_KEYS, TOKEN_DEFAULTS
 from providers.common.hf_text import allow, refuse_quantized, rope_of, text_sizes, with_defaults
-from providers.common.qwen3_vision import Qwen3VisionConfig
-from providers.common.qwen_vision import NUM_CHANNELS, ROTARY_BASE
+from providers.common.qwen_vision import NUM_CHANNELS, ROTARY_BASE, Qwen3VisionConfig
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from providers.common import hf_config
 from providers.common.decoder import MultimodalDecoderConfig
 from providers.common.hf import causal_lm_sizes
 from providers.common.hf_text import allow, refuse_quantized, rope_of, text_sizes, with_defaults
-from providers.common.qwen_vision import NUM_CHANNELS, ROTARY_BASE, QwenVisionConfig
+from providers.common.qwen_vision import NUM_CHANNELS, ROTARY_BASE, Qwen25VisionConfig
 
 ARCHITECTURE, MODEL_TYPE = "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl"
 TEXT_TYPE, VISION_TYPE = "qwen2_5_vl_text", "qwen2_5_vl_vision"
@@ -131,7 +131,7 @@ def vision_sizes(config: dict[str, Any], language_size: int) -> dict[str, Any]:
     }
 
 
-def qwen2_5_vl_config(decoder: MultimodalDecoderConfig, vision: QwenVisionConfig,
+def qwen2_5_vl_config(decoder: MultimodalDecoderConfig, vision: Qwen25VisionConfig,
                       token_ids: Mapping[str, int]) -> dict[str, Any]:
     """Return a model as a config.json, with the text model in `text_config`.
 

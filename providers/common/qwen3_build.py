@@ -15,9 +15,8 @@ from mimo.model.submodule import Projector, VisionSubmodule
 from mimo.protocols import BuildContext
 from providers.common.build import decoder_spec
 from providers.common.decoder import MultimodalDecoderConfig
-from providers.common.qwen3_vision import Qwen3VisionConfig
 from providers.common.qwen_build import qwen_vision_configs
-from providers.common.qwen_vision import NUM_CHANNELS, ROTARY_BASE
+from providers.common.qwen_vision import NUM_CHANNELS, ROTARY_BASE, Qwen3VisionConfig
 
 
 def qwen3_decoder_spec(config: MultimodalDecoderConfig, context: BuildContext | None) -> ModuleSpec:

@@ -13,7 +13,7 @@ import torch
 
 from mimo.weights.rules import NamingScheme, Rows, Rule, Segment, WeightMap
 from providers.common.decoder import DecoderConfig
-from providers.common.qwen3_vision import Qwen3VisionConfig
+from providers.common.qwen_vision import Qwen3VisionConfig
 from providers.common.weights import CAUSAL_LM, HeadMajor, affine, decoder_map
 
 NAME = "Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration"

@@ -13,11 +13,10 @@ from mimo.model.qwen_vision import Qwen25VisionTower, WindowedLayer
 from mimo.model.submodule import Projector, VisionSubmodule
 from mimo.protocols import BuildContext
 from providers.common.build import recompute_fields, transformer_config
-from providers.common.qwen3_vision import Qwen3VisionConfig
-from providers.common.qwen_vision import NORM_EPSILON, NUM_CHANNELS, ROTARY_BASE, QwenVisionConfig
+from providers.common.qwen_vision import NORM_EPSILON, NUM_CHANNELS, ROTARY_BASE, Qwen25VisionConfig, QwenVisionConfig
 
 
-def qwen_vision_configs(config: QwenVisionConfig | Qwen3VisionConfig, language_size: int, context: BuildContext, *,
+def qwen_vision_configs(config: QwenVisionConfig, language_size: int, context: BuildContext, *,
                         normalization: str, **mlp: object) -> tuple[TransformerConfig, TransformerConfig]:
     """Return the configurations of a tower and of its mergers.
 
@@ -41,7 +40,7 @@ def qwen_vision_configs(config: QwenVisionConfig | Qwen3VisionConfig, language_s
     return tower, merger
 
 
-def qwen_vision_spec(config: QwenVisionConfig, name: str, language_size: int, context: BuildContext) -> ModuleSpec:
+def qwen_vision_spec(config: Qwen25VisionConfig, name: str, language_size: int, context: BuildContext) -> ModuleSpec:
     """Return the spec of a `VisionSubmodule`: the tower, then RMSNorm of each patch and an MLP of each token.
 
     Args:

@@ -7,7 +7,7 @@ also writes. Imports torch: providers import it inside their methods.
 from __future__ import annotations
 
 from mimo.weights.rules import Fused, NamingScheme, Rule, WeightMap
-from providers.common.qwen_vision import QwenVisionConfig
+from providers.common.qwen_vision import Qwen25VisionConfig
 from providers.common.weights import HeadMajor, affine
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
@@ -23,7 +23,7 @@ VISION_SCHEMES = (
 IGNORED = ((r"(^|\.)rotary_pos_emb\.inv_freq$", "rotary frequencies follow from the configuration"),)
 
 
-def qwen_vision_map(config: QwenVisionConfig, name: str) -> WeightMap:
+def qwen_vision_map(config: Qwen25VisionConfig, name: str) -> WeightMap:
     """Map every tensor of the tower and of its merger.
 
     Args:
@@ -40,7 +40,7 @@ def qwen_vision_map(config: QwenVisionConfig, name: str) -> WeightMap:
     return WeightMap(tuple(rules), VISION_SCHEMES, IGNORED)
 
 
-def _layer_rules(config: QwenVisionConfig, megatron: str, hf: str) -> list[Rule]:
+def _layer_rules(config: Qwen25VisionConfig, megatron: str, hf: str) -> list[Rule]:
     heads, inner = config.vision_num_attention_heads, config.vision_ffn_hidden_size
     fused = HeadMajor(heads, config.vision_hidden_size // heads)
     return [

@@ -145,10 +145,10 @@ def changed_features(rank: int) -> dict[str, float]:
     from mimo.platform import current_platform
     from mimo.protocols import LANGUAGE
     from providers import qwen2_5_vl
-    from providers.common.qwen_vision import QwenVisionConfig
+    from providers.common.qwen_vision import Qwen25VisionConfig
     from tests.support import provider_cases as cases
 
-    sizes = QwenVisionConfig(
+    sizes = Qwen25VisionConfig(
         vision_patch_size=4, vision_hidden_size=16, vision_num_layers=4, vision_num_attention_heads=2,
         vision_ffn_hidden_size=20, vision_window_size=16, vision_full_attention_layers=(1, 2))
     config = qwen2_5_vl.Config(**{**vars(sizes), "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 4,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mimo.config.validate import num_microbatches, validate
 from mimo.data.batch import Microbatch, TextBatch
-from mimo.data.collate import packed_sequences, placeholder_positions, positions_of
+from mimo.data.collate import packed_sequences, positions_of
 from mimo.data.context import with_part
 from mimo.model.mtp import MtpBlock, MtpInputs, mtp_losses
 from mimo.protocols import LANGUAGE
@@ -113,11 +113,12 @@ def microbatch(rows: list[list[Sequence]], how: Rows) -> Microbatch:
     if how.image_label is not None:
         labels[labels == IMAGE] = how.image_label
     sequences = packed_sequences(np.array(ends), SEQ_LENGTH) if how.packed else None
+    row_of, place_of = (ids == IMAGE).nonzero(as_tuple=True)
     return Microbatch(TextBatch(
         keys=tuple(f"sample-{index}" for index in range(len(rows))), token_counts={"vision": (0,) * len(rows)},
         input_ids=ids, labels=labels, loss_mask=mask,
         position_ids=positions_of(sequences, SEQ_LENGTH).expand(ids.shape).contiguous(),
-        placeholders={"vision": placeholder_positions(ids, IMAGE)}, num_tokens=ids.numel(), packed=sequences), {})
+        placeholders={"vision": place_of * len(rows) + row_of}, num_tokens=ids.numel(), packed=sequences), {})
 
 
 def run_layout(rank: int, flags: tuple[str, ...], world_size: int, how: Rows) -> MtpOutcome:

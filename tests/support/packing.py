@@ -14,7 +14,7 @@ from mimo.config.cli import parse
 from mimo.config.validate import validate
 from mimo.data.batch import Microbatch
 from mimo.grid.lanes import needs_of, sequence_multiple
-from mimo.protocols import Sample, TokenGridProvider
+from mimo.protocols import Sample
 from mimo.registry import model_provider
 from tests.support import equality
 from tests.support.global_state import Piece, assemble, read_gradients, worst_errors
@@ -80,21 +80,18 @@ def microbatch(rows: Sequence[Sample], parts: Any, seq_length: int | None) -> Mi
         parts: this rank's trainer.
         seq_length: tokens of a row; None: as many as the row has.
     """
-    from mimo.data.collate import PatchOrder, collate_encoder, collate_text, expand_images
+    from mimo.data.collate import Placeholders, collate_encoder, collate_text, expand_images
     from mimo.data.context import with_part
 
     config, layout, rank = parts.config, parts.grids.layout, parts.grids.rank
     provider, family = model_provider(config.model.model_provider), config.model_family
-    tokens, modules = provider.token_spec(family), provider.special_token_ids(family)
-    counter = partial(provider.num_image_tokens, family)
+    images = Placeholders.of(provider, family, layout)
     text, encoders = None, {}
     if rank in layout.language.ranks:
         row = rows[layout.language.coordinates(rank)["dp"]]
-        length = seq_length or len(expand_images(row, modules, counter).tokens)
-        text = collate_text([row], modules=modules, num_image_tokens=counter, seq_length=length,
-                            vocab_size=tokens.vocab_size, pad_token_id=0,
-                            token_grid=partial(provider.token_grid, family)
-                            if isinstance(provider, TokenGridProvider) else None,
+        length = seq_length or len(expand_images(row, images).tokens)
+        text = collate_text([row], images=images, seq_length=length, pad_token_id=0,
+                            vocab_size=provider.token_spec(family).vocab_size,
                             sequence_multiple=sequence_multiple(layout))
         text = with_part(text, layout.language.cp, layout.language.coordinates(rank)["cp"])
     for grid in layout.encoders:
@@ -102,9 +99,8 @@ def microbatch(rows: Sequence[Sample], parts: Any, seq_length: int | None) -> Mi
         if needs:
             lanes = [need.share.lane for need in needs]
             encoders[grid.name] = collate_encoder(
-                [rows[lane] for lane in lanes], module=grid.name, modules=modules, num_image_tokens=counter,
-                num_channels=tokens.num_channels, lane_sizes=[1] * len(lanes), dtype=torch.float32,
-                patches=PatchOrder.of(tokens), pixels=needs[0].pixels)
+                [rows[lane] for lane in lanes], module=grid.name, images=images, lane_sizes=[1] * len(lanes),
+                dtype=torch.float32, pixels=needs[0].pixels)
     return Microbatch(text, encoders)
 
 

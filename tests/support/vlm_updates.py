@@ -192,13 +192,10 @@ def _forward(model: Any, images: ImageTokens, completion: Completion) -> tuple[t
     tokens = np.array([*prompt.token_ids, *words])
     sample = Sample(completion.key, tokens, np.arange(len(tokens)) >= len(prompt.token_ids), list(prompt.image_sizes),
                     [prompts.normalisation.apply(picture) for picture in prompt.pictures()])
-    text = collate_text([sample], modules=images.modules, num_image_tokens=images.num_image_tokens,
-                        seq_length=completion.length, vocab_size=VOCAB_SIZE, pad_token_id=0)
+    text = collate_text([sample], images=images, seq_length=completion.length, vocab_size=VOCAB_SIZE, pad_token_id=0)
     text = replace(text, input_ids=text.input_ids.clone())
     text.input_ids[0, completion.prompt_length:] = torch.tensor(completion.token_ids)
-    encoder = collate_encoder([sample], module="vision", modules=images.modules,
-                              num_image_tokens=images.num_image_tokens, num_channels=3, lane_sizes=[1],
-                              dtype=torch.float32)
+    encoder = collate_encoder([sample], module="vision", images=images, lane_sizes=[1], dtype=torch.float32)
     for bridge in model.colocated_comms.values():
         bridge.begin_step([[sum(encoder.token_counts)]], [[sum(text.token_counts["vision"])]])
     logits = model(Microbatch(text, {"vision": encoder}), with_labels=False)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mimo.data.batch import TextBatch
-from mimo.data.collate import collate_text, placeholder_positions
+from mimo.data.collate import Placeholders, collate_text
 from mimo.data.context import positions, with_part
 from mimo.protocols import Sample
 
@@ -32,11 +32,17 @@ def test_every_token_is_on_one_rank_and_work_is_even(cp: int, chunks: list[int])
         assert len(work) == 1, "tokens of a sequence attend to as many tokens on every rank"
 
 
+def places_of(input_ids: torch.Tensor, token: int) -> torch.Tensor:
+    """Places of a token in rows `[b, s]`, row by row, as indices into `[s * b]`."""
+    row, place = (input_ids == token).nonzero(as_tuple=True)
+    return place * input_ids.shape[0] + row
+
+
 def text_batch(input_ids: torch.Tensor) -> TextBatch:
     return TextBatch(
         keys=("a", "b"), token_counts={"vision": tuple((input_ids == IMAGE).sum(dim=1).tolist())}, input_ids=input_ids,
         labels=input_ids, loss_mask=torch.ones(input_ids.shape), position_ids=torch.arange(16).expand(2, 16),
-        placeholders={"vision": placeholder_positions(input_ids, IMAGE)}, num_tokens=32)
+        placeholders={"vision": places_of(input_ids, IMAGE)}, num_tokens=32)
 
 
 def test_each_row_of_the_encoder_goes_where_its_placeholder_is() -> None:
@@ -68,7 +74,7 @@ def pack(*lengths: int) -> Sample:
 
 
 def collated(sample: Sample, multiple: int) -> TextBatch:
-    return collate_text([sample], modules={}, num_image_tokens=lambda *size: 0, seq_length=24, vocab_size=99,
+    return collate_text([sample], images=Placeholders({}, lambda *size: 0), seq_length=24, vocab_size=99,
                         pad_token_id=0, sequence_multiple=multiple)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mimo.data.collate import collate_encoder, collate_text
+from mimo.data.collate import Placeholders, collate_encoder, collate_text
 from mimo.protocols import Sample
 
 IMAGE, PAD = 3, 0
@@ -29,8 +29,7 @@ def sample(key="set/1", tokens=(1, IMAGE, 5, 6, 2), targets=2, sizes=((8, 8),), 
 def text(*samples, modules=None, seq_length=10, pad_token_id=PAD):
     return collate_text(
         samples,
-        modules={"vision": IMAGE} if modules is None else modules,
-        num_image_tokens=num_image_tokens,
+        images=Placeholders({"vision": IMAGE} if modules is None else modules, num_image_tokens, 1),
         seq_length=seq_length,
         vocab_size=20,
         pad_token_id=pad_token_id,
@@ -41,9 +40,7 @@ def encoder(*samples, lane_sizes=None, dtype=torch.float32, pixels=True):
     return collate_encoder(
         samples,
         module="vision",
-        modules={"vision": IMAGE},
-        num_image_tokens=num_image_tokens,
-        num_channels=1,
+        images=Placeholders({"vision": IMAGE}, num_image_tokens, 1),
         lane_sizes=lane_sizes or [len(samples)],
         dtype=dtype,
         pixels=pixels,
@@ -150,9 +147,7 @@ def test_each_image_belongs_to_the_encoder_of_its_placeholder():
         side = collate_encoder(
             [mixed],
             module=module,
-            modules=modules,
-            num_image_tokens=num_image_tokens,
-            num_channels=1,
+            images=Placeholders(modules, num_image_tokens, 1),
             lane_sizes=[1],
             dtype=torch.float32,
         )

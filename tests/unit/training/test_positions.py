@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mimo.data.batch import TextBatch
-from mimo.data.collate import collate_text
+from mimo.data.collate import Placeholders, collate_text
 from mimo.data.positions import TokenGrid, multimodal_positions
 from mimo.protocols import Sample
 
@@ -30,8 +30,8 @@ def sample(places: list[int], sizes: list[tuple[int, int]], length: int, lengths
 
 def collated(*samples: Sample, seq_length: int = 64) -> TextBatch:
     return collate_text(
-        samples, modules={"vision": IMAGE}, num_image_tokens=lambda *image: token_grid(*image).size,
-        seq_length=seq_length, vocab_size=16, pad_token_id=0, token_grid=token_grid)
+        samples, seq_length=seq_length, vocab_size=16, pad_token_id=0, images=Placeholders(
+            {"vision": IMAGE}, lambda *image: token_grid(*image).size, token_grid=token_grid))
 
 
 def transformers_positions(tokens: torch.Tensor, sizes: list[tuple[int, int]]) -> torch.Tensor:
@@ -89,6 +89,6 @@ def test_text_behind_a_video_follows_its_last_frame() -> None:
 
 
 def test_text_without_an_encoder_has_one_position_on_all_axes() -> None:
-    text = collate_text([sample([], [], 5)], modules={}, num_image_tokens=lambda *image: 1, seq_length=8, vocab_size=16,
-                        pad_token_id=0, token_grid=token_grid)
+    text = collate_text([sample([], [], 5)], images=Placeholders({}, lambda *image: 1, token_grid=token_grid),
+                        seq_length=8, vocab_size=16, pad_token_id=0)
     assert torch.equal(text.position_ids[:, 0], torch.arange(8).expand(3, -1))

@@ -12,7 +12,7 @@ from mimo.config.cli import parse
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import validate
 from mimo.data.batch import Microbatch
-from mimo.data.collate import collate_text
+from mimo.data.collate import Placeholders, collate_text
 from mimo.observability.flops import FlopComponent, SequenceSums
 from mimo.protocols import LANGUAGE, Sample
 from mimo.registry import model_provider
@@ -29,7 +29,7 @@ def sample(number: int, text: int, sizes: tuple[tuple[int, int], ...]) -> Sample
 
 
 def microbatch(samples: list[Sample], modules: dict[str, int]) -> Microbatch:
-    return Microbatch(collate_text(samples, modules=modules, num_image_tokens=lambda module, height, width: 2 + height,
+    return Microbatch(collate_text(samples, images=Placeholders(modules, lambda module, height, width: 2 + height),
                                    seq_length=ROW, vocab_size=10, pad_token_id=0), {})
 
 

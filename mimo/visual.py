@@ -1,0 +1,243 @@
+"""Images and videos, as the trainer, model families and data sets describe them to each other.
+
+Importing this module needs no torch. `mimo.protocols` has these names, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from mimo.data.positions import TokenGrid
+    from mimo.protocols import ModelProvider, TokenSpec
+
+
+class VideoSize(NamedTuple):
+    """Size of a video, or of a part of one that has a placeholder of its own.
+
+    Attributes:
+        height: pixels of a frame's height.
+        width: pixels of a frame's width.
+        frames: sampled frames, padded to a multiple of `TokenSpec.temporal_patch_size`.
+        frame_seconds: seconds from one sampled frame to the next; families whose text says the time need none.
+    """
+
+    height: int
+    width: int
+    frames: int
+    frame_seconds: float = 0.0
+
+
+type ImageSize = tuple[int, int] | VideoSize
+"""Height and width of an image in pixels, or the size of a video."""
+
+
+@dataclass(frozen=True)
+class ImageProcessing:
+    """Conversion of the pixels of an image file to an encoder's input, as a Hugging Face image processor describes it.
+
+    Attributes:
+        tiling: a value of --image-tiling other than auto.
+        mean: mean of each channel, of pixels in 0..1.
+        std: standard deviation of each channel, of pixels in 0..1.
+        resample: kernel with which images are resized, always with antialiasing.
+        min_patches: with dynamic tiling or smart_resize, fewest patches of an image; 0: not specified.
+        max_patches: with dynamic tiling or smart_resize, most patches of an image; 0: not specified; -1: no limit.
+        min_side: with dynamic tiling, fewest pixels of the shorter side if that is possible; 0: any number.
+        max_tiles: with fixed tiling, most tiles of an image; 0: not specified.
+        use_thumbnail: with fixed tiling, whether several tiles are followed by the whole image.
+        source: where these values were found, for messages.
+    """
+
+    tiling: Literal["stretch", "crop", "pad", "fixed", "dynamic", "smart_resize"]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    resample: Literal["bicubic", "bilinear"] = "bicubic"
+    min_patches: int = 0
+    max_patches: int = 0
+    min_side: int = 0
+    max_tiles: int = 0
+    use_thumbnail: bool = False
+    source: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class VideoProcessing:
+    """Conversion of a video file to an encoder's input, as a Hugging Face video processor describes it.
+
+    Attributes:
+        rule: the family whose processor chooses frames and their size.
+        mean: mean of each channel, of pixels in 0..1.
+        std: standard deviation of each channel, of pixels in 0..1.
+        fps: frames of a second that are sampled; 0: all frames.
+        min_frames: fewest sampled frames, as far as the video has them.
+        max_frames: most sampled frames.
+        min_pixels: fewest pixels, of each frame (qwen2_5_vl) or of all frames together (qwen3_vl).
+        max_pixels: most pixels, of each frame (qwen2_5_vl) or of all frames together (qwen3_vl).
+        temporal_patch_size: frames of a patch.
+        timestamps: whether each temporal patch is a video of its own for the model, behind text that says its time. If
+            not, the whole video has one placeholder.
+        resample: kernel with which frames are resized, always with antialiasing.
+        source: where these values were found, for messages.
+    """
+
+    rule: Literal["qwen2_5_vl", "qwen3_vl"]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    fps: float
+    min_frames: int
+    max_frames: int
+    min_pixels: int
+    max_pixels: int
+    temporal_patch_size: int
+    timestamps: bool
+    resample: Literal["bicubic", "bilinear"] = "bicubic"
+    source: str = field(default="", compare=False)
+
+
+@runtime_checkable
+class ImageDataProvider(Protocol):
+    """A data set whose flags describe how its images become pixels."""
+
+    def with_image_processing(self, config: Any, find: Callable[[], Sequence[ImageProcessing]]) -> Any:
+        """Return the flags, with the values that come from the model filled in.
+
+        Args:
+            config: the data set's flags.
+            find: reads what the model's processor files specify, or else returns its family's processor; empty if the
+                family has none. Called only if the flags leave a value open.
+
+        Raises:
+            ValueError: a value is missing, or there are two values for it; or as `find`.
+        """
+        ...
+
+    def image_processing(self, config: Any, tokens: TokenSpec) -> ImageProcessing:
+        """Describe how images become pixels, given flags whose values are all filled in."""
+        ...
+
+
+@runtime_checkable
+class TokenGridProvider(Protocol):
+    """A model provider whose decoder rotates positions of three axes: time, row and column."""
+
+    def token_grid(self, config: Any, module: str, height: int, width: int) -> TokenGrid:
+        """Return the language tokens of an image of (height, width) pixels as a grid.
+
+        It has as many tokens as `num_image_tokens` counts. Raises ValueError for a wrong size in pixels.
+        """
+        ...
+
+
+@runtime_checkable
+class ImageProcessingProvider(Protocol):
+    """A model provider that knows the image processors of its family's Hugging Face folders."""
+
+    def image_processing(self, config: Any, folder: str = "") -> ImageProcessing | None:
+        """Describe how the model's images become pixels.
+
+        Args:
+            config: the family's flags.
+            folder: a Hugging Face folder or its config.json; empty: the processor of the family.
+
+        Returns:
+            The description; None if the folder has no file that specifies it.
+
+        Raises:
+            ValueError: a file has a value that cannot be followed; the message names file, key and value.
+        """
+        ...
+
+    def write_image_processing(self, config: Any, folder: Path, processing: ImageProcessing) -> str:
+        """Make the files of an exported folder specify how the model was trained.
+
+        Args:
+            config: the family's flags.
+            folder: folder of the exported config.json. It may have files of the model that training started from.
+            processing: how images became pixels in training.
+
+        Returns:
+            A line for the user if no Hugging Face processor can do the same; files that would do something else are
+            then removed. Empty if the files are right.
+        """
+        ...
+
+
+@runtime_checkable
+class ImageProcessorProvider(Protocol):
+    """A model provider that can write the image processor of its models, which a rollout engine needs."""
+
+    def check_processor(self, config: Any) -> None:
+        """Raise ValueError, naming flags and values, if a model has no known image processor."""
+        ...
+
+    def write_processor(self, config: Any, folder: Path, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Write processor and tokenizer as Hugging Face saves them.
+
+        Images have the size that the encoder takes, and come out as (value / 255 - mean) / std.
+
+        Args:
+            config: the family's flags.
+            folder: folder of the model's config.json.
+            mean: mean of each channel.
+            std: standard deviation of each channel.
+        """
+        ...
+
+
+@runtime_checkable
+class VideoProvider(TokenGridProvider, Protocol):
+    """A model provider whose encoder takes videos, too."""
+
+    def video_token_ids(self, config: Any) -> dict[str, int]:
+        """Return the placeholder token id of a video of each encoder module that takes videos."""
+        ...
+
+    def video_grid(self, config: Any, module: str, size: VideoSize) -> TokenGrid:
+        """Return the language tokens of a video as a grid. Raises ValueError for a size that it cannot take."""
+        ...
+
+
+@runtime_checkable
+class VideoProcessingProvider(Protocol):
+    """A model provider that knows the video processors of its family's Hugging Face folders."""
+
+    def video_processing(self, config: Any, folder: str = "") -> VideoProcessing | None:
+        """Describe how the model's videos become pixels; arguments, result and errors as `image_processing`."""
+        ...
+
+
+def num_pictures(size: ImageSize, temporal_patch_size: int) -> int:
+    """Count what an encoder takes as images: an image is one, a video as many as it has temporal patches."""
+    return size.frames // temporal_patch_size if isinstance(size, VideoSize) else 1
+
+
+def count_tokens(provider: ModelProvider, config: Any, module: str, height: int, width: int, frames: int = 0,
+                 frame_seconds: float = 0.0) -> int:
+    """Count the language tokens of an image, or of a video if there are frames. The last arguments are an `ImageSize`.
+
+    Raises:
+        ValueError: the encoder takes no such size, or no videos.
+    """
+    if not frames:
+        return provider.num_image_tokens(config, module, height, width)
+    return video_grid(provider, config, module, VideoSize(height, width, frames, frame_seconds)).size
+
+
+def find_grid(provider: TokenGridProvider, config: Any, module: str, height: int, width: int, frames: int = 0,
+              frame_seconds: float = 0.0) -> TokenGrid:
+    """Return the tokens that `count_tokens` counts as a grid."""
+    if not frames:
+        return provider.token_grid(config, module, height, width)
+    return video_grid(provider, config, module, VideoSize(height, width, frames, frame_seconds))
+
+
+def video_grid(provider: Any, config: Any, module: str, size: VideoSize) -> TokenGrid:
+    """Return the language tokens of a video as a grid. Raises ValueError if the family takes no videos."""
+    if not isinstance(provider, VideoProvider):
+        raise ValueError(f"{type(provider).__name__} takes images and no videos; --model-provider qwen2_5_vl and "
+                         "qwen3_vl do")
+    return provider.video_grid(config, module, size)

@@ -1,0 +1,135 @@
+"""Base of the providers of the Qwen-VL families: images of any size, videos, three axes of rotary positions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from mimo.data.positions import TokenGrid
+from mimo.protocols import ImageProcessing, ParameterShape, TokenSpec, VideoSize
+from providers.common import hf
+from providers.common.decoder import MultimodalDecoderConfig, check_decoder_grid, decoder_shapes
+from providers.common.qwen_processor import (
+    check_special_tokens,
+    read_qwen_processing,
+    write_qwen,
+    write_qwen_processing,
+)
+from providers.common.qwen_vision import (
+    QwenVisionConfig,
+    check_qwen_vision_grid,
+    image_tokens,
+    qwen_vision_shapes,
+    token_grid,
+)
+from providers.common.vision_language import VISION, VisionLanguageProvider
+
+ENCODER = "tower"
+
+
+@dataclass(frozen=True)
+class QwenVlConfig(MultimodalDecoderConfig):
+    """A decoder with the special tokens of the Qwen-VL families."""
+
+    image_token_id: int = 151655
+    """Token id that stands for an image."""
+    video_token_id: int = 151656
+    """Token id that stands for a video or, in Qwen3-VL, for a temporal patch of one."""
+    vision_start_token_id: int = 151652
+    """Token id before an image or a video, which the data set writes."""
+    vision_end_token_id: int = 151653
+    """Token id behind an image or a video, which the data set writes."""
+    hf_config: str = ""
+    """Hugging Face config.json, or the folder that holds one. Its sizes replace those of the flags."""
+
+
+class QwenVlProvider(VisionLanguageProvider):
+    """Methods of `mimo.protocols.ModelProvider` that the Qwen-VL families share; the configuration may be unresolved.
+
+    Attributes:
+        processing: the image processor of the published models.
+        processor: name of the image processor's class in transformers, without its end.
+        grid_of_video: returns the language tokens of a video as a grid, or raises ValueError.
+        sizes_of_hf: returns the fields of a configuration that a config.json sets.
+        module_sizes_of_hf: returns the fields that a config.json sets for one module.
+    """
+
+    Config: ClassVar[type]
+    processing: ClassVar[ImageProcessing]
+    processor: ClassVar[Literal["Qwen2_5_VL", "Qwen3VL"]]
+    grid_of_video: ClassVar[Callable[[Any, VideoSize], TokenGrid]]
+    sizes_of_hf: ClassVar[Callable[[dict[str, Any]], dict[str, Any]]]
+    module_sizes_of_hf: ClassVar[Callable[[Mapping[str, Any], str], dict[str, Any]]]
+    check_language_grid = staticmethod(check_decoder_grid)
+    check_encoder_grid = staticmethod(check_qwen_vision_grid)
+    image_tokens = staticmethod(image_tokens)
+    language_shapes = staticmethod(decoder_shapes)
+
+    def from_hf(self, source: str | Path | dict[str, Any], base: Any = None) -> Any:
+        """Return the configuration of a config.json, its folder or its content.
+
+        Args:
+            source: the config.json.
+            base: source of the fields that it does not set (dropout); None: the defaults.
+
+        Raises:
+            ValueError: no such file, or a value that this model cannot reproduce; the message names the key.
+        """
+        base = self.Config() if base is None else base
+        return dataclasses.replace(base, **self.sizes_of_hf(hf.load(source)), hf_config="")
+
+    def resolved(self, config: Any) -> Any:
+        """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `from_hf`."""
+        return self.from_hf(config.hf_config, config) if config.hf_config else config
+
+    def with_hf(self, config: Any, values: Mapping[str, Any], module: str) -> Any:
+        """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
+        return dataclasses.replace(config, **self.module_sizes_of_hf(values, module))
+
+    def vision_shapes(self, config: QwenVisionConfig) -> list[ParameterShape]:
+        """Return every parameter of tower and mergers."""
+        return qwen_vision_shapes(config, self.hidden_size(config))
+
+    def token_spec(self, config: Any) -> TokenSpec:
+        """Return what a data set must produce."""
+        config = self.resolved(config)
+        return TokenSpec(config.vocab_size, config.image_token_id, 0, config.vision_num_channels,
+                         patch_size=config.vision_patch_size, size_multiple=config.size_multiple,
+                         merge_size=config.vision_spatial_merge_size,
+                         temporal_patch_size=config.vision_temporal_patch_size, video_token_id=config.video_token_id)
+
+    def token_grid(self, config: Any, module: str, height: int, width: int) -> TokenGrid:
+        """Return the language tokens of an image as a grid. Raises ValueError for a wrong size in pixels."""
+        return token_grid(self.resolved(config), height, width)
+
+    def video_token_ids(self, config: Any) -> dict[str, int]:
+        """Return the placeholder of the tokens of videos."""
+        return {VISION: self.resolved(config).video_token_id}
+
+    def video_grid(self, config: Any, module: str, size: VideoSize) -> TokenGrid:
+        """Return the language tokens of a video as a grid. Raises ValueError for a wrong size."""
+        return self.grid_of_video(self.resolved(config), size)
+
+    def num_experts(self, config: Any) -> int:
+        """Return the number of experts of every decoder layer, 0 for a dense one."""
+        number: int = self.resolved(config).num_experts
+        return number
+
+    def image_processing(self, config: Any, folder: str = "") -> ImageProcessing | None:
+        """Return how images become pixels: as a folder's files say, or as in the published models."""
+        return read_qwen_processing(folder, self.resolved(config)) if folder else self.processing
+
+    def write_image_processing(self, config: Any, folder: Path, processing: ImageProcessing) -> str:
+        """Write preprocessor_config.json, or return the reason why no processor makes the pixels of training."""
+        return write_qwen_processing(folder, self.resolved(config), processing)
+
+    def check_processor(self, config: Any) -> None:
+        """Raise ValueError unless the special tokens of the family's processor are ids of the vocabulary."""
+        check_special_tokens(self.resolved(config))
+
+    def write_processor(self, config: Any, folder: Path, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Write the processor that turns 8-bit images into pixels; see `mimo.protocols`."""
+        write_qwen(self.resolved(config), folder, mean, std, self.processor)
