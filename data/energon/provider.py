@@ -28,8 +28,8 @@ class Config:
     valid_data_path: str = ""
     """Held-out samples. Default: the `val` split of --data-path."""
     tokenizer: str = ""
-    """Folder of a Hugging Face tokenizer. Default: that of --load-hf, --load-language-from or --hf-config, if it has
-    one."""
+    """Folder, or id on the hub, of a Hugging Face tokenizer. Default: that of --load-hf, --load-language-from or
+    --hf-config, if it has one."""
     prompt_format: str = "tokenizer"
     """How the turns of a conversation are written: `tokenizer` (its own chat template) or a format name, such as chatml
     or llama3."""

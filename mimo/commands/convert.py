@@ -31,6 +31,7 @@ from mimo.config.trainer import RunConfig
 from mimo.config.validate import check_allowed_differences
 from mimo.grid.dry_run import counted, format_bytes, parse_bytes
 from mimo.protocols import LANGUAGE, ImageDataProvider, ImageProcessingProvider, ModelProvider, SizesProvider
+from mimo.weights import hub
 from mimo.weights.configuration import CONFIG_JSON, read_config_json
 from mimo.weights.export import ExportOptions, export_checkpoint
 from mimo.weights.import_checkpoint import import_hf
@@ -173,7 +174,10 @@ def export(flags: ExportFlags, run_flags: list[str]) -> int:
         ValueError: no checkpoint, or one that does not hold the model its configuration names; the folder is not empty.
     """
     out = Path(flags.out)
-    options = ExportOptions(flags.hf_base, "" if flags.dtype == "auto" else flags.dtype,
+    base = hub.local_folder("--hf-base", flags.hf_base) if flags.hf_base else ""
+    if base:
+        hub.download_weights(f"--hf-base {flags.hf_base}", base)
+    options = ExportOptions(base, "" if flags.dtype == "auto" else flags.dtype,
                             parse_bytes(flags.max_shard_size, "--max-shard-size"))
     _check_out(out, force=flags.force)
     folder = checkpoint_folder(flags.checkpoint, flags.ckpt_step, "mimo export")

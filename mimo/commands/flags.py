@@ -12,6 +12,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
 from mimo import registry
 from mimo.checkpoint import paths
+from mimo.weights import hub
 from mimo.weights.configuration import CONFIG_JSON, read_config_json
 
 
@@ -53,8 +54,8 @@ class ExportFlags:
     ckpt_step: Annotated[int | None, arg(metavar="INT")] = None
     """Iteration to take instead of the latest."""
     hf_base: Annotated[str, arg(metavar="PATH")] = ""
-    """Folder of the Hugging Face model that training started from: its config.json, tokenizer and processor files are
-    carried along, and tensors that training has no use for."""
+    """Folder, or id on the hub, of the Hugging Face model that training started from: its config.json, tokenizer and
+    processor files are carried along, and tensors that training has no use for."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """dtype of the weights; auto: as they are in the checkpoint."""
     max_shard_size: Annotated[str, arg(metavar="SIZE")] = "5GB"
@@ -65,13 +66,13 @@ class ExportFlags:
 
 @dataclass(frozen=True)
 class ImportFlags:
-    """Write the weights of a Hugging Face folder as a checkpoint that --load takes on any layout.
+    """Write the weights of a Hugging Face model as a checkpoint that --load takes on any layout.
 
     Flags of a run after a lone -- set sizes that its config.json does not say.
     """
 
     hf_path: Positional[Annotated[str, arg(metavar="HF_PATH")]]
-    """Folder with config.json and safetensors."""
+    """Folder with config.json and safetensors, or the id of a model of the hub: organisation/name[@revision]."""
     save: Positional[Annotated[str, arg(metavar="SAVE")]]
     """Folder of checkpoints to make."""
     model_provider: Annotated[str | None, arg(metavar="NAME")] = None
@@ -187,10 +188,10 @@ def check_folders(flags: InspectFlags | ExportFlags | ImportFlags) -> None:
 
 
 def pretrained_folder(path: str) -> Path:
-    """Return the folder of a Hugging Face model. Raises ValueError if it does not exist."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: there is no such folder; weights are read from a local folder, never from a hub")
+    """Return the folder of a Hugging Face model, after downloading it if it is on the hub. Raises ValueError."""
+    folder = Path(hub.local_folder("mimo import", path))
+    hub.check_folder("mimo import", folder)
+    hub.download_weights(f"mimo import {path}", folder)
     return folder
 
 

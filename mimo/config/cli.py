@@ -25,10 +25,13 @@ from mimo.config import toml_file
 from mimo.config.flag_hints import hint_for, refuse_foreign_flags
 from mimo.config.trainer import RunConfig
 from mimo.protocols import ImageDataProvider, ImageProcessing, ImageProcessingProvider, StagedProvider
+from mimo.weights import hub
 
 DESCRIPTION = """Train a multimodal model whose encoder and language model live on separate process grids.
 
 Flags win over --config files, and later files win over earlier ones. The keys of a file are flag names."""
+# Fields of any section that take the folder of a Hugging Face model, or its id on the hub.
+HF_FOLDERS = ("load_hf", "load_vision_from", "load_language_from", "ref_load_hf", "hf_config", "tokenizer")
 # The flags that `train_hetero.py --help` opens with.
 FIRST_FLAGS = {
     "--config FILE": "Read flags from a TOML file. The flags that you type win.",
@@ -112,7 +115,23 @@ def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, descriptio
         if _prints():
             print(to_toml(config), end="")
         raise SystemExit(0)
-    return with_image_processing(with_tokenizer(with_training_stage(config)))
+    return with_image_processing(with_tokenizer(with_training_stage(with_local_folders(config))))
+
+
+def with_local_folders[C: RunConfig](config: C) -> C:
+    """Return the configuration with local folders in place of models of the hub, whose small files are downloaded.
+
+    Raises:
+        ValueError: a flag names neither a folder nor a model that the hub or its cache has.
+    """
+    changed: dict[str, Any] = {}
+    for title, section in vars(config).items():
+        fields = {} if section is None else vars(section)
+        given = {name: value for name, value in fields.items() if name in HF_FOLDERS and value}
+        folders = {name: hub.local_folder(toml_file.flag_name(name), value) for name, value in given.items()}
+        if folders != given:
+            changed[title] = dataclasses.replace(section, **folders)
+    return dataclasses.replace(config, **changed)
 
 
 def with_training_stage[C: RunConfig](config: C) -> C:

@@ -87,7 +87,7 @@ class RlConfig:
     """Folder of a checkpoint with the weights of the reference policy. Without it and --ref-load-hf, the reference has
     the weights that the run starts from."""
     ref_load_hf: str = ""
-    """Folder of a Hugging Face model (safetensors) with the weights of the reference policy."""
+    """Folder, or id on the hub, of a Hugging Face model (safetensors) with the weights of the reference policy."""
     kl_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL divergence: the log ratio (k1), half its square (k2), or exp(-log ratio) - 1 + log ratio
     (k3)."""

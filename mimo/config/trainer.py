@@ -68,11 +68,14 @@ class CheckpointConfig:
     exit_duration_in_mins: float | None = None
     """Minutes after which the run saves and exits, counted from its start."""
     load_hf: str = ""
-    """Folder of a Hugging Face model (safetensors) whose weights the run starts from."""
+    """Hugging Face model (safetensors) whose weights the run starts from: a folder, or a model of the hub as
+    organisation/name or organisation/name@revision."""
     load_vision_from: str = ""
-    """Folder of a Hugging Face vision tower (CLIP, SigLIP) or model whose tower the encoders start from."""
+    """Folder, or id on the hub, of a Hugging Face vision tower (CLIP, SigLIP) or model whose tower the encoders start
+    from."""
     load_language_from: str = ""
-    """Folder of a Hugging Face language model, or model whose language part the language module starts from."""
+    """Folder, or id on the hub, of a Hugging Face language model, or of a model whose language part the language module
+    starts from."""
     allow_difference: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Name of a flag, such as norm-epsilon, whose value may differ from that of the weights or the checkpoint that the
     run starts from. Can be given several times. Every other difference is refused if it changes what the model computes

@@ -14,6 +14,7 @@ from mimo.config.trainer import CheckpointConfig, RunConfig, is_folder
 from mimo.config.validate import check_packages
 from mimo.observability.run_folder import RUNS
 from mimo.protocols import MegatronSourceProvider
+from mimo.weights import hub
 
 
 def check_paths(config: RunConfig) -> None:
@@ -78,11 +79,12 @@ def _check_checkpoint(flag: str, root: Path, step: int | None) -> None:
 
 
 def _check_weights(flag: str, folder: Path) -> None:
-    """Refuse a folder that holds no Hugging Face weights; the files themselves are checked when they are loaded."""
-    if not folder.is_dir():
-        raise ValueError(f"{flag} {folder}: there is no such folder; weights are read from a local folder, never from "
-                         "a hub")
-    if not any(folder.glob("*.safetensors")):
+    """Refuse a folder that holds no Hugging Face weights; the files themselves are checked when they are loaded.
+
+    In a folder of the hub's cache the weights may be missing as long as the hub has them.
+    """
+    hub.check_folder(flag, folder)
+    if not hub.weights_to_download(f"{flag} {folder}", folder) and not any(folder.glob("*.safetensors")):
         raise ValueError(f"{flag} {folder}: the folder has no weights: no *.safetensors")
 
 

@@ -24,7 +24,7 @@ from mimo.protocols import LANGUAGE, MegatronSourceProvider, ModelProvider
 from mimo.rl.offload import Held, HostMemory, synchronize, weight_storages
 from mimo.watchdog.watchdog import Watchdog
 from mimo.weights.import_megatron import load_single_weights
-from mimo.weights.load import HfPaths, load_hf
+from mimo.weights.load import HfPaths, download_weights, load_hf
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +177,7 @@ class _RefLoadHf(HfPaths):
 
 
 def _load_hf(state: RunState, provider: ModelProvider, hf: HfPaths, watchdog: Watchdog) -> None:
+    download_weights(state.grids, hf, watchdog)
     with watchdog.on_files("weights of the reference policy"):
         report = load_hf(state.built, state.grids, provider, state.config.model_family, hf,
                          state.config.checkpoint.allowed_differences)

@@ -252,12 +252,12 @@ def start(
             lines.append(f"  {source.flag} {source.path} is not read: the checkpoint has the run's own weights")
         return loaded.progress, lines + [f"  {note}" for note in loaded.notes]
     if flags.has_pretrained:
-        from mimo.weights.load import HfPaths, load_hf
+        from mimo.weights.load import HfPaths, download_weights, load_hf
 
+        hf_paths = HfPaths(flags.load_hf, flags.load_vision_from, flags.load_language_from)
+        download_weights(state.grids, hf_paths, watchdog)
         with watchdog.on_files("pretrained weights"):
-            report = load_hf(state.built, state.grids, provider, family,
-                             HfPaths(flags.load_hf, flags.load_vision_from, flags.load_language_from),
-                             flags.allowed_differences)
+            report = load_hf(state.built, state.grids, provider, family, hf_paths, flags.allowed_differences)
             state.optimizer.reload_model_params()
         given = (flags.load_hf, flags.load_vision_from, flags.load_language_from)
         return Progress(), [f"weights from {', '.join(path for path in given if path)}",

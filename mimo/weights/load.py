@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mimo.comm.host import broadcast_object, gather, raise_on_any_rank
+from mimo.comm.host import broadcast_object, gather, raise_known_errors, raise_on_any_rank
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
 from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.watchdog.process_exit import ReportedElsewhereError
+from mimo.watchdog.watchdog import Watchdog
+from mimo.weights import hub
 from mimo.weights.configuration import compare_folder
 from mimo.weights.match import (
     ModelPiece,
@@ -118,6 +121,37 @@ def load_hf(built: BuiltModel, grids: Grids, provider: ModelProvider, family_con
         source.close()
     return LoadReport({module: match.scheme.name for module, match in plan.items()},
                       {module: match.absent for module, match in plan.items() if match.absent}, notes)
+
+
+def download_weights(grids: Grids, paths: HfPaths, watchdog: Watchdog) -> None:
+    """Download weights of the hub that a node's cache lacks, by the node's first rank. Collective over the world.
+
+    Raises:
+        ValueError: a node cannot download them, or ranks have found different commits of a model.
+        ReportedElsewhereError: the same, on the other ranks.
+    """
+    folders = [folder for folder in dict.fromkeys((paths.model, paths.vision, paths.language)) if folder]
+    models = [hub.model_of(folder) for folder in folders]
+    if not any(models):
+        return
+    error = None
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        with watchdog.on_files("download of pretrained weights", is_work=True):
+            try:
+                for folder in folders:
+                    hub.download_weights(paths.flag(folder), folder)
+            except ValueError as problem:
+                error = str(problem)
+    with watchdog.on_files("download of pretrained weights by the first rank of each node"):
+        everyone = gather(grids, (error, models))
+    problems = [error for error, _ in everyone]
+    for rank, (_, found) in enumerate(everyone):
+        for folder, model, other in zip(folders, everyone[0][1], found, strict=True):
+            if model != other:
+                problems[0] = problems[0] or (
+                    f"{paths.flag(folder)}: the model changed on the hub while ranks started: rank 0 has {model}, rank "
+                    f"{rank} {other}; give its commit, organisation/name@commit")
+    raise_known_errors(grids, problems)
 
 
 def agree(grids: Grids, what: str, problems: list[str]) -> None:

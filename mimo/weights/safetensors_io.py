@@ -144,7 +144,7 @@ def is_weights(name: str) -> bool:
 
 def _read_catalog(folder: Path) -> Catalog:
     if not folder.is_dir():
-        raise ValueError(f"{folder}: there is no such folder; weights are read from a local folder, never from a hub")
+        raise ValueError(f"{folder}: there is no such folder")
     if (folder / ADAPTER).is_file():
         raise ValueError(f"{folder} has {ADAPTER}: transformers would add an adapter to these weights, which is not "
                          "supported; merge it into the model first, or remove it")

@@ -13,6 +13,7 @@ from mimo.grid.dry_run import dry_run_report, total_parameters
 from mimo.grid.lanes import data_request
 from mimo.observability.run_folder import RUNS
 from mimo.protocols import StagedProvider
+from mimo.weights import hub
 from providers.common.hybrid import MAMBA, HybridConfig
 
 # Fields of any section that name a path from which a run reads.
@@ -63,7 +64,8 @@ def has_mamba_layers(config: RunConfig) -> bool:
 
 def read_paths(config: RunConfig) -> dict[str, Path]:
     """Return files and folders that the run reads, by flag. --load counts if it is not the folder of --save."""
-    found = _paths(config, READ_PATHS)
+    # Each node has a cache of the hub of its own, which the run fills.
+    found = {flag: path for flag, path in _paths(config, READ_PATHS).items() if hub.model_of(path) is None}
     load = config.checkpoint.load
     if load is not None and load != config.checkpoint.save:
         found["--load"] = Path(load)

@@ -2,9 +2,10 @@
 
     python scripts/rl/hf_model.py MODEL --ranks 8 --engine-gpus 8
 
-MODEL is the folder of a model that a built-in provider knows, such as Qwen3 or Nemotron-H. The trainer is data-parallel
-over all ranks. The experts of a mixture are divided among as many ranks as divide both. A dense model has an engine
-replica on each GPU; a mixture of experts, whose weights need more memory, has one on up to four GPUs.
+MODEL is the folder, or the id on the hub, of a model that a built-in provider knows, such as Qwen3 or Nemotron-H. The
+trainer is data-parallel over all ranks. The experts of a mixture are divided among as many ranks as divide both. A
+dense model has an engine replica on each GPU; a mixture of experts, whose weights need more memory, has one on up to
+four GPUs.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from mimo import registry
 from mimo.commands.flags import provider_name, takes_hf_config
 from mimo.config.cli import parse_as
 from mimo.config.rl_run import RlRunConfig
+from mimo.weights import hub
 
 MAX_ENGINE_TP = 4
 
 
 def flags_of(model: str, ranks: int, engine_gpus: int) -> list[str]:
     """Return the flags. Raises ValueError if the folder has no model that a built-in provider knows."""
-    if not Path(model).is_dir():
-        raise ValueError(f"{model}: there is no such folder")
-    name = provider_name(None, Path(model))
+    folder = Path(hub.local_folder("MODEL", model))
+    hub.check_folder("MODEL", folder)
+    name = provider_name(None, folder)
     provider = registry.model_provider(name)
     if not takes_hf_config(provider):
         raise ValueError(f"{model}: --model-provider {name} takes its sizes from flags, not from config.json; start "
@@ -45,7 +47,7 @@ def flags_of(model: str, ranks: int, engine_gpus: int) -> list[str]:
 def main() -> int:
     """Print the flags and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="folder of a Hugging Face model")
+    parser.add_argument("model", help="folder or hub id of a Hugging Face model")
     parser.add_argument("--ranks", type=int, required=True, help="ranks of the trainer")
     parser.add_argument("--engine-gpus", type=int, required=True, help="GPUs of all engine replicas")
     given = parser.parse_args()

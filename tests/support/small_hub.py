@@ -14,7 +14,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers from `server.files`; notes paths in `server.asked`."""
+    """Answers from `server.files`; notes paths in `server.asked`, behind HEAD where only headers are wanted."""
 
     def do_GET(self) -> None:
         self._answer(with_body=True)
@@ -27,7 +27,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, with_body: bool) -> None:
         path, files = self.path.partition("?")[0], self.server.files
-        self.server.asked.append(path)
+        self.server.asked.append(path if with_body else f"HEAD {path}")
         headers = {"X-Repo-Commit": COMMIT}
         if path in (f"/api/models/{REPO}/revision/{name}" for name in ("main", COMMIT)):
             body = json.dumps({"id": REPO, "sha": COMMIT, "siblings": [

@@ -58,7 +58,7 @@ def checkpoint(root: Path, iteration: int = 5) -> None:
     ("--load empty", "--load empty holds no checkpoint"),
     ("--load some --ckpt-step 7", "--load some: --ckpt-step 7 names iter_0000007, which is not there; complete: 5"),
     ("--load some --save some --ckpt-step 7", "--ckpt-step 7 names iter_0000007, which is not there"),
-    ("--load-hf gone", "--load-hf gone: there is no such folder; weights are read from a local folder"),
+    ("--load-hf gone", "--load-hf gone: there is no such folder; a model of the Hugging Face hub is named "),
     ("--load-hf empty", "--load-hf empty: the folder has no weights"),
     ("--load-language-from gone", "--load-language-from gone: there is no such folder"),
     ("--save file/run", "--save file/run: cannot be written: "),
