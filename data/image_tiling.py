@@ -399,15 +399,17 @@ def normalised(image: Image.Image | np.ndarray, tiling: Tiling) -> np.ndarray:
     return np.ascontiguousarray((pixels - mean) / std)
 
 
-def tile_image(image: Image.Image, tiling: Tiling) -> list[np.ndarray]:
-    """Make the tiles of an image: turn it upright, convert it to the encoder's channels, resize it, normalise it.
+def tile_pictures(image: Image.Image, tiling: Tiling) -> list[np.ndarray]:
+    """Make the tiles of an image: turn it upright, convert it to the encoder's channels, resize it.
+
+    Prompts of reinforcement learning have these as their pictures, because the rollout engine normalises them itself.
 
     Args:
         image: `PIL.Image.open` whose pixels have not been read; of an animation only the first frame counts.
         tiling: a result of `tiling_of`.
 
     Returns:
-        float32 `[C, height, width]` each, with the sizes that `tile_sizes` returns for `oriented_size(image)`: rows of
+        uint8 `[height, width, C]` each, with the sizes that `tile_sizes` returns for `oriented_size(image)`: rows of
         tiles from the top, then the thumbnail.
 
     Raises:
@@ -419,22 +421,29 @@ def tile_image(image: Image.Image, tiling: Tiling) -> list[np.ndarray]:
     upright = image if turn is None else image.transpose(turn)
     upright = to_channels(upright, tiling.num_channels)
     sizes = tile_sizes(*size, tiling)
+
+    def to_array(resized_image: Image.Image) -> np.ndarray:
+        return np.asarray(resized_image).reshape(resized_image.height, resized_image.width, tiling.num_channels)
+
     if tiling.kind == "dynamic":
-        return [normalised(resized(upright, sizes[0], tiling.resample), tiling)]
+        return [to_array(resized(upright, sizes[0], tiling.resample))]
     if tiling.kind == "smart_resize":
-        pixels = np.asarray(upright).reshape(*size, tiling.num_channels)
-        return [normalised(torch_resized(pixels, sizes[0], tiling.resample), tiling)]
+        return [torch_resized(to_array(upright), sizes[0], tiling.resample)]
     if tiling.kind != "fixed":
-        return [normalised(square_tile(upright, tiling), tiling)]
+        return [square_tile(upright, tiling)]
     rows, cols = fixed_grid(*size, tiling)
     height, width = tiling.tile_size
-    whole = normalised(resized(upright, (rows * height, cols * width), tiling.resample), tiling)
-    # These are copies, because a view would keep the whole grid alive in every tile.
+    whole = to_array(resized(upright, (rows * height, cols * width), tiling.resample))
     tiles = [
-        whole[:, row * height : (row + 1) * height, col * width : (col + 1) * width].copy()
+        whole[row * height : (row + 1) * height, col * width : (col + 1) * width]
         for row in range(rows)
         for col in range(cols)
     ]
     if tiling.use_thumbnail and len(tiles) > 1:
-        tiles.append(normalised(resized(upright, tiling.tile_size, tiling.resample), tiling))
+        tiles.append(to_array(resized(upright, tiling.tile_size, tiling.resample)))
     return tiles
+
+
+def tile_image(image: Image.Image, tiling: Tiling) -> list[np.ndarray]:
+    """Make the tiles of an image and normalise them, float32 `[C, height, width]` each; see `tile_pictures`."""
+    return [normalised(tile, tiling) for tile in tile_pictures(image, tiling)]

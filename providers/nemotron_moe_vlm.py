@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +20,12 @@ from providers import radio
 from providers.common import hf
 from providers.common.flops import hybrid_components, projector_components, vision_components
 from providers.common.hf_nemotron import VLM_TYPES, encoder_sizes, language_sizes, vlm_config, vlm_sizes
-from providers.common.hf_radio import radio_processing, with_radio_processing
+from providers.common.hf_radio import (
+    check_radio_processor,
+    radio_processing,
+    with_radio_processing,
+    write_radio_processor,
+)
 from providers.common.hybrid import HybridConfig, check_hybrid, check_hybrid_grid
 from providers.common.hybrid_shapes import hybrid_shapes
 from providers.common.nemotron_checkpoint import nemotron_source
@@ -214,6 +219,15 @@ class NemotronVlmProvider(VisionLanguageProvider):
         values, note = with_radio_processing(hf.load(path), self.resolved(config), processing)
         path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         return note
+
+    def check_processor(self, config: Config) -> None:
+        """Raise ValueError, with flags and values, if vLLM's processor or encoder would compute something else."""
+        check_radio_processor(self.resolved(config))
+
+    def write_processor(self, config: Config, folder: Path, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Make the folder describe images as the trainer sees them; see `mimo.protocols`."""
+        config = self.resolved(config)
+        write_radio_processor(config, config.image_token_id, config.vocab_size, folder, mean, std)
 
 
 provider_20l = NemotronVlmProvider(Config, ("NemotronH_Nano_VL_V2",))

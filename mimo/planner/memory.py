@@ -34,3 +34,17 @@ def memory_line(config: RunConfig, layout: Layout) -> str:
     part = f", {images / GIB:.3g} GiB of them for images" if images else ""
     left_out = "" if is_read or not layout.encoders else ", without activations of images"
     return f"memory: about {needed / GIB:.3g} GiB on the fullest rank ({place}){part}{left_out}; see mimo plan"
+
+
+def state_lines(config: RunConfig, layout: Layout) -> list[str]:
+    """Say what weights, gradients and optimizer state take on each kind of rank, for the plan of an RL run."""
+    try:
+        step = Step(config, layout, Costs(config, Profile(GPUS["H200"])))
+    except ValueError as error:
+        return [f"memory: not estimated: {error}"]
+    lines = ["memory of a trainer rank: weights, gradients and optimizer state, without activations and the engine"]
+    for name, place in step.places():
+        parts = {module: step.state_bytes(module, grid, stage) / GIB for module, grid, stage in place}
+        each = ", ".join(f"{module} {gib:.3g}" for module, gib in parts.items())
+        lines.append(f"  {name}: {sum(parts.values()):.3g} GiB" + (f" ({each})" if len(parts) > 1 else ""))
+    return lines

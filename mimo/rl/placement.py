@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 
+from mimo import registry
 from mimo.config.rl import RolloutConfig
 from mimo.config.rl_run import RlRunConfig
 from mimo.grid.dry_run import counted, grid_parts
@@ -20,6 +21,8 @@ FORWARDED_PREFIXES = ("HF_", "TRANSFORMERS_", "VLLM_", "NCCL_", "FI_", "GLOO_", 
 # Folders of caches and temporary files are among them, because a home may be too small, or too slow for many nodes.
 FORWARDED_NAMES = ("CUDA_CACHE_PATH", "OMP_NUM_THREADS", "PYTHONPATH", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
                    "TMPDIR", "TOKENIZERS_PARALLELISM", "XDG_CACHE_HOME", "http_proxy", "https_proxy", "no_proxy")
+# Symbol of a layer of experts in the configuration of Nemotron-H.
+NEMOTRON_EXPERTS = "E"
 NOT_FORWARDED = ("VLLM_HOST_IP", "VLLM_PORT", "VLLM_LOOPBACK_IP")
 
 
@@ -48,8 +51,20 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
                             ("--engine-quantization", flags.engine_quantization)):
             if given and given != "none":
                 raise ValueError(f"{name} {given} is for GPUs, and this run is on the CPU (--device cpu)")
+        _check_cpu_engine(config)
     elif rank == 0:
         replica_gpus(config)
+
+
+def _check_cpu_engine(config: RlRunConfig) -> None:
+    """Refuse a model that vLLM computes on GPUs alone."""
+    name = config.model.model_provider
+    described = registry.model_provider(name).hf_config(config.model_family)
+    pattern = described.get("llm_config", described).get("hybrid_override_pattern", "")
+    if NEMOTRON_EXPERTS in pattern:
+        raise ValueError(f"--model-provider {name} --hybrid-layer-pattern {pattern}: vLLM has no kernels for CPUs for "
+                         f"layers of experts without a gate ({NEMOTRON_EXPERTS}); give a pattern without them, or use "
+                         "GPUs")
 
 
 def replica_gpus(config: RlRunConfig) -> list[list[str]]:
@@ -131,7 +146,11 @@ def dry_run_report(config: RlRunConfig, layout: Layout, provider: ModelProvider)
         layout: layout of its trainer.
         provider: the model provider that `config` names.
     """
-    parts = [*grid_parts(config, layout, provider), _engine_lines(config, layout), _batch_lines(config, layout)]
+    # Imported late, as a run does not need it.
+    from mimo.planner.memory import state_lines
+
+    parts = [*grid_parts(config, layout, provider), _engine_lines(config, layout), _batch_lines(config, layout),
+             state_lines(config, layout)]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 

@@ -117,8 +117,10 @@ class RolloutEngine:
         from vllm.engine.arg_utils import EngineArgs
 
         from mimo.refit.options import BACKEND, register
+        from mimo.rollout import vllm_models
 
         register()
+        vllm_models.register()
         self.options = options
         # A trainer may give up a call and begin another while the first still runs.
         self._turn = threading.Lock()

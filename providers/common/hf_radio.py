@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mimo.protocols import ImageProcessing
 from providers.common.checks import image_flags
+from providers.common.hf_processor import made_up_tokenizer
 from providers.common.hf_text import allow
 from providers.radio import NUM_CHANNELS, RadioConfig
 
@@ -22,6 +26,8 @@ NORM_EPSILON, PROJECTOR_EPSILON = 1e-6, 1e-5
 VISION_FIXED: dict[str, tuple[Any, ...]] = {
     "vitdet_window_size": (None,), "feature_normalizer_config": (None,), "inter_feature_normalizer_config": (None,),
 }
+# What vLLM's DynamicResolutionImageTiler asserts, and the word that its processor takes for an image.
+ENGINE_PIXEL_SHUFFLE, IMAGE_WORD = 2, "<image>"
 # vLLM's DEFAULT_NUM_TILES.
 MAX_TILES = 12
 IMAGE_SIZE, PATCH_SIZE, MAX_IMAGE_SIZE = 512, 16, 2048
@@ -207,3 +213,47 @@ def with_radio_processing(values: dict[str, Any], config: RadioConfig, processin
                         f"{processing.max_tiles}: give vLLM --mm-processor-kwargs "
                         f"'{{\"max_num_tiles\": {processing.max_tiles}}}'")
     return values, ""
+
+
+def check_radio_processor(config: RadioConfig) -> None:
+    """Raise ValueError, with flags and values, if vLLM's processor or encoder would compute something else."""
+    if config.vision_pixel_shuffle != ENGINE_PIXEL_SHUFFLE:
+        raise ValueError(f"--vision-pixel-shuffle {config.vision_pixel_shuffle}: vLLM's NemotronH_Nano_VL_V2 has "
+                         f"{ENGINE_PIXEL_SHUFFLE} built in")
+    if config.vision_cpe_augmentation:
+        raise ValueError("--vision-cpe-augmentation: the trainer would draw random crops of positions, and the rollout "
+                         "engine would not; leave it out")
+    if config.vision_dynamic_resolution and config.vision_image_size == config.vision_max_image_size:
+        raise ValueError(f"--vision-image-size {config.vision_image_size}: where it is --vision-max-image-size, vLLM "
+                         "cuts the positions of smaller images out of the grid instead of interpolating them. It has "
+                         "no other effect with --vision-dynamic-resolution: give another one")
+
+
+def write_radio_processor(config: RadioConfig, image_token_id: int, vocab_size: int, folder: Path,
+                          mean: Sequence[float], std: Sequence[float]) -> None:
+    """Make a folder tell vLLM's processor to leave the sizes of images as they are; see `ImageProcessorProvider`.
+
+    The processor is part of vLLM. It reads config.json and puts the words `<img>` and `</img>` around the tokens of an
+    image, for which the tokenizer has no tokens: where a prompt has them, they are among its own tokens.
+
+    Args:
+        config: the encoder's flags.
+        image_token_id: token that stands for an image.
+        vocab_size: number of tokens.
+        folder: folder of the config.json.
+        mean: mean of each channel.
+        std: deviation of each channel; pixels are (value / 255 - mean) / std.
+    """
+    from tokenizers import normalizers
+
+    kind = "dynamic" if config.vision_dynamic_resolution else "fixed"
+    # 0 is no limit. Images that are too long for --seq-length are refused with their prompts.
+    processing = ImageProcessing(kind, tuple(mean), tuple(std), min_patches=config.vision_pixel_shuffle**2,
+                                 max_patches=0, max_tiles=MAX_TILES)
+    path = folder / "config.json"
+    values, _ = with_radio_processing(json.loads(path.read_text(encoding="utf-8")), config, processing)
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    tokenizer = made_up_tokenizer(vocab_size, {IMAGE_WORD: image_token_id})
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Replace(word, "") for word in ("<img>", "</img>")])
+    tokenizer.save_pretrained(folder)

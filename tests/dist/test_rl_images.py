@@ -1,4 +1,4 @@
-"""Policy updates of a vision-language model are the same on every layout, for every division into microbatches."""
+"""Policy updates of vision-language models are the same on every layout, for every division into microbatches."""
 
 from __future__ import annotations
 
@@ -37,6 +37,30 @@ def expected(pool: WorkerPool) -> Outcome:
     config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=200)
     (outcome,) = pool.run(vlm_updates.update, ("--layout", "colocated"), 1, config, world_size=1)
     return outcome
+
+
+# family -> layouts
+FAMILIES = {
+    "qwen3_vl": ("fan-out", "pipelines", "colocated-fan-in", "more-microbatches"),
+    "nemotron-moe-vlm-tiny": ("fan-out", "more-microbatches"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_with_images_of_any_size_take_the_same_step(pool, family):
+    """Positions of three axes and levels of DeepStack, for images of several sizes in one microbatch."""
+    config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=200)
+    (expected,) = pool.run(vlm_updates.update, ("--layout", "colocated"), 1, config, 0, family, world_size=1)
+    ((loss, gradients),) = pool.run(vlm_updates.plain, config, family, world_size=1)
+    assert expected.results[0].metrics["loss"] == pytest.approx(loss, rel=TOLERANCE)
+    errors = worst_errors(assemble(gradients), [expected.gradients])
+    assert {name: error for name, error in errors.items() if not error < TOLERANCE} == {}
+    for layout in FAMILIES[family]:
+        world_size, flags, budget, _ = LAYOUTS[layout]
+        config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=budget)
+        found = pool.run(vlm_updates.update, tuple(flags.split()), world_size, config, 0, family, world_size=world_size)
+        assert_same_updates(expected, found, found[0].results[0].num_microbatches)
 
 
 @pytest.mark.slow

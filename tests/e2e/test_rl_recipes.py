@@ -24,7 +24,7 @@ def run_recipe(name: str, runs: Path, *flags: str) -> tuple[str, list[dict[str, 
     Args:
         name: name of the script.
         runs: where it writes.
-        flags: for train_rl.py.
+        flags: a family, flags for train_rl.py.
 
     Returns:
         What it printed, and the records of reinforcement learning.
@@ -47,8 +47,9 @@ def test_arithmetic(tmp_path: Path) -> None:
     assert len(steps) == steps[-1]["iteration"] and max(step["gen-kl"] for step in steps) < 1e-5
 
 
-def test_digits(tmp_path: Path) -> None:
-    output, found = run_recipe("digits_cpu.sh", tmp_path)
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl", "nemotron"])
+def test_digits(tmp_path: Path, family: str) -> None:
+    output, found = run_recipe("digits_cpu.sh", tmp_path, family)
     evaluations = [record["reward validation"] for record in found if "reward validation" in record]
     steps = [record for record in found if "gen-kl" in record]
     assert 0.1 < evaluations[0] < 0.5 and evaluations[-1] > 0.9, evaluations

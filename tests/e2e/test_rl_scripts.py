@@ -282,7 +282,7 @@ def test_nobody_answers_at_a_closed_port():
     assert not wait_for_ray.answers("127.0.0.1:9", 1.0)
 
 
-@pytest.mark.parametrize("name", ["arithmetic_cpu", "arithmetic_gpu", "digits_cpu", "digits_gpu"])
+@pytest.mark.parametrize("name", ["arithmetic_cpu", "arithmetic_gpu", "digits_cpu", "digits_gpu", "qwen3_vl_gpu"])
 def test_help_of_a_recipe_sets_nothing_up(name, tmp_path):
     done = subprocess.run([BASH, RL / f"{name}.sh", "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
                           env={"PATH": os.environ["PATH"], "RUNS": str(tmp_path / "runs"), "PYTHON": "/nowhere/python"})
@@ -309,7 +309,35 @@ def test_a_recipe_on_gpus_trains_and_goes_on_from_there(name, tmp_path):
     assert policy.train.train_iters == 3 and policy.observe.run_dir == f"{tmp_path}/separate"
 
 
+def test_a_qwen3_vl_on_gpus_shows_its_plan_and_trains(tmp_path):
+    script, environment = [BASH, RL / "qwen3_vl_gpu.sh"], os.environ | {"RUNS": str(tmp_path)}
+    done = subprocess.run([*script, "--nproc", "4", "--dry-run"], capture_output=True, text=True, timeout=100,
+                          env=environment | {"PYTHON": sys.executable}, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "language    8,190,735,360" in done.stdout and "language and vision: " in done.stdout
+    noted, python = tmp_path / "noted", tmp_path / "python"
+    python.write_text(f'#!{BASH}\n[[ "$1" == -c ]] || printf "%s\n" "$*" >"{noted}"\n')
+    python.chmod(0o755)
+    done = subprocess.run([*script, "--nproc", "2", "--train-iters", "3"], capture_output=True, text=True, timeout=60,
+                          env=environment | {"PYTHON": str(python)}, check=False)
+    assert done.returncode == 0, done.stderr
+    launcher, flags = noted.read_text().split(".py ", 1)
+    config = parse_as(RlRunConfig, flags.split(), "")
+    assert launcher.endswith("--nproc-per-node 2 train_rl") and config.train.train_iters == 3
+    assert validate_rl(config, 2).language.dp == config.rollout.engine_dp == 2
+
+
+def test_a_recipe_names_the_families_that_it_knows(tmp_path):
+    done = subprocess.run([BASH, RL / "digits_cpu.sh", "gpt"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "digits_cpu.sh gpt: the families are llava, qwen3_vl and nemotron" in done.stderr
+
+
 RECIPES = {"arithmetic_cpu": "rl-cpu", "digits_cpu": "rl-cpu", "arithmetic_gpu": "rl-gpu", "digits_gpu": "rl-gpu"}
+
+
+def recipe_command(name: str, folder: Path) -> list[str | Path]:
+    """Return the command of a recipe, with a placement on GPUs."""
+    return [BASH, folder / f"{name}.sh", *(["colocated"] if name.endswith("gpu") else [])]
 
 
 @pytest.mark.parametrize(("name", "extra"), RECIPES.items())
@@ -319,8 +347,8 @@ def test_a_recipe_wants_vllm_before_its_supervised_run(name, extra, tmp_path):
     python.write_text(f'#!{BASH}\nexec "{sys.executable}" -S "$@"\n')
     python.chmod(0o755)
     for given in (python, tmp_path / "nowhere"):
-        done = subprocess.run([BASH, RL / f"{name}.sh", "colocated"], capture_output=True, text=True, timeout=60,
-                              check=False, env=os.environ | {"PYTHON": str(given), "RUNS": str(tmp_path / "runs")})
+        done = subprocess.run(recipe_command(name, RL), capture_output=True, text=True, timeout=60, check=False,
+                              env=os.environ | {"PYTHON": str(given), "RUNS": str(tmp_path / "runs")})
         assert done.returncode == 2 and f"PYTHON={given} is no Python with the extra {extra} (" in done.stderr
         assert not (tmp_path / "runs").exists()
 
@@ -331,6 +359,6 @@ def test_a_recipe_sets_up_what_it_needs(name, extra, tmp_path):
     with (tmp_path / "scripts" / "lib.sh").open("a") as library:
         library.write('setup_venv() { say "setting up $1"; return 1; }\n')
     environment = {key: value for key, value in os.environ.items() if key != "PYTHON"}
-    done = subprocess.run([BASH, tmp_path / "scripts" / "rl" / f"{name}.sh", "colocated"], capture_output=True,
-                          text=True, timeout=60, check=False, env=environment)
+    done = subprocess.run(recipe_command(name, tmp_path / "scripts" / "rl"), capture_output=True, text=True, timeout=60,
+                          check=False, env=environment)
     assert (done.returncode, done.stderr) == (1, f"setting up {extra}\n")

@@ -1,4 +1,4 @@
-"""Policy updates of a small llava on made-up completions of prompts with images; inside a worker process."""
+"""Policy updates of a small model on made-up completions of prompts with images; inside a worker process."""
 
 from __future__ import annotations
 
@@ -25,12 +25,21 @@ from tests.support.global_state import Piece, read_gradients, read_parameters
 
 VOCAB_SIZE, IMAGE_TOKEN, SIDE = 61, 60, 16
 TOKENS_OF_IMAGE = 4
-FLAGS = f"""--model-provider llava --dataset-provider digits --device cpu --no-bf16 --transformer-impl local
+FLAGS = f"""--dataset-provider digits --device cpu --no-bf16 --transformer-impl local
 --global-batch-size 8 --train-iters 1 --lr-decay-style constant --lr 1e-2 --adam-eps 1e-4 --num-generations 0
---watchdog-timeout-s 60 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2
+--watchdog-timeout-s 60 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2
 --ffn-hidden-size 48 --vocab-size {VOCAB_SIZE} --make-vocab-size-divisible-by 64 --image-token-id {IMAGE_TOKEN}
---vision-image-size {SIDE} --vision-patch-size 8 --vision-hidden-size 32 --vision-num-layers 2
---vision-num-attention-heads 4 --vision-ffn-hidden-size 48""".split()
+--vision-hidden-size 32 --vision-num-attention-heads 4 --vision-ffn-hidden-size 48""".split()
+# Qwen3-VL has levels of DeepStack for layers of both pipeline stages.
+FAMILIES = {
+    "llava": f"--num-layers 2 --vision-num-layers 2 --vision-image-size {SIDE} --vision-patch-size 8".split(),
+    "qwen3_vl": """--num-layers 4 --kv-channels 16 --mrope-section 4 2 2 --vision-num-layers 4 --vision-patch-size 4
+        --vision-num-position-embeddings 36 --vision-deepstack-layers 0 1 3 --video-token-id 59
+        --vision-start-token-id 58 --vision-end-token-id 57""".split(),
+    "nemotron-moe-vlm-tiny": "--hybrid-layer-pattern M*-E --vision-patch-size 4 --vision-max-image-size 64".split(),
+}
+# Height and width of images in turn, for encoders that take any size in blocks of 8 pixels.
+SIZES = ((8, 16), (24, 8), (16, 16))
 # One image first, none, two side by side, one in the middle.
 PROMPTS = ((IMAGE_TOKEN, 4), (5, 6), (7, IMAGE_TOKEN, IMAGE_TOKEN), (11, IMAGE_TOKEN, 12))
 LENGTHS = (9, 4, 1, 12, 6, 15, 3, 7)
@@ -59,6 +68,8 @@ class Outcome:
 class PictureSet:
     """Prompts with noise as images; a `mimo.rl.prompts.ImagePromptSet`. Place `n` holds prompt `n % 4`.
 
+    Images have one size for a llava, and different ones for other families.
+
     Attributes:
         drawn: places whose pictures were asked for.
         shift: added to the tokens of every prompt, as by a set that differs from rank to rank.
@@ -67,29 +78,35 @@ class PictureSet:
     end_token_id, pad_token_id = 1, 0
     normalisation = Normalisation((0.3, 0.4, 0.5), (0.2, 0.3, 0.4))
 
-    def __init__(self, shift: int = 0) -> None:
+    def __init__(self, shift: int = 0, family: str = "llava") -> None:
         self.drawn: list[int] = []
         self.shift = shift
+        self._sizes = ((SIDE, SIDE),) if family == "llava" else SIZES
 
     def prompt(self, index: int) -> Prompt:
         """Return the prompt at a place."""
         ids = tuple(token if token == IMAGE_TOKEN else token + self.shift for token in PROMPTS[index % len(PROMPTS)])
-        count = ids.count(IMAGE_TOKEN)
-        return Prompt(f"prompt {index}", "", ids, "", {}, ((SIDE, SIDE),) * count, lambda: self._pictures(index, count))
+        sizes = tuple(self._sizes[(index + number) % len(self._sizes)] for number in range(ids.count(IMAGE_TOKEN)))
+        return Prompt(f"prompt {index}", "", ids, "", {}, sizes, lambda: self._pictures(index, sizes))
 
     def decode(self, token_ids: Any) -> str:
         """Ids as text."""
         return " ".join(map(str, token_ids))
 
-    def _pictures(self, index: int, count: int) -> list[np.ndarray]:
+    def _pictures(self, index: int, sizes: tuple[tuple[int, int], ...]) -> list[np.ndarray]:
         self.drawn.append(index)
         rng = np.random.default_rng(index)
-        return [rng.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8) for _ in range(count)]
+        return [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
 
 
-def completions(step: int) -> list[Completion]:
+def num_image_tokens(height: int, width: int, family: str = "llava") -> int:
+    """Count the tokens of an image."""
+    return TOKENS_OF_IMAGE if family == "llava" else height * width // 64
+
+
+def completions(step: int, family: str = "llava") -> list[Completion]:
     """Return two completions of each prompt, with log-probs near an untrained model's; some have the image token."""
-    generator, prompts, found = torch.Generator().manual_seed(step), PictureSet(), []
+    generator, prompts, found = torch.Generator().manual_seed(step), PictureSet(family=family), []
     for number, length in enumerate(LENGTHS):
         ids = torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
         if number % 3 == 0:
@@ -99,17 +116,19 @@ def completions(step: int) -> list[Completion]:
         prompt = prompts.prompt(index)
         found.append(Completion(
             f"{prompt.key}#{number % 2}", number // 2, prompt.token_ids, tuple(ids), tuple(log_probs), "length", reward,
-            index, prompt.image_sizes, TOKENS_OF_IMAGE * len(prompt.image_sizes)))
+            index, prompt.image_sizes, sum(num_image_tokens(*size, family) for size in prompt.image_sizes)))
     return found
 
 
-def parsed(config: RlConfig, flags: tuple[str, ...]) -> RlRunConfig:
-    """Return a run of the small model."""
+def parsed(config: RlConfig, flags: tuple[str, ...], family: str = "llava") -> RlRunConfig:
+    """Return a run of the small model of a family."""
     budget = str(config.max_tokens_per_microbatch)
-    return parse_as(RlRunConfig, [*FLAGS, "--seq-length", budget, "--max-tokens-per-microbatch", budget, *flags], "")
+    return parse_as(RlRunConfig, ["--model-provider", family, *FLAGS, *FAMILIES[family], "--seq-length", budget,
+                                  "--max-tokens-per-microbatch", budget, *flags], "")
 
 
-def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig, shift: int = 0) -> Outcome:
+def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig, shift: int = 0,
+           family: str = "llava") -> Outcome:
     """Take steps on this rank of a layout.
 
     Args:
@@ -118,20 +137,21 @@ def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig,
         world_size: number of processes.
         config: the algorithm.
         shift: shift of the prompts that encoder ranks see.
+        family: the model.
     """
     from mimo.registry import model_provider
 
-    run = parsed(config, flags)
+    run = parsed(config, flags, family)
     layout = validate(run, world_size)
     parts: Any = equality.make_trainer(run, layout)
-    images = ImageTokens.of(model_provider("llava"), run.model_family, layout)
-    prompts = PictureSet(shift)
+    images = ImageTokens.of(model_provider(family), run.model_family, layout)
+    prompts = PictureSet(shift, family)
     trainer = PolicyTrainer(parts, config, VOCAB_SIZE, 0, images, prompts if needs_pixels(layout, rank) else None)
     outcome = Outcome()
     equality.note_gradients(parts, outcome)
     try:
         for step in range(NUM_UPDATES):
-            outcome.results.append(trainer.update(completions(step)))
+            outcome.results.append(trainer.update(completions(step, family)))
             outcome.pixels.append(sorted(prompts.drawn))
             prompts.drawn.clear()
     except ValueError as error:
@@ -142,7 +162,7 @@ def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig,
     return outcome
 
 
-def plain(rank: int, config: RlConfig) -> tuple[float, list[Piece]]:
+def plain(rank: int, config: RlConfig, family: str = "llava") -> tuple[float, list[Piece]]:
     """Loss of the first update and its gradients: a sequence at a time, no packing, no schedule, autograd alone.
 
     Sequences go through the collation of supervised training, which knows nothing of completions.
@@ -150,18 +170,19 @@ def plain(rank: int, config: RlConfig) -> tuple[float, list[Piece]]:
     Args:
         rank: this process, the only one.
         config: the algorithm, with `ppo`, `token-mean`, `grpo` and `--importance-correction token`.
+        family: the model.
     """
     from mimo.registry import model_provider
 
-    run = parsed(config, ("--layout", "colocated", "--no-use-distributed-optimizer"))
+    run = parsed(config, ("--layout", "colocated", "--no-use-distributed-optimizer"), family)
     parts: Any = equality.make_trainer(run, Layout("colocated", 1, (GridSpec("vision"),), GridSpec(LANGUAGE)))
     model = equality._unwrapped(parts.built.model)
-    images = ImageTokens.of(model_provider("llava"), run.model_family, parts.grids.layout)
-    own = completions(0)
+    images = ImageTokens.of(model_provider(family), run.model_family, parts.grids.layout)
+    own = completions(0, family)
     scores = advantages([each.reward for each in own], [each.prompt for each in own], config.advantage)
     num_tokens, total = sum(LENGTHS), torch.zeros(())
     for each, score in zip(own, scores, strict=True):
-        logits, ids = _forward(model, images, each)
+        logits, ids = _forward(model, images, each, family)
         log_p = (logits / config.temperature).log_softmax(-1)
         # Position before each sampled token.
         places = torch.arange(each.prompt_length - 1, each.length - 1)
@@ -180,12 +201,13 @@ def plain(rank: int, config: RlConfig) -> tuple[float, list[Piece]]:
     return total.item(), gradients
 
 
-def _forward(model: Any, images: ImageTokens, completion: Completion) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(model: Any, images: ImageTokens, completion: Completion, family: str) -> (
+        tuple[torch.Tensor, torch.Tensor]):
     """Logits `[t, vocab]` and token ids `[t]` of a whole sequence."""
     from mimo.data.batch import Microbatch
     from mimo.data.collate import collate_encoder, collate_text
 
-    prompts = PictureSet()
+    prompts = PictureSet(family=family)
     prompt = prompts.prompt(completion.index)
     # A sampled image token is a word among words: it is put where it belongs after images have been.
     words = [0 if token == IMAGE_TOKEN else token for token in completion.token_ids]

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+import transformers
+from PIL import Image
 
+from data import image_tiling
+from data.energon.provider import Config as energon_flags
 from mimo.config.rl_run import RlRunConfig, validate_rl
 from mimo.data.collate import PatchOrder, patchify
 from mimo.grid.spec import GridSpec, Layout
@@ -143,7 +150,7 @@ def as_request_image(picture: np.ndarray) -> object:
 
 
 @pytest.mark.parametrize(("flags", "expected"), [
-    ("--model-provider mock", "image processors for rollouts exist only for --model-provider llava, qwen2_5_vl and q"),
+    ("--model-provider mock", "image processors for rollouts exist only for --model-provider llava, qwen2_5_vl, qwe"),
     ("--vision-num-channels 1", "--vision-num-channels 1: image processors .* take images of 3 channels"),
     ("--no-vision-class-token", "CLIP has --vision-class-token and --vision-pre-layernorm, SigLIP"),
 ])
@@ -153,7 +160,81 @@ def test_models_that_the_engine_cannot_be_told_of_are_refused(flags, expected):
             "--layout", "colocated", "--max-completion-tokens", "8", "--seq-length", "64", *flags.split())), 1)
 
 
-def test_the_nemotron_models_have_no_image_processor():
-    provider = model_provider("nemotron-moe-vlm-20l")
-    with pytest.raises(ValueError, match="only for --model-provider llava, qwen2_5_vl and qwen3_vl, not for N"):
-        provider.check_processor(provider.Config())
+NEMOTRON = model_provider("nemotron-moe-vlm-tiny")
+
+
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({"vision_pixel_shuffle": 1}, "--vision-pixel-shuffle 1: vLLM's NemotronH_Nano_VL_V2 has 2 built in"),
+    ({"vision_cpe_augmentation": True}, "--vision-cpe-augmentation: the trainer would draw random crops"),
+    ({"vision_max_image_size": 32}, "--vision-image-size 32: where it is --vision-max-image-size, vLLM cuts"),
+])
+def test_nemotron_models_that_vllm_would_compute_differently_are_refused(changes, expected):
+    config = NEMOTRON.Config()
+    NEMOTRON.check_processor(config)
+    with pytest.raises(ValueError, match=expected):
+        NEMOTRON.check_processor(dataclasses.replace(config, **changes))
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_the_folder_of_a_nemotron_says_how_images_become_pixels(tmp_path, dynamic):
+    config = NEMOTRON.Config(vision_dynamic_resolution=dynamic)
+    (tmp_path / "config.json").write_text(json.dumps(NEMOTRON.hf_config(config)))
+    NEMOTRON.write_processor(config, tmp_path, (0.3, 0.4, 0.5), (0.2, 0.3, 0.4))
+    found = NEMOTRON.image_processing(config, str(tmp_path))
+    assert (found.mean, found.std) == ((0.3, 0.4, 0.5), (0.2, 0.3, 0.4))
+    assert (found.tiling, found.min_patches, found.max_patches) == (("dynamic", 4, -1) if dynamic else ("fixed", 0, 0))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    # The engine writes these words around an image; a prompt has their tokens itself, if it has them.
+    assert tokenizer.encode("<img><image><image></img>", add_special_tokens=False) == [config.image_token_id] * 2
+
+
+def sizes(count: int) -> list[tuple[int, int]]:
+    """Heights and widths of images, from slim ones to large ones."""
+    rng = np.random.default_rng(0)
+    return [tuple(int(side) for side in np.exp(rng.uniform(np.log(20), np.log(700), 2))) for _ in range(count)]
+
+
+def pictures_of_any_size(provider: Any, config: Any, count: int) -> Iterator[np.ndarray]:
+    """Pictures of images of any size, as a prompt set makes them for a model."""
+    processing = dataclasses.replace(provider.image_processing(config), min_patches=4, max_patches=400)
+    flags = energon_flags(image_tiling=processing.tiling, image_resample=processing.resample,
+                          image_mean=processing.mean, image_std=processing.std, min_patches=processing.min_patches,
+                          max_patches=processing.max_patches)
+    tiling = image_tiling.tiling_of(flags, provider.token_spec(config))
+    rng = np.random.default_rng(1)
+    for size in sizes(count):
+        (picture,) = image_tiling.tile_pictures(Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8)), tiling)
+        assert picture.shape[:2] == image_tiling.tile_sizes(*size, tiling)[0]
+        yield picture
+
+
+def test_the_engine_keeps_pictures_of_a_qwen_of_any_size(tmp_path):
+    from transformers import Qwen3VLProcessor
+
+    normalisation, provider = Normalisation((0.3, 0.4, 0.5), (0.2, 0.3, 0.4)), model_provider("qwen3_vl")
+    config = provider.Config(vocab_size=64, image_token_id=63, video_token_id=62, vision_start_token_id=61,
+                             vision_end_token_id=60)
+    provider.write_processor(config, tmp_path, normalisation.mean, normalisation.std)
+    processor = Qwen3VLProcessor.from_pretrained(tmp_path).image_processor
+    for picture in pictures_of_any_size(provider, config, 30):
+        theirs = processor(as_request_image(picture), return_tensors="np")
+        ours = patchify(normalisation.apply(picture), PatchOrder(16, 2, 2))
+        assert theirs["pixel_values"].shape == ours.shape and np.abs(theirs["pixel_values"] - ours).max() < 1e-5
+        assert theirs["image_grid_thw"].prod() == 4 * provider.num_image_tokens(config, "vision", *picture.shape[:2])
+
+
+@pytest.mark.slow
+def test_the_engine_keeps_pictures_of_a_nemotron_of_any_size(tmp_path):
+    from vllm.transformers_utils.processors.nano_nemotron_vl import NanoNemotronVLProcessor
+
+    from mimo.rollout.vllm_models import NemotronVlConfig
+
+    normalisation, config = Normalisation((0.3, 0.4, 0.5), (0.2, 0.3, 0.4)), NEMOTRON.Config()
+    (tmp_path / "config.json").write_text(json.dumps(NEMOTRON.hf_config(config)))
+    NEMOTRON.write_processor(config, tmp_path, normalisation.mean, normalisation.std)
+    processor = NanoNemotronVLProcessor(NemotronVlConfig.from_pretrained(tmp_path),
+                                        transformers.AutoTokenizer.from_pretrained(tmp_path), max_model_len=1024)
+    for picture in pictures_of_any_size(NEMOTRON, config, 60):
+        theirs = processor("<image>", as_request_image(picture))
+        assert np.abs(theirs["pixel_values_flat"][0].numpy() - normalisation.apply(picture)).max() < 1e-5
+        assert theirs["num_tokens_per_image"] == [NEMOTRON.num_image_tokens(config, "vision", *picture.shape[:2])]

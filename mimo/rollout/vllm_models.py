@@ -1,0 +1,39 @@
+"""Models that vLLM learns from this project, beside its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, NemotronHConfig, PreTrainedConfig
+
+NEMOTRON_VL = "NemotronH_Nano_VL_V2"
+
+
+class NemotronVlConfig(PreTrainedConfig):
+    """config.json of a Nemotron VLM. Published folders bring their own code for it, which an engine here does not run.
+
+    Args:
+        vision_config: the RADIO encoder.
+        llm_config: a `NemotronHConfig` as a dict.
+        values: all other keys.
+    """
+
+    model_type = NEMOTRON_VL
+
+    def __init__(self, vision_config: dict[str, Any] | None = None, llm_config: dict[str, Any] | None = None,
+                 **values: Any) -> None:
+        self.vision_config = PreTrainedConfig(**(vision_config or {}))
+        self.text_config = NemotronHConfig(**(llm_config or {}))
+        super().__init__(**values)
+
+
+def register() -> None:
+    """Make the models known. Later calls do nothing.
+
+    vLLM calls this in each of its processes, through the entry point `vllm.general_plugins` in pyproject.toml.
+    """
+    from vllm import ModelRegistry
+
+    AutoConfig.register(NEMOTRON_VL, NemotronVlConfig, exist_ok=True)
+    # By name, because importing the class would start CUDA in processes that only read configurations.
+    ModelRegistry.register_model(NEMOTRON_VL, "mimo.rollout.nemotron_vl:NemotronVl")
