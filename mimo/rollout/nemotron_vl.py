@@ -43,8 +43,9 @@ class NemotronVl(NemotronH_Nano_VL_V2):
         encoder: RadioModel = super().get_vit_model_from_radio_config(hf_config)
         for layer in encoder.model.encoder.layers:
             # Scales of 1 that no checkpoint has. As parameters they would get made-up values with `dummy` weights.
-            del layer.ls1, layer.ls2
-            layer.ls1 = layer.ls2 = 1.0
+            for name in ("ls1", "ls2"):
+                delattr(layer, name)
+                setattr(layer, name, 1.0)
         return encoder
 
     def extract_feature_dynamic(self, pixel_values: torch.Tensor, imgs_sizes: list[tuple[int, int]]) -> torch.Tensor:
