@@ -21,26 +21,33 @@ FLAGS = """--device cpu --no-bf16 --transformer-impl local --model-provider llav
 COMMON = [*FLAGS[:FLAGS.index("--model-provider")], *FLAGS[FLAGS.index("--num-layers"):]]
 QWEN_TOWER = """--vision-patch-size 4 --vision-hidden-size 64 --vision-num-layers 2 --vision-num-attention-heads 2
 --vision-ffn-hidden-size 96 --video-token-id 31 --vision-start-token-id 30 --vision-end-token-id 29"""
-QWEN3 = f"""--model-provider qwen3_vl {QWEN_TOWER} --kv-channels 32 --mrope-section 6 5 5 --digits-image-size 16
---vision-num-position-embeddings 9 --vision-deepstack-layers 0 1"""
+QWEN3 = [*COMMON, *f"""--model-provider qwen3_vl {QWEN_TOWER} --kv-channels 32 --mrope-section 6 5 5
+--vision-num-position-embeddings 9 --vision-deepstack-layers 0 1""".split()]
 # No layer of experts, for which the engine has no kernels on CPUs.
 NEMOTRON = """--device cpu --no-bf16 --transformer-impl local --model-provider nemotron-moe-vlm-tiny
 --hybrid-layer-pattern M*-* --kv-channels 32 --vision-patch-size 4 --vision-max-image-size 64
---vision-num-attention-heads 2 --vocab-size 32 --make-vocab-size-divisible-by 32 --image-token-id 3
---digits-image-size 16""".split() + FLAGS[FLAGS.index("--dataset-provider"):]
-# Images of any size. Numbers of one to four digits are as many images, or with a strip one.
+--vision-num-attention-heads 2 --vocab-size 32 --make-vocab-size-divisible-by 32 --image-token-id 3""".split()
+NEMOTRON += FLAGS[FLAGS.index("--dataset-provider"):]
 MODELS = {
     "qwen2.5-vl": [*COMMON, *f"""--model-provider qwen2_5_vl {QWEN_TOWER} --mrope-section 4 6 6 --vision-window-size 8
-        --vision-full-attention-layers 1 --digits-image-size 8 --digits-strip""".split()],
-    "qwen3-vl": [*COMMON, *QWEN3.split()],
-    "qwen3-vl-moe": [*COMMON, *QWEN3.split(), *"--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32".split()],
+        --vision-full-attention-layers 1""".split()],
+    "qwen3-vl": QWEN3,
+    "qwen3-vl-moe": [*QWEN3, *"--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32".split()],
     "nemotron": NEMOTRON,
-    "nemotron-strip": [*NEMOTRON, "--digits-strip", "--no-vision-final-layernorm"],
+    "nemotron-without-norm": [*NEMOTRON, "--no-vision-final-layernorm"],
     "nemotron-fixed": [*NEMOTRON, *"--no-vision-dynamic-resolution --vision-image-size 16".split()],
 }
-CASES = [("qwen2.5-vl", "fan-out"), ("qwen2.5-vl", "colocated"), ("qwen3-vl", "fan-out"), ("qwen3-vl", "colocated"),
-         ("qwen3-vl-moe", "fan-out"), ("nemotron", "fan-out"), ("nemotron-strip", "colocated"),
-         ("nemotron-fixed", "colocated")]
+# Numbers of one to four digits are as many images, or with a strip one; pictures have several sizes in one prompt.
+PROMPTS = {
+    "digits": "--digits-image-size 16",
+    "strips": "--digits-image-size 8 --digits-strip",
+    "pictures": "--dataset-provider tests.support.picture_prompts:provider",
+}
+CASES = [
+    ("qwen2.5-vl", "strips", "fan-out"), ("qwen2.5-vl", "pictures", "colocated"), ("qwen3-vl", "digits", "fan-out"),
+    ("qwen3-vl", "pictures", "colocated"), ("qwen3-vl-moe", "pictures", "fan-out"), ("nemotron", "digits", "fan-out"),
+    ("nemotron", "pictures", "colocated"), ("nemotron-without-norm", "strips", "colocated"),
+    ("nemotron-fixed", "digits", "colocated")]
 # ranks, flags
 LAYOUTS = {
     "fan-out": (3, "--llm-dp 2"),
@@ -56,10 +63,11 @@ def test_three_steps_train_on_completions_of_prompts_with_images(tmp_path: Path,
     check_three_steps(tmp_path, num_processes, [*FLAGS, *flags.split()])
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES)
-def test_three_steps_of_models_with_images_of_any_size(tmp_path: Path, model: str, layout: str) -> None:
+@pytest.mark.parametrize(("model", "prompts", "layout"), CASES)
+def test_three_steps_of_models_with_images_of_any_size(tmp_path: Path, model: str, prompts: str, layout: str) -> None:
     num_processes, flags = LAYOUTS[layout]
-    check_three_steps(tmp_path, num_processes, [*MODELS[model], *flags.split()], max_difference=1e-5)
+    check_three_steps(tmp_path, num_processes, [*MODELS[model], *PROMPTS[prompts].split(), *flags.split()],
+                      max_difference=1e-5)
 
 
 def check_three_steps(tmp_path: Path, num_processes: int, flags: list[str], max_difference: float = 1e-4) -> None:
@@ -85,7 +93,7 @@ def test_prompts_without_images_train_a_model_with_an_encoder(tmp_path: Path) ->
 
 @pytest.mark.timeout(600)
 def test_a_resumed_run_with_images_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    flags = [*MODELS["qwen3-vl"], "--train-iters", "4", "--eval-prompts", "0"]
+    flags = [*MODELS["qwen3-vl"], *PROMPTS["pictures"].split(), "--train-iters", "4", "--eval-prompts", "0"]
     whole, parts, saved = tmp_path / "whole", tmp_path / "parts", ["--save", str(tmp_path / "saved")]
     done = torchrun(2, *flags, "--run-dir", str(whole), script="train_rl.py")
     assert done.returncode == 0, done.stdout[-3000:]

@@ -20,6 +20,30 @@ FLAGS = """--device cuda --bf16 --transformer-impl local --model-provider causal
 --lr-decay-style constant --watchdog-timeout-s 120 --engine-memory 0.3 --engine-enforce-eager
 --refit-verify-interval 1 --eval-prompts 4 --reward tests.support.rl_rewards:digits""".split()
 
+# Prompts with one to four images.
+IMAGES = """--layout colocated --dataset-provider digits --digits-image-size 32 --vocab-size 128 --image-token-id 127
+--vision-patch-size 8 --vision-hidden-size 128 --vision-num-attention-heads 2"""
+MODELS = {
+    "qwen3_vl": """--num-experts 0 --mrope-section 12 10 10 --vision-num-layers 2 --vision-ffn-hidden-size 256
+        --vision-num-position-embeddings 16 --vision-deepstack-layers 0 1 --video-token-id 126
+        --vision-start-token-id 125 --vision-end-token-id 124""",
+    "nemotron-moe-vlm-tiny": "--hybrid-layer-pattern ME*- --vision-max-image-size 128",
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_three_steps_on_prompts_with_images(model: str, tmp_path: Path) -> None:
+    flags = [*FLAGS, *IMAGES.split(), "--model-provider", model, *MODELS[model].split(), "--seq-length", "64"]
+    if model != "qwen3_vl":  # layers come from a pattern
+        flags = [flag for flag in flags if flag != "--qk-layernorm"]
+        at = flags.index("--num-layers")
+        del flags[at:at + 2]
+    done = torchrun(1, *flags, "--engine-placement", "colocated", "--run-dir", str(tmp_path), script="train_rl.py",
+                    timeout_s=500)
+    assert done.returncode == 0, done.stdout[-5000:]
+    steps = [each for each in records(tmp_path) if "loss" in each]
+    assert len(steps) == 3 and all(step["success"] and 0 <= step["gen-kl"] < 2e-2 for step in steps)
+
 
 @pytest.mark.parametrize("placement", ["colocated", "separate", "one-step-off"])
 def test_three_steps_on_completions_of_the_weights_as_they_are(placement: str, tmp_path: Path) -> None:

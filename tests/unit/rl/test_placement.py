@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mimo import registry
 from mimo.config.cli import parse_as
 from mimo.config.rl import RolloutConfig
 from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
@@ -80,6 +81,17 @@ def test_a_ray_cluster_knows_its_gpus_itself(host: pytest.MonkeyPatch) -> None:
 def test_flags_of_gpus_are_refused_on_the_cpu(flags: str, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         check_placement(parsed(*flags.split(), device="cpu"), 0)
+
+
+@pytest.mark.parametrize("model", ["nemotron_h", "nemotron-moe-vlm-tiny"])
+def test_layers_that_vllm_computes_on_gpus_alone_are_refused_on_the_cpu(host: pytest.MonkeyPatch, model: str) -> None:
+    flags = """--no-bf16 --transformer-impl local --seq-length 64 --max-completion-tokens 16 --global-batch-size 16
+        --max-tokens-per-microbatch 128 --completions-per-prompt 4 --train-iters 3 --dataset-provider digits""".split()
+    flags += ["--model-provider", model, "--hybrid-layer-pattern"]
+    for device, pattern in (("cpu", "M*-"), ("cuda", "ME*")):
+        check_placement(parse_as(RlRunConfig, [*flags, pattern, "--device", device], ""), 1)
+    with pytest.raises(ValueError, match=re.escape(f"--model-provider {model} --hybrid-layer-pattern ME*: vLLM has no")):
+        check_placement(parse_as(RlRunConfig, [*flags, "ME*", "--device", "cpu"], ""), 1)
 
 
 def test_ray_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,3 +167,11 @@ def test_one_engine_on_one_gpu_needs_two() -> None:
     assert choose_gpus(RolloutConfig(), 1, 2) == [1]
     with pytest.raises(ValueError, match="has 1 GPUs; its 1 trainer ranks and the engine's 1 workers"):
         choose_gpus(RolloutConfig(), 1, 1)
+
+
+def test_the_plan_has_the_memory_of_each_kind_of_rank() -> None:
+    config = parsed("--dry-run", "--llm-pp", "2")
+    plan = placement.dry_run_report(config, validate_rl(config, 2), registry.model_provider("causal_lm"))
+    (line,) = [line for line in plan.splitlines() if line.startswith("  language stage 1: ")]
+    parameters = 100 * 64 + 64 + 4 * 64 * 64 + 3 * 64 * 64 + 2 * 64
+    assert abs(float(line.split()[3]) * 2**30 / (16 * parameters) - 1) < 0.2
