@@ -137,14 +137,16 @@ def engine_options(config: RlRunConfig, folder: Path, replica: int = 0, gpus: Se
                    for name, value in (ENVIRONMENT if on_cuda else ENVIRONMENT | CPU_ENVIRONMENT).items()}
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    takes_images = has_processor(folder)
     return EngineOptions(
         str(folder), engine_dtype(config), tensor_parallel_size=flags.engine_tp, pipeline_parallel_size=flags.engine_pp,
         enable_expert_parallel=flags.engine_ep, max_model_len=config.train.seq_length,
         # Replicas of one seed would draw the same numbers for different prompts.
         max_num_seqs=flags.engine_max_num_seqs, seed=config.train.seed + replica,
         # The update needs log-probs of the distribution that is sampled from, temperature included.
-        extra={"skip_tokenizer_init": not has_processor(folder), "logprobs_mode": "processed_logprobs",
-               **_arguments(flags, on_cuda)},
+        extra={"skip_tokenizer_init": not takes_images, "logprobs_mode": "processed_logprobs",
+               # Prompts have no videos, so the engine keeps no memory for them.
+               **({"limit_mm_per_prompt": {"video": 0}} if takes_images else {}), **_arguments(flags, on_cuda)},
         environment=environment)
 
 
