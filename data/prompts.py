@@ -19,6 +19,8 @@ from mimo.protocols import TokenSpec
 ROLES = ("system", "user", "assistant", "tool")
 # Image tokens of families of vision-language models.
 IMAGE_TOKENS = ("<image>", "<|image_pad|>", "<IMG_CONTEXT>", "<image_soft_token>", "[IMG]", "<|patch|>", "<|image|>")
+# Stands for an answer that is not known yet.
+PROBE_ANSWER = "A"
 # Tokenizer classes of transformers that use tokenizer.json unchanged.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
@@ -212,6 +214,29 @@ class Tokenizer:
         if not mask.any():
             raise ValueError("no assistant turn has a token to learn")
         return tokens, mask
+
+    def encode_question(self, messages: Sequence[Mapping[str, Any]], tiles: Sequence[int] = (),
+                        tools: Sequence[Any] | None = None) -> tuple[np.ndarray, tuple[int, ...]]:
+        """Tokenise a conversation up to where the model answers, as `encode` writes it before an answer.
+
+        Args:
+            messages: turns before the answer; see `encode`.
+            tiles: number of placeholders of each image, in order.
+            tools: tools that the conversation offers.
+
+        Returns:
+            Tokens int64 `[T]`, and the tokens that end an answer.
+
+        Raises:
+            ValueError: the conversation cannot be used; the message says why.
+        """
+        tokens, mask = self.encode([*messages, {"role": "assistant", "content": PROBE_ANSWER}], tiles, tools)
+        targets = np.flatnonzero(mask)
+        # Earlier answers are targets too, and text of the user is between them and this one.
+        before = np.flatnonzero(~mask[:targets[-1]])
+        last = int(tokens[targets[-1]])
+        ends = {self._hf.eos_token_id} | ({last} if last in self._hf.added_tokens_decoder else set())
+        return tokens[:before[-1] + 1], tuple(sorted(end for end in ends if end is not None))
 
     def encode_document(self, content: Any, tiles: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
         """Tokenise text without turns, between the tokenizer's tokens for beginning and end, if it has them.

@@ -278,6 +278,42 @@ class RecordedData(Protocol):
 
 
 @dataclass(frozen=True)
+class Question:
+    """A conversation up to where the model answers.
+
+    Attributes:
+        sample: its tokens and images, without a target.
+        end_token_ids: tokens that end an answer.
+    """
+
+    sample: Sample
+    end_token_ids: tuple[int, ...]
+
+
+@runtime_checkable
+class QuestionDataProvider(Protocol):
+    """A data set whose flags describe how a conversation is written, so that its model can be asked."""
+
+    def question(self, config: Any, request: DataRequest, text: str, images: Sequence[tuple[str, bytes]]) -> Question:
+        """Return a question as the samples of training are written.
+
+        Args:
+            config: the data set's flags.
+            request: the model; its other fields are not read.
+            text: the question. `<image>` stands for an image; without it, the images come first.
+            images: name and bytes of each image file.
+
+        Raises:
+            ValueError: flags, text or an image that cannot be used; the message names them.
+        """
+        ...
+
+    def decode(self, config: Any, tokens: list[int]) -> str:
+        """Return token ids as text."""
+        ...
+
+
+@dataclass(frozen=True)
 class BuildContext:
     """Context from which a provider builds one module on this rank.
 

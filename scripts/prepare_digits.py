@@ -5,9 +5,10 @@
 
 OUT/digits has train and val shards with images, and OUT/text shards of numbers in words. OUT/blend.yaml draws from
 both. With --llava, OUT/llava has the samples of OUT/digits as LLaVA publishes its data, in train.json and val.json
-with images beside them. OUT/tokenizer has the ids of `data/digits.py`. Sample i of OUT/digits is sample i of the
-in-memory data set with the same seed, without augmentation. Keys name the scans: `train-000012-17-1033` shows scans 17
-and 1033. The same arguments write the same bytes.
+with images beside them. With --model, OUT/model is a LLaVA of 0.4 million random weights as Hugging Face saves one, for
+trials of what is done with a real one. OUT/tokenizer has the ids of `data/digits.py`. Sample i of OUT/digits is sample
+i of the in-memory data set with the same seed, without augmentation. Keys name the scans: `train-000012-17-1033` shows
+scans 17 and 1033. The same arguments write the same bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from data import digits
 from data.energon.shards import Member, prepare_shards, write_shard
 from data.prompts import IMAGE_MARKER
-from mimo.protocols import TokenSpec
+from mimo.protocols import LANGUAGE, Lane, TokenSpec
 from scripts.shards import write_word_tokenizer
 
 # A scan has 17 grey levels, 0 to 16. In steps of 15 they fit into a byte.
@@ -38,6 +39,10 @@ GREY_STEP = 15
 TEXT_SHARE = digits.Config.digits_text_only_fraction
 # LLaVA's names of roles.
 LLAVA_NAMES = {"user": "human", "assistant": "gpt"}
+# Names of modules in transformers, and in published folders of LLaVA, which vLLM reads.
+PUBLISHED_NAMES = {
+    "model.vision_tower.": "vision_tower.vision_model.", "model.language_model.": "language_model.model.",
+    "model.multi_modal_projector.": "multi_modal_projector.", "lm_head.": "language_model.lm_head."}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -51,8 +56,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--strip", action="store_true", help="all digits of a number in one image")
     parser.add_argument("--any-size", action="store_true",
                         help="for encoders of images of any size: a strip is as wide as its digits need")
+    parser.add_argument("--words-fraction", type=float, default=0.0,
+                        help="fraction of train answers in words instead of digits")
     parser.add_argument("--llava", action="store_true",
                         help="also write train.json, val.json and images, as LLaVA publishes its data")
+    parser.add_argument("--model", action="store_true",
+                        help="also write a small LLaVA with random weights, as Hugging Face saves one")
     chosen = parser.parse_args(arguments)
     if chosen.seed < 0 or not 1 <= chosen.shards <= chosen.samples:
         parser.error(f"--samples {chosen.samples} --shards {chosen.shards} --seed {chosen.seed}: need 1 <= shards <= "
@@ -69,6 +78,7 @@ def settings(chosen: argparse.Namespace, text_only: bool = False) -> tuple[digit
         digits_strip=chosen.strip,
         digits_text_only_fraction=float(text_only),
         digits_augment=False,
+        digits_words_fraction=chosen.words_fraction,
         digits_image_size=chosen.image_size,
     )
     tokens = TokenSpec(
@@ -101,7 +111,7 @@ def members(chosen: argparse.Namespace, split: str, index: int, text_only: bool)
     shown = " ".join(digits.NAMES[digit] for digit in number) if text_only else IMAGE_MARKER * len(groups)
     messages = [
         {"role": "user", "content": f"{shown} {' '.join(digits.PROMPT)}"},
-        {"role": "assistant", "content": " ".join(map(str, number))},
+        {"role": "assistant", "content": answer(config, chosen.seed, split, index, number)},
     ]
     key = "-".join([split, f"{index:06d}", *map(str, scans)])
     size = digits.image_size(config, tokens)
@@ -109,6 +119,14 @@ def members(chosen: argparse.Namespace, split: str, index: int, text_only: bool)
     for position, group in enumerate(groups):
         yield f"{key}.{position}.png", png(digits.draw(group, cells, size, 1))
     yield f"{key}.json", json.dumps({"messages": messages}).encode()
+
+
+def answer(config: digits.Config, seed: int, split: str, index: int, number: list[int]) -> str:
+    """Return the answer of a sample, in digits or in words."""
+    lane = Lane(LANGUAGE, 0, 1, seed, "valid" if split == "val" else "train")
+    names = {identifier: word for word, identifier in digits.WORDS.items()}
+    numerals = {digits.FIRST_DIGIT + digit: str(digit) for digit in range(10)}
+    return " ".join((numerals | names)[token] for token in digits.answer_words(config, lane, index, number))
 
 
 def scans_of(key: str) -> tuple[int, ...]:
@@ -159,6 +177,39 @@ def write_tokenizer(folder: Path) -> None:
     write_word_tokenizer(folder, special | numerals | digits.WORDS, WhitespaceSplit())
 
 
+def write_model(folder: Path, tokenizer: Path, image_size: int) -> None:
+    """Write a LLaVA with random weights, the tokenizer, and the image processor that CLIP has."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    from providers.llava import provider
+
+    config = provider.Config(
+        vision_image_size=image_size, vision_patch_size=image_size // 2, vision_hidden_size=64, vision_num_layers=2,
+        vision_num_unused_layers=0, vision_num_attention_heads=4, vision_ffn_hidden_size=192, num_layers=2,
+        # Heads of 32: the smallest that vLLM's attention takes on a CPU. Rotations differ within 32 positions.
+        hidden_size=128, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=256, rotary_base=100,
+        max_position_embeddings=256, vocab_size=32, make_vocab_size_divisible_by=32,
+        image_token_id=digits.FIRST_DIGIT - 1)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(
+        transformers.LlavaConfig.from_dict(provider.hf_config(config)))
+    scale = 16 * GREY_STEP / 255
+    images = transformers.CLIPImageProcessor(
+        size={"shortest_edge": image_size}, crop_size={"height": image_size, "width": image_size},
+        image_mean=[digits.PIXEL_MEAN * scale] * 3, image_std=[digits.PIXEL_STD * scale] * 3)
+    transformers.LlavaProcessor(
+        images, transformers.AutoTokenizer.from_pretrained(tokenizer), patch_size=image_size // 2,
+        vision_feature_select_strategy="default", num_additional_image_tokens=1).save_pretrained(folder)
+    model.config.save_pretrained(folder)
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        module = next(module for module in PUBLISHED_NAMES if name.startswith(module))
+        weights[PUBLISHED_NAMES[module] + name.removeprefix(module)] = tensor.contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Write everything and print the flags that read it."""
     chosen = parse_arguments(arguments)
@@ -177,6 +228,8 @@ def main(arguments: list[str] | None = None) -> None:
     if chosen.llava:
         write_llava(out / "llava", chosen, {"train": images, "val": range(num_val)})
     write_tokenizer(out / "tokenizer")
+    if chosen.model:
+        write_model(out / "model", out / "tokenizer", chosen.image_size)
     (out / "blend.yaml").write_text(
         "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
         f"  train:\n    blend:\n      - weight: {1 - TEXT_SHARE}\n        path: ./digits\n"

@@ -23,14 +23,14 @@ def write_word_tokenizer(folder: Path, words: Mapping[str, int], pre_tokenizer: 
 
     Args:
         folder: folder to write.
-        words: ids by word, `<pad>`, `<bos>`, `<eos>` and the image marker among them.
+        words: ids by word, `<pad>`, `<bos>`, `<eos>` and the image marker among them. Other words become `<pad>`.
         pre_tokenizer: cuts text into words.
     """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(WordLevel(dict(words)))
+    tokenizer = Tokenizer(WordLevel(dict(words), unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizer
     saved = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from mimo.config.toml_file import flag_name
-from mimo.protocols import DataRequest, ImageProcessing, LaneReader, TokenSpec
+from mimo.protocols import DataRequest, ImageProcessing, LaneReader, Question, TokenSpec
 
 logger = logging.getLogger(__name__)
 
@@ -260,6 +260,12 @@ class EnergonProvider:
         encoding = Encoding(encoder, errors.handler, to_sample)
         return EnergonReader(config, request, lanes, encoding) if train else ValidReader(
             config, request, lanes, encoding)
+
+    def question(self, config: Any, request: DataRequest, text: str, images: Sequence[tuple[str, bytes]]) -> Question:
+        """Return a question as samples are written; see `mimo.protocols.QuestionDataProvider`."""
+        from data.energon.task_encoder import ErrorLog, VlmTaskEncoder
+
+        return VlmTaskEncoder(config, request, ErrorLog(config.max_bad_samples)).question(text, images)
 
     def num_samples(self, config: Any, split: str) -> int | None:
         """Return the samples in one pass over a validation split. Training repeats its split without end."""

@@ -30,8 +30,8 @@ from data.energon import compat
 from data.energon.cookers import TextDecoder, conversation_of, cook
 from data.image_tiling import oriented_size, tile_image, tile_sizes, tiling_of
 from data.packing import select_balanced, select_packs
-from data.prompts import Tokenizer
-from mimo.protocols import DataRequest, Sample
+from data.prompts import IMAGE_MARKER, Tokenizer
+from mimo.protocols import DataRequest, Question, Sample
 
 if TYPE_CHECKING:
     from data.energon.provider import Config
@@ -180,6 +180,26 @@ class VlmTaskEncoder(TaskEncoder):
             raise ValueError(f"image {name} has {height}x{width} pixels, more than --max-image-pixels {limit}")
         return tile_sizes(height, width, self._tiling)
 
+    def question(self, text: str, images: Sequence[tuple[str, bytes]]) -> Question:
+        """Return a question; see `mimo.protocols.QuestionDataProvider`."""
+        tiles = [self._image_sizes(name, data) for name, data in images]
+        content: Any = text
+        if IMAGE_MARKER not in text:
+            content = [*[{"type": "image"}] * len(images), {"type": "text", "text": text}]
+        tokens, ends = self.tokenizer.encode_question([{"role": "user", "content": content}],
+                                                      [len(sizes) for sizes in tiles])
+        pixels = [tile for name, data in images for tile in self._pixels(name, data)]
+        sizes = [size for each in tiles for size in each]
+        return Question(Sample("the question", tokens, np.zeros(len(tokens), np.bool_), sizes, pixels), ends)
+
+    def _pixels(self, name: str, data: Any) -> list[np.ndarray]:
+        """Decode the tiles of an image. Raises ValueError if that is not possible."""
+        assert self._tiling is not None, "checked with the sizes"
+        try:
+            return list(tile_image(open_image(name, data), self._tiling))
+        except UNDECODABLE as error:
+            raise ValueError(f"undecodable image {name}: {reason_of(error)}") from error
+
     @stateless
     def preencode_sample(self, sample: EnergonSample) -> EncodedSample:
         """Tokenise a sample and read the headers of its images. Raises ValueError if it cannot be used."""
@@ -213,12 +233,7 @@ class VlmTaskEncoder(TaskEncoder):
         """Decode the images of a sample. Raises ValueError if one cannot be decoded."""
         images: list[torch.Tensor] = []
         for name, data in sample.images:
-            assert self._tiling is not None
-            try:
-                tiles = tile_image(open_image(name, data), self._tiling)
-            except UNDECODABLE as error:
-                raise ValueError(f"undecodable image {name}: {reason_of(error)}") from error
-            images += [torch.from_numpy(tile) for tile in tiles]
+            images += [torch.from_numpy(tile) for tile in self._pixels(name, data)]
         sizes = tuple(tuple(image.shape[1:]) for image in images)
         assert sizes == sample.image_sizes, (sample.__key__, sizes, sample.image_sizes)
         self.errors.row_made()

@@ -138,7 +138,30 @@ class ConvertDataFlags:
     """Records that may be left out; one more ends the command."""
 
 
-Flags = InspectFlags | ExportFlags | ImportFlags | PlanFlags | ConvertDataFlags
+@dataclass(frozen=True)
+class AskFlags:
+    """Ask a model a question about images and print its answer, as in: mimo ask runs/sft cat.png "What is this?".
+
+    The question is written as the conversations of its training were. vLLM answers where it is installed, else the
+    trainer. Flags of a run after a lone -- replace those of the checkpoint, such as -- --tokenizer FOLDER.
+    """
+
+    checkpoint: Positional[Annotated[str, arg(metavar="CHECKPOINT")]]
+    """Folder of a run's checkpoints (--save), whose latest is taken, one checkpoint's own folder, or a Hugging Face
+    folder, such as `mimo export` writes."""
+    words: Positional[Annotated[tuple[str, ...], arg(metavar="[IMAGE ...] QUESTION")]]
+    """Image files, then the question. <image> in it stands for an image; without it, the images come first."""
+    ckpt_step: Annotated[int | None, arg(metavar="INT")] = None
+    """Iteration to take instead of the latest."""
+    max_tokens: int = 64
+    """Most tokens of the answer."""
+    engine: Literal["auto", "vllm", "trainer"] = "auto"
+    """Program that answers. auto: vLLM where it is installed and knows the model, else the trainer, which is slower."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Device; auto: a GPU where there is one."""
+
+
+Flags = InspectFlags | ExportFlags | ImportFlags | PlanFlags | ConvertDataFlags | AskFlags
 
 
 @dataclass(frozen=True)
@@ -155,7 +178,7 @@ class CommandLine:
 
 
 _COMMANDS: dict[str, Callable[..., Any]] = {"inspect": InspectFlags, "export": ExportFlags, "import": ImportFlags,
-                                            "plan": PlanFlags, "convert-data": ConvertDataFlags}
+                                            "plan": PlanFlags, "convert-data": ConvertDataFlags, "ask": AskFlags}
 
 
 def parse_command(argv: list[str]) -> CommandLine:
@@ -170,7 +193,8 @@ def parse_command(argv: list[str]) -> CommandLine:
     flags = tyro.extras.subcommand_cli_from_dict(
         _COMMANDS, prog="mimo", args=own or ["--help"], config=(tyro.conf.OmitArgPrefixes,),
         description="Checkpoints of mimo-hetero: look into one, turn one into a Hugging Face folder, and back. And "
-                    "layouts: predict which is fastest. And data: write files of conversations as shards. "
+                    "layouts: predict which is fastest. And data: write files of conversations as shards. And "
+                    "models: ask one about an image. "
                     "`mimo COMMAND --help` tells more.")
     return CommandLine(flags, run_flags)
 
@@ -178,13 +202,37 @@ def parse_command(argv: list[str]) -> CommandLine:
 # Folders that the commands read. They are looked for before torch and Megatron are imported, which takes seconds.
 
 
-def check_folders(flags: InspectFlags | ExportFlags | ImportFlags) -> None:
+def check_folders(flags: InspectFlags | ExportFlags | ImportFlags | AskFlags) -> None:
     """Raise ValueError if the folder that a command reads does not exist, or holds no checkpoint."""
     if isinstance(flags, ImportFlags):
         pretrained_folder(flags.hf_path)
+    elif isinstance(flags, AskFlags):
+        check_question(flags)
     else:
         checkpoint_folder(flags.checkpoint, flags.ckpt_step,
                           "mimo inspect" if isinstance(flags, InspectFlags) else "mimo export")
+
+
+def check_question(flags: AskFlags) -> None:
+    """Raise ValueError for `mimo ask` without a model, a question or one of its images."""
+    if not is_hf_model(Path(flags.checkpoint)):
+        checkpoint_folder(flags.checkpoint, flags.ckpt_step, "mimo ask")
+    if flags.max_tokens < 1:
+        raise ValueError(f"--max-tokens {flags.max_tokens}: must be at least 1")
+    *images, question = flags.words or ("",)
+    if not question.strip():
+        raise ValueError('mimo ask: the question is missing; write mimo ask CHECKPOINT [IMAGE ...] "QUESTION"')
+    if Path(question).is_file():
+        raise ValueError(f"mimo ask: the last word, {question}, is a file; the question comes last, after all images")
+    for image in images:
+        if not Path(image).is_file():
+            raise ValueError(f"mimo ask: there is no image {image}; the question is one word on the command line, so "
+                             "put it in quotes")
+
+
+def is_hf_model(folder: Path) -> bool:
+    """Whether a folder is a Hugging Face model: it has config.json and safetensors."""
+    return (folder / CONFIG_JSON).is_file() and any(folder.glob("*.safetensors"))
 
 
 def pretrained_folder(path: str) -> Path:

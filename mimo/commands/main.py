@@ -6,6 +6,7 @@ import os
 import sys
 
 from mimo.commands.flags import (
+    AskFlags,
     ConvertDataFlags,
     ExportFlags,
     Flags,
@@ -54,8 +55,12 @@ def _run(flags: Flags, run_flags: list[str]) -> int:
     from mimo.platform.megatron_import import quieten_megatron
 
     quieten_megatron()
-    # No command needs a GPU; and without one to compile for, importing Megatron takes half the time.
-    get_platform("cpu")
+    # The other commands need no GPU; and without one to compile for, importing Megatron takes half the time.
+    platform = get_platform(flags.device if isinstance(flags, AskFlags) else "cpu")
+    if isinstance(flags, AskFlags):
+        from mimo.commands.ask import ask
+
+        return ask(flags, run_flags, platform)
     if isinstance(flags, InspectFlags):
         from mimo.commands.inspect import inspect
 

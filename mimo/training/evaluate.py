@@ -189,7 +189,7 @@ def greedy_decode(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> li
                 replace(batch, text=replace(batch.text, input_ids=next(texts_now))) if batch.text is not None else batch
                 for batch in microbatches
             ]
-            tokens = _next_tokens(parts, current)
+            tokens = next_tokens(parts, current)
             for index, (ids, lane) in enumerate(zip(inputs, spans, strict=True)):
                 for sample, (start, stop) in enumerate(lane):
                     place = start + step
@@ -204,7 +204,7 @@ def greedy_decode(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> li
     return decoded
 
 
-def _next_tokens(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+def next_tokens(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> torch.Tensor:
     """Return the argmax at every position, int64 `[microbatches, b, s]` on the host, on every language rank."""
     found: list[torch.Tensor] = []
     groups = parts.grids.collections.get(LANGUAGE)

@@ -1,0 +1,340 @@
+"""`mimo ask`: the answer of a trained model to a question about images."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mimo import registry
+from mimo.checkpoint.load import load_weights
+from mimo.checkpoint.reader import read_common
+from mimo.checkpoint.state import RunState
+from mimo.commands.convert import check_hf_config, config_of_checkpoint, tensor_bar
+from mimo.commands.flags import AskFlags, checkpoint_folder, is_hf_model, provider_name, takes_hf_config
+from mimo.config.cli import parse
+from mimo.config.trainer import LayoutConfig, RunConfig
+from mimo.config.validate import validate
+from mimo.data.collate import expand_images
+from mimo.data.loader import StepLoader
+from mimo.data.sources import StepSamples
+from mimo.grid.groups import Grids
+from mimo.grid.lanes import data_request
+from mimo.grid.spec import Layout
+from mimo.model.build import params_dtype, set_training
+from mimo.platform.base import Platform
+from mimo.protocols import (
+    LANGUAGE,
+    ImageDataProvider,
+    ImageProcessorProvider,
+    ModelProvider,
+    Question,
+    QuestionDataProvider,
+    Sample,
+)
+from mimo.training.evaluate import next_tokens
+from mimo.training.setup import setup_trainer
+from mimo.watchdog.watchdog import open_watchdog
+from mimo.weights.configuration import CONFIG_JSON, read_config_json
+from mimo.weights.export import ExportOptions, export_checkpoint
+from mimo.weights.load import HfPaths, load_hf
+from mimo.weights.safetensors_io import INDEX, weight_files
+
+# Group that a single process forms with itself.
+GROUP_TIMEOUT_S = 600.0
+# Longest question, before its length is known.
+MAX_QUESTION_TOKENS = 1 << 20
+# Memory of the engine's cache on a CPU. On a GPU, the engine fills a fraction of the memory.
+CPU_CACHE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model and a question for it.
+
+    Attributes:
+        config: the model and the data set whose prompt format the question has.
+        folder: the checkpoint, or a Hugging Face folder.
+        is_hf: whether it is a Hugging Face folder.
+        provider: the model family.
+        question: the question as tokens and pixels.
+        max_tokens: most tokens of the answer.
+    """
+
+    config: RunConfig
+    folder: Path
+    is_hf: bool
+    provider: ModelProvider
+    question: Question
+    max_tokens: int
+
+
+def ask(flags: AskFlags, run_flags: Sequence[str], platform: Platform) -> int:
+    """Print the answer.
+
+    Raises:
+        ValueError: no checkpoint, an image that cannot be read, or a model that cannot be asked; the message says why.
+    """
+    is_hf = is_hf_model(Path(flags.checkpoint))
+    if is_hf:
+        folder, config = Path(flags.checkpoint), _config_of_hf(Path(flags.checkpoint), run_flags)
+    else:
+        folder = checkpoint_folder(flags.checkpoint, flags.ckpt_step, "mimo ask")
+        config = _config_of_checkpoint(read_common(folder), folder, run_flags)
+        check_hf_config(config, folder)
+    provider = registry.model_provider(config.model.model_provider)
+    dataset = config.find_dataset(config.data.dataset_provider)
+    config = _for_one_process(config, platform, flags.max_tokens)
+    layout = validate(config, 1)
+    # A frozen module has neither gradients nor optimizer state. A run that trains nothing is refused, so this is late.
+    parts = [grid.name for grid in layout.encoders] + (["projector"] if layout.encoders else []) + [LANGUAGE]
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, freeze=",".join(parts)))
+    *names, text = flags.words
+    images = [(name, Path(name).read_bytes()) for name in names]
+    if images and not layout.encoders:
+        raise ValueError(f"{names[0]}: the model {config.model.model_provider} of {folder} takes no images")
+    assert isinstance(dataset, QuestionDataProvider), "checked with the configuration"
+    request = data_request(layout, provider, config.model_family, micro_batch_size=1, seq_length=MAX_QUESTION_TOKENS,
+                           seed=0, split="valid")
+    question = dataset.question(config.dataset, request, text, images)
+    asked = Asked(config, folder, is_hf, provider, question, flags.max_tokens)
+    engine = _engine(flags.engine, asked)
+    print(f"{folder}: answered by {'vLLM' if engine == 'vllm' else 'the trainer'} on {platform.name}",
+          file=sys.stderr, flush=True)
+    tokens = _ask_vllm(asked, platform) if engine == "vllm" else _ask_trainer(asked, layout, platform)
+    print(dataset.decode(config.dataset, [token for token in tokens if token not in question.end_token_ids]))
+    return 0
+
+
+# The model and its data set.
+
+
+def _config_of_hf(folder: Path, run_flags: Sequence[str]) -> RunConfig:
+    """Return the configuration of a Hugging Face folder, whose tokenizer and image processor are the data's."""
+    name = provider_name(None, folder)
+    if not takes_hf_config(registry.model_provider(name)):
+        raise ValueError(f"{folder}: --model-provider {name} takes its sizes from flags; ask a checkpoint of it")
+    values = read_config_json(folder) or {}
+    dtype = values.get("dtype") or values.get("torch_dtype")
+    words = ["--model-provider", name, "--hf-config", str(folder), "--load-hf", str(folder), "--dataset-provider",
+             "conversations", *(["--no-bf16"] if dtype == "float32" else [])]
+    return parse([*words, *run_flags])
+
+
+def _config_of_checkpoint(common: Mapping[str, Any], folder: Path, run_flags: Sequence[str]) -> RunConfig:
+    """Return the configuration of a checkpoint. Raises ValueError if its data set has no prompts of a user's."""
+    if "config" not in common or "grids" not in common:
+        raise ValueError(f"{folder}: common.pt is not that of a checkpoint of this trainer")
+    config = config_of_checkpoint(common, folder, run_flags)
+    has_format = config.dataset is not None and isinstance(
+        config.find_dataset(config.data.dataset_provider), QuestionDataProvider)
+    if not has_format:
+        trained = f"--dataset-provider {config.data.dataset_provider}" if config.dataset is not None else "other data"
+        raise ValueError(f"{folder} was trained on {trained}, which does not say how a question is written; give "
+                         "-- --dataset-provider conversations --tokenizer FOLDER at the end of the command")
+    return dataclasses.replace(config, layout=dataclasses.replace(config.layout, llm_only=LANGUAGE in common["grids"]
+                                                                  and len(common["grids"]) == 1))
+
+
+def _for_one_process(config: RunConfig, platform: Platform, max_tokens: int) -> RunConfig:
+    """Return the configuration for one process, whatever the layout of the run was."""
+    model = dataclasses.replace(config.model, freeze="")
+    if platform.name == "cpu" and model.transformer_impl == "transformer_engine":
+        model = dataclasses.replace(model, transformer_impl="local")
+    layout = LayoutConfig(layout="homogeneous", llm_only=config.layout.llm_only)
+    # The length of the question is not known yet, and is checked when it is.
+    train = dataclasses.replace(config.train, device=platform.name, micro_batch_size=1, global_batch_size=1,
+                                train_iters=1, seq_length=max_tokens)
+    return dataclasses.replace(config, layout=layout, model=model, train=train)
+
+
+def _engine(wanted: str, asked: Asked) -> str:
+    """Return the engine that answers, `vllm` or `trainer`. Raises ValueError if the wanted one cannot."""
+    family = asked.config.model_family
+    problem = "" if importlib.util.find_spec("vllm") else "vLLM is not installed"
+    try:
+        asked.provider.hf_config(family)
+        if asked.provider.encoders(family) and not asked.config.layout.llm_only:
+            if not isinstance(asked.provider, ImageProcessorProvider):
+                problem = problem or f"{asked.config.model.model_provider} has no image processor for vLLM"
+            else:
+                asked.provider.check_processor(family)
+    except ValueError as error:
+        problem = problem or str(error)
+    if wanted == "vllm" and problem:
+        raise ValueError(f"--engine vllm: {problem}; --engine trainer answers without vLLM")
+    return "trainer" if problem or wanted == "trainer" else "vllm"
+
+
+# The trainer's own model: the likeliest token each time, by a forward pass over the whole sequence.
+
+
+class _OneSample:
+    """Source of a single sample, for `StepLoader`."""
+
+    def __init__(self, sample: Sample, layout: Layout) -> None:
+        self._step: StepSamples = {(name, 0): [[sample]] for name in layout.grids}
+
+    def start(self) -> None:
+        """Do nothing: there is nothing to start."""
+
+    def read(self) -> StepSamples:
+        return self._step
+
+    def mark(self) -> Any:
+        return None
+
+    def state_dict(self, mark: Any) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, streams: Mapping[str, Any]) -> None:
+        """Do nothing: there is one position only."""
+
+    def describe(self) -> str:
+        return "the question"
+
+    @property
+    def waits_for(self) -> tuple[int, ...]:
+        return ()
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to stop."""
+
+
+def _ask_trainer(asked: Asked, layout: Layout, platform: Platform) -> list[int]:
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")
+    platform.set_device(0)
+    platform.init_process_group(0, 1, GROUP_TIMEOUT_S)
+    try:
+        with Grids(layout, platform.backend) as grids:
+            return _generate(asked, grids, platform)
+    finally:
+        dist.destroy_process_group()
+
+
+def _generate(asked: Asked, grids: Grids, platform: Platform) -> list[int]:
+    """Return the tokens of the answer, without the one that ends it."""
+    provider, family, sample = asked.provider, asked.config.model_family, asked.question.sample
+    ids = provider.special_token_ids(family)
+    modules = {grid.name: ids[grid.name] for grid in grids.layout.encoders}
+
+    def count(module: str, height: int, width: int) -> int:
+        return provider.num_image_tokens(family, module, height, width)
+
+    length = len(expand_images(sample, modules, count).tokens)
+    seq_length = length + asked.max_tokens
+    config = dataclasses.replace(asked.config, train=dataclasses.replace(asked.config.train, seq_length=seq_length))
+    try:
+        provider.validate(family, grids.layout, seq_length)
+    except ValueError as error:
+        raise ValueError(f"a question of {length} tokens with --max-tokens {asked.max_tokens}: {error}") from error
+    watchdog = open_watchdog(0, grids, tempfile.gettempdir())
+    try:
+        parts = setup_trainer(config, provider, grids, platform, watchdog)
+        if asked.is_hf:
+            load_hf(parts.built, grids, provider, family, HfPaths(str(asked.folder), None, None), frozenset())
+        else:
+            state = RunState(config, grids, platform, parts.built, parts.optimizer, parts.scheduler)
+            load_weights(state, asked.folder, watchdog, "mimo ask")
+        loader = StepLoader(grids.layout, 0, _OneSample(sample, grids.layout), model_provider=provider,
+                            model_config=family, micro_batch_size=1, num_microbatches=1, seq_length=seq_length,
+                            dtype=params_dtype(config), prefetch=False)
+        (batch,) = loader.next_step()
+        assert batch.text is not None, "the only rank holds the language model"
+        set_training(parts.built.model, False)
+        answer: list[int] = []
+        with torch.no_grad():
+            while len(answer) < asked.max_tokens:
+                place = length + len(answer)
+                token = int(next_tokens(parts, [batch])[0, 0, place - 1])
+                if token in asked.question.end_token_ids:
+                    break
+                answer.append(token)
+                batch.text.input_ids[0, place] = token
+        return answer
+    finally:
+        watchdog.close(failed=False)
+
+
+# vLLM, in this process.
+
+
+def _ask_vllm(asked: Asked, platform: Platform) -> list[int]:
+    # The engine's own log has hundreds of lines, and it looks nothing up on a hub.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if platform.name == "cpu":
+        os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
+    from mimo.rollout.engine import EngineOptions, RolloutEngine, Sampling
+
+    sample = asked.question.sample
+    prompt: dict[str, Any] = {"prompt_token_ids": sample.tokens.tolist()}
+    if sample.images:
+        prompt["multi_modal_data"] = {"image": _pictures(asked)}
+    with tempfile.TemporaryDirectory(prefix="mimo-ask-") as scratch:
+        folder = _folder_for_vllm(asked, Path(scratch) / "model")
+        arguments: dict[str, Any] = {"skip_tokenizer_init": not sample.images, "enforce_eager": True}
+        if platform.name == "cpu":
+            arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+        length = len(sample.tokens) - len(sample.image_sizes) + sum(
+            asked.provider.num_image_tokens(asked.config.model_family, module, *size)
+            for module in asked.provider.encoders(asked.config.model_family)[:1] for size in sample.image_sizes)
+        engine = RolloutEngine(EngineOptions(
+            str(folder), "bfloat16" if asked.config.model.bf16 else "float32", load_format="auto", max_num_seqs=1,
+            max_model_len=length + asked.max_tokens, extra=arguments))
+        sampling = Sampling(asked.max_tokens, temperature=0.0, stop_token_ids=asked.question.end_token_ids)
+        ((rollout,),) = engine.generate([prompt], sampling)
+    return list(rollout.token_ids)
+
+
+def _pictures(asked: Asked) -> list[Any]:
+    """Return the images in 8 bits and of the size that the encoder takes, which vLLM only normalises."""
+    from PIL import Image
+
+    mean, std = (np.array(values, np.float32)[:, None, None] for values in _normalisation(asked))
+    pictures = [np.rint((image * std + mean) * 255).clip(0, 255).astype(np.uint8).transpose(1, 2, 0)
+                for image in asked.question.sample.images or ()]
+    return [Image.fromarray(picture) for picture in pictures]
+
+
+def _normalisation(asked: Asked) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation of each channel."""
+    tokens = asked.provider.token_spec(asked.config.model_family)
+    dataset = asked.config.find_dataset(asked.config.data.dataset_provider)
+    if not asked.question.sample.images or not isinstance(dataset, ImageDataProvider):
+        return (0.5,) * tokens.num_channels, (0.5,) * tokens.num_channels
+    chosen = dataset.image_processing(asked.config.dataset, tokens)
+    mean, std = ((*values,) * tokens.num_channels if len(values) == 1 else tuple(values)
+                 for values in (chosen.mean, chosen.std))
+    return mean, std
+
+
+def _folder_for_vllm(asked: Asked, folder: Path) -> Path:
+    """Write a folder with the weights, and a processor that leaves the images as large as they are."""
+    provider, family = asked.provider, asked.config.model_family
+    if asked.is_hf:
+        folder.mkdir()
+        (folder / CONFIG_JSON).write_bytes((asked.folder / CONFIG_JSON).read_bytes())
+        for path in [*weight_files(asked.folder), asked.folder / INDEX]:
+            if path.is_file():
+                (folder / path.name).symlink_to(path.resolve())
+    else:
+        with tensor_bar("exporting") as progress:
+            export_checkpoint(asked.folder, folder, provider, family, ExportOptions(), progress)
+        (folder / CONFIG_JSON).write_text(json.dumps(provider.hf_config(family)), encoding="utf-8")
+    if provider.encoders(family) and not asked.config.layout.llm_only:
+        assert isinstance(provider, ImageProcessorProvider), "checked with the engine"
+        provider.write_processor(family, folder, *_normalisation(asked))
+    return folder

@@ -1,0 +1,78 @@
+"""`mimo ask`: mistakes are one message; both engines answer what transformers' own model answers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mimo.commands.main import main
+from tests.support.launch import ROOT
+
+MAX_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The digits as LLaVA publishes its data, and a small random LLaVA."""
+    folder = tmp_path_factory.mktemp("scans") / "digits"
+    subprocess.run([sys.executable, "scripts/prepare_digits.py", str(folder), "--samples", "8", "--image-size", "8",
+                    "--llava", "--model"], cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+def mimo(*words: object) -> str:
+    done = subprocess.run([sys.executable, "-m", "mimo", *map(str, words)], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_mistakes_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "cat.png").write_bytes(b"")
+    for words, expected in (
+        ([tmp_path / "gone", "why?"], "no checkpoint: there is no such folder"),
+        ([tmp_path], "the question is missing"),
+        ([tmp_path, tmp_path / "cat.png"], "is a file; the question comes last"),
+        ([tmp_path, "dog.png", "why?"], "there is no image dog.png"),
+        ([tmp_path, "why?", "--max-tokens", "0"], "--max-tokens 0: must be at least 1"),
+    ):
+        assert main(["ask", *map(str, words)]) == 2
+        assert expected in capsys.readouterr().err
+
+
+def expected_answer(folder: Path, images: list[Path], text: str) -> str:
+    """Return what the model of transformers continues with, likeliest token by likeliest token."""
+    import torch
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    processor, model = AutoProcessor.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder)
+    prompt = processor.tokenizer.bos_token + " " + "<image>" * len(images) + f" {text}"
+    inputs = processor(text=prompt, images=[Image.open(path).convert("RGB") for path in images] or None,
+                       return_tensors="pt")
+    with torch.no_grad():
+        tokens = model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False)
+    return processor.tokenizer.decode(tokens[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_engines_answer_as_transformers_does(scans: Path, tmp_path: Path) -> None:
+    model, images = scans / "model", sorted((scans / "llava" / "images").glob("val*.png"))[:2]
+    mimo("import", model, tmp_path / "imported", "--dtype", "float32")
+    data = ["--", "--dataset-provider", "conversations", "--tokenizer", model]
+    for shown, text in ((images[:1], "read the number"), (images, "read the number"), ([], "two four")):
+        expected = expected_answer(model, shown, text) + "\n"
+        limit = ["--device", "cpu", "--max-tokens", MAX_TOKENS]
+        assert mimo("ask", model, *shown, text, *limit, "--engine", "trainer") == expected
+        assert mimo("ask", tmp_path / "imported", *shown, text, *limit, "--engine", "trainer", *data) == expected
+    assert len(images) == 2
+    expected = expected_answer(model, images, "read the number")
+    answer = mimo("ask", tmp_path / "imported", *images, "read the number", *limit, "--engine", "vllm", *data)
+    assert answer.splitlines()[-1] == expected
