@@ -26,7 +26,6 @@ from mimo.commands.flags import AskFlags, checkpoint_folder, is_hf_model, provid
 from mimo.config.cli import parse
 from mimo.config.trainer import LayoutConfig, RunConfig
 from mimo.config.validate import validate
-from mimo.data.collate import expand_images
 from mimo.data.loader import StepLoader
 from mimo.data.sources import StepSamples
 from mimo.grid.groups import Grids
@@ -78,6 +77,14 @@ class Asked:
     provider: ModelProvider
     question: Question
     max_tokens: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of the question, those of its images included."""
+        sample, family = self.question.sample, self.config.model_family
+        encoder = next(iter(self.provider.encoders(family)), "")
+        return len(sample.tokens) + sum(
+            self.provider.num_image_tokens(family, encoder, size[0], size[1]) - 1 for size in sample.image_sizes)
 
 
 def ask(flags: AskFlags, run_flags: Sequence[str], platform: Platform) -> int:
@@ -226,14 +233,7 @@ def _ask_trainer(asked: Asked, layout: Layout, platform: Platform) -> list[int]:
 
 def _generate(asked: Asked, grids: Grids, platform: Platform) -> list[int]:
     """Return the tokens of the answer, without the one that ends it."""
-    provider, family, sample = asked.provider, asked.config.model_family, asked.question.sample
-    ids = provider.special_token_ids(family)
-    modules = {grid.name: ids[grid.name] for grid in grids.layout.encoders}
-
-    def count(module: str, height: int, width: int) -> int:
-        return provider.num_image_tokens(family, module, height, width)
-
-    length = len(expand_images(sample, modules, count).tokens)
+    provider, family, sample, length = asked.provider, asked.config.model_family, asked.question.sample, asked.length
     seq_length = length + asked.max_tokens
     config = dataclasses.replace(asked.config, train=dataclasses.replace(asked.config.train, seq_length=seq_length))
     try:
@@ -244,7 +244,7 @@ def _generate(asked: Asked, grids: Grids, platform: Platform) -> list[int]:
     try:
         parts = setup_trainer(config, provider, grids, platform, watchdog)
         if asked.is_hf:
-            load_hf(parts.built, grids, provider, family, HfPaths(str(asked.folder), None, None), frozenset())
+            load_hf(parts.built, grids, provider, family, HfPaths(str(asked.folder)), frozenset())
         else:
             state = RunState(config, grids, platform, parts.built, parts.optimizer, parts.scheduler)
             load_weights(state, asked.folder, watchdog, "mimo ask")
@@ -288,12 +288,9 @@ def _ask_vllm(asked: Asked, platform: Platform) -> list[int]:
         arguments: dict[str, Any] = {"skip_tokenizer_init": not sample.images, "enforce_eager": True}
         if platform.name == "cpu":
             arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
-        length = len(sample.tokens) - len(sample.image_sizes) + sum(
-            asked.provider.num_image_tokens(asked.config.model_family, module, *size)
-            for module in asked.provider.encoders(asked.config.model_family)[:1] for size in sample.image_sizes)
         engine = RolloutEngine(EngineOptions(
             str(folder), "bfloat16" if asked.config.model.bf16 else "float32", load_format="auto", max_num_seqs=1,
-            max_model_len=length + asked.max_tokens, extra=arguments))
+            max_model_len=asked.length + asked.max_tokens, extra=arguments))
         sampling = Sampling(asked.max_tokens, temperature=0.0, stop_token_ids=asked.question.end_token_ids)
         ((rollout,),) = engine.generate([prompt], sampling)
     return list(rollout.token_ids)
