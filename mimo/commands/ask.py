@@ -25,7 +25,7 @@ from mimo.commands.convert import check_hf_config, config_of_checkpoint, tensor_
 from mimo.commands.flags import AskFlags, checkpoint_folder, is_hf_model, provider_name, takes_hf_config
 from mimo.config.cli import parse
 from mimo.config.trainer import LayoutConfig, RunConfig
-from mimo.config.validate import validate
+from mimo.config.validate import validate_without_data
 from mimo.data.loader import StepLoader
 from mimo.data.sources import StepSamples
 from mimo.grid.groups import Grids
@@ -103,7 +103,7 @@ def ask(flags: AskFlags, run_flags: Sequence[str], platform: Platform) -> int:
     provider = registry.model_provider(config.model.model_provider)
     dataset = config.find_dataset(config.data.dataset_provider)
     config = _for_one_process(config, platform, flags.max_tokens)
-    layout = validate(config, 1)
+    layout = validate_without_data(config, 1)
     # A frozen module has neither gradients nor optimizer state. A run that trains nothing is refused, so this is late.
     parts = [grid.name for grid in layout.encoders] + (["projector"] if layout.encoders else []) + [LANGUAGE]
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, freeze=",".join(parts)))
