@@ -177,7 +177,7 @@ class CommandLine:
     run_flags: list[str] = field(default_factory=list)
 
 
-_COMMANDS: dict[str, Callable[..., Any]] = {"inspect": InspectFlags, "export": ExportFlags, "import": ImportFlags,
+COMMANDS: dict[str, Callable[..., Any]] = {"inspect": InspectFlags, "export": ExportFlags, "import": ImportFlags,
                                             "plan": PlanFlags, "convert-data": ConvertDataFlags, "ask": AskFlags}
 
 
@@ -191,7 +191,7 @@ def parse_command(argv: list[str]) -> CommandLine:
         flags, unknown = tyro.cli(PlanFlags, prog="mimo plan", args=own[1:], return_unknown_args=True)
         return CommandLine(flags, [*unknown, *run_flags])
     flags = tyro.extras.subcommand_cli_from_dict(
-        _COMMANDS, prog="mimo", args=own or ["--help"], config=(tyro.conf.OmitArgPrefixes,),
+        COMMANDS, prog="mimo", args=own or ["--help"], config=(tyro.conf.OmitArgPrefixes,),
         description="Checkpoints of mimo-hetero: look into one, turn one into a Hugging Face folder, and back. And "
                     "layouts: predict which is fastest. And data: write files of conversations as shards. And "
                     "models: ask one about an image. "

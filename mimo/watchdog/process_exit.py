@@ -192,6 +192,11 @@ def _is_lost_rank(error: BaseException) -> bool:
     return from_backend and any(mark in str(error) for mark in LOST_RANK_MARKS)
 
 
+LESS_MEMORY = (
+    "what needs less memory: --micro-batch-size 1, --recompute full, --encoder-recompute full, a language model split "
+    "over more GPUs (--llm-tp, --llm-pp); mimo plan with the flags of this run predicts the memory of every layout\n")
+
+
 def format_error(who: str, error: BaseException) -> str:
     """Format an error with the rank that raised it.
 
@@ -206,6 +211,8 @@ def format_error(who: str, error: BaseException) -> str:
     block = f"error on {who}: {''.join(traceback.format_exception_only(error))}"
     if type(error) is ValueError:
         return block + _raised_at(error)
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
+        block += LESS_MEMORY
     return block + "".join(traceback.format_exception(error))
 
 

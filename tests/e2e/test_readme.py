@@ -18,13 +18,14 @@ import pytest
 
 from data import character_tokenizer
 from mimo import registry
-from mimo.commands.flags import ConvertDataFlags, ExportFlags, ImportFlags, InspectFlags, PlanFlags, parse_command
+from mimo.commands.flags import COMMANDS, parse_command
 from mimo.config.cli import FileConfig, parse, parse_as
 from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
 from mimo.config.toml_file import flag_name, typed_fields
 from mimo.config.validate import run_world_size, validate
 from mimo.grid.dry_run import dry_run_report
 from mimo.observability.flops import PEAK_TFLOPS
+from mimo.planner.memory import memory_line
 from tests.support.digit_shards import write_shards
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,6 +72,8 @@ OTHER_FLAGS = {
     "--print-path": "scripts/stage.py",
     "--upgrade-package": "scripts/compile_requirements.sh",
     "--no-deps": "scripts/lib.sh",
+    **dict.fromkeys(("--words-fraction", "--model"), "scripts/prepare_digits.py"),
+    **dict.fromkeys(("--standalone", "--master-port"), None),
     "--nproc-per-node": None,
     "--no-build-isolation": None,
     "--address": None,
@@ -82,6 +85,8 @@ OTHER_FLAGS = {
     "--partition": None,
     "--ntasks-per-node": None,
 }
+# Messages of other programs in the page on troubleshooting.
+OTHER_MESSAGES = ("EADDRINUSE",)
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -179,7 +184,7 @@ def test_every_mimo_command_is_accepted(words: list[str]) -> None:
 
 
 def test_every_flag_exists() -> None:
-    configs = [FileConfig, InspectFlags, ExportFlags, ImportFlags, PlanFlags, ConvertDataFlags]
+    configs = [FileConfig, *COMMANDS.values()]
     configs += [*(type(section) for section in vars(RlRunConfig()).values() if section is not None)]
     configs += [
         registry.model_provider(name).Config
@@ -306,3 +311,28 @@ def test_the_examples_train(processes: int, flags: list[str], tmp_path: Path) ->
     if "--eval-iters" in flags:
         assert records[-1]["samples validation"] == 3
         assert re.search(r"valid/0: read '.*', is '1'", done.stdout)
+
+
+def memory_rows() -> list[tuple[str, int, str]]:
+    page = (ROOT / "docs" / "memory.md").read_text()
+    return [(flags, int(gpus), gib) for flags, gpus, gib in
+            re.findall(r"^\| `(--model-provider [^`]+)` \| (\d+) \| ([\d.]+) \|$", page, re.M)]
+
+
+@pytest.mark.parametrize(("flags", "gpus", "gib"), memory_rows())
+def test_memory_is_what_is_predicted(flags: str, gpus: int, gib: str) -> None:
+    base = "--dry-run --dataset-provider mock --global-batch-size 64".split()
+    config = parse([*base, *flags.split()])
+    layout = validate(config, run_world_size(config, {}))
+    assert (layout.world_size, memory_line(config, layout).split(" GiB")[0]) == (gpus, f"memory: about {gib}")
+
+
+def test_quoted_messages_are_in_the_source() -> None:
+    sources = [path for folder in ("mimo", "data", "providers") for path in (ROOT / folder).rglob("*.py")]
+    literals = "\n".join(node.value for path in sources for node in ast.walk(ast.parse(path.read_text()))
+                         if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    quoted = [line for block in blocks(ROOT / "docs" / "troubleshooting.md", "text") for line in block.splitlines()]
+    assert len(quoted) > 10
+    missing = [part for line in quoted if line not in OTHER_MESSAGES for part in line.split("...")
+               if part.strip(" ,;:") and part.strip() not in literals]
+    assert missing == []
