@@ -225,7 +225,7 @@ class Tokenizer:
             tools: tools that the conversation offers.
 
         Returns:
-            Tokens int64 `[T]`, and the tokens that end an answer.
+            Tokens int64 `[T]`, and the tokens that end an answer, the one of the template first.
 
         Raises:
             ValueError: the conversation cannot be used; the message says why.
@@ -235,8 +235,8 @@ class Tokenizer:
         # Earlier answers are targets too, and text of the user is between them and this one.
         before = np.flatnonzero(~mask[:targets[-1]])
         last = int(tokens[targets[-1]])
-        ends = {self._hf.eos_token_id} | ({last} if last in self._hf.added_tokens_decoder else set())
-        return tokens[:before[-1] + 1], tuple(sorted(end for end in ends if end is not None))
+        ends = [last if last in self._hf.added_tokens_decoder else None, self._hf.eos_token_id]
+        return tokens[:before[-1] + 1], tuple(dict.fromkeys(end for end in ends if end is not None))
 
     def encode_document(self, content: Any, tiles: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
         """Tokenise text without turns, between the tokenizer's tokens for beginning and end, if it has them.

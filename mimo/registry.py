@@ -30,6 +30,7 @@ DATASET_PROVIDERS = {
 }
 PROMPT_PROVIDERS = {
     "arithmetic": "data.arithmetic:provider",
+    "conversations": "data.conversation_files.prompts:provider",
     "digits": "data.digit_prompts:provider",
     "gsm8k": "data.gsm8k:provider",
 }

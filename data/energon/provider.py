@@ -264,8 +264,13 @@ class EnergonProvider:
     def question(self, config: Any, request: DataRequest, text: str, images: Sequence[tuple[str, bytes]]) -> Question:
         """Return a question as samples are written; see `mimo.protocols.QuestionDataProvider`."""
         from data.energon.task_encoder import ErrorLog, VlmTaskEncoder
+        from data.prompts import IMAGE_MARKER
 
-        return VlmTaskEncoder(config, request, ErrorLog(config.max_bad_samples)).question(text, images)
+        content: Any = text
+        if IMAGE_MARKER not in text:
+            content = [*[{"type": "image"}] * len(images), {"type": "text", "text": text}]
+        return VlmTaskEncoder(config, request, ErrorLog(config.max_bad_samples)).question(
+            [{"role": "user", "content": content}], images)
 
     def num_samples(self, config: Any, split: str) -> int | None:
         """Return the samples in one pass over a validation split. Training repeats its split without end."""

@@ -12,7 +12,7 @@ import dataclasses
 import io
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from data.energon import compat
 from data.energon.cookers import TextDecoder, conversation_of, cook
 from data.image_tiling import oriented_size, tile_image, tile_sizes, tiling_of
 from data.packing import select_balanced, select_packs
-from data.prompts import IMAGE_MARKER, Tokenizer
+from data.prompts import Tokenizer
 from mimo.protocols import DataRequest, Question, Sample
 
 if TYPE_CHECKING:
@@ -180,19 +180,20 @@ class VlmTaskEncoder(TaskEncoder):
             raise ValueError(f"image {name} has {height}x{width} pixels, more than --max-image-pixels {limit}")
         return tile_sizes(height, width, self._tiling)
 
-    def question(self, text: str, images: Sequence[tuple[str, bytes]]) -> Question:
-        """Return a question; see `mimo.protocols.QuestionDataProvider`."""
-        tiles = [self._image_sizes(name, data) for name, data in images]
-        content: Any = text
-        if IMAGE_MARKER not in text:
-            content = [*[{"type": "image"}] * len(images), {"type": "text", "text": text}]
-        tokens, ends = self.tokenizer.encode_question([{"role": "user", "content": content}],
-                                                      [len(sizes) for sizes in tiles])
-        pixels = [tile for name, data in images for tile in self._pixels(name, data)]
-        sizes = [size for each in tiles for size in each]
-        return Question(Sample("the question", tokens, np.zeros(len(tokens), np.bool_), sizes, pixels), ends)
+    def question(self, messages: Sequence[Mapping[str, Any]], images: Sequence[tuple[str, bytes]],
+                 tools: Sequence[Any] | None = None, *, pixels: bool = True) -> Question:
+        """Return the turns before an answer as a question, without its images if `pixels` is False.
 
-    def _pixels(self, name: str, data: Any) -> list[np.ndarray]:
+        Raises:
+            ValueError: the turns or an image cannot be used; the message says why.
+        """
+        tiles = [self._image_sizes(name, data) for name, data in images]
+        tokens, ends = self.tokenizer.encode_question(messages, [len(sizes) for sizes in tiles], tools)
+        sizes = [size for each in tiles for size in each]
+        drawn = [tile for name, data in images for tile in self.pixels(name, data)] if pixels else None
+        return Question(Sample("the question", tokens, np.zeros(len(tokens), np.bool_), sizes, drawn), ends)
+
+    def pixels(self, name: str, data: Any) -> list[np.ndarray]:
         """Decode the tiles of an image. Raises ValueError if that is not possible."""
         assert self._tiling is not None, "checked with the sizes"
         try:
@@ -233,7 +234,7 @@ class VlmTaskEncoder(TaskEncoder):
         """Decode the images of a sample. Raises ValueError if one cannot be decoded."""
         images: list[torch.Tensor] = []
         for name, data in sample.images:
-            images += [torch.from_numpy(tile) for tile in self._pixels(name, data)]
+            images += [torch.from_numpy(tile) for tile in self.pixels(name, data)]
         sizes = tuple(tuple(image.shape[1:]) for image in images)
         assert sizes == sample.image_sizes, (sample.__key__, sizes, sample.image_sizes)
         self.errors.row_made()

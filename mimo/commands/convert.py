@@ -61,7 +61,7 @@ def config_of_checkpoint(common: Mapping[str, Any], folder: Path, run_flags: Seq
         raise ValueError(f"{folder} says nothing about the model it holds: it was not made by `mimo import`")
     data, typed = sections.get("data", {}).get("dataset-provider"), typed_providers(run_flags)
     wanted = typed["dataset_provider"] or (data if data in registry.DATASET_PROVIDERS else None)
-    has_data = data is not None and data == wanted and "rl" not in sections
+    has_data = data is not None and data == wanted and ("rl" not in sections or _has_prompts_of_same_flags(data))
     titles = ("model", "model-family", *(("data", "dataset") if has_data else ()))
     flags = {name: value for title in titles for name, value in sections.get(title, {}).items()}
     refuse_named_code({"model_provider": flags.get("model-provider")}, str(folder), run_flags)
@@ -84,6 +84,13 @@ def config_of_checkpoint(common: Mapping[str, Any], folder: Path, run_flags: Seq
                 f"{folder} holds a model that computes something else than the one of the flags; leave them out, or "
                 "give --allow-difference with the name of the flag after the lone --", *lines]))
     return config if has_data or typed["dataset_provider"] is not None else dataclasses.replace(config, dataset=None)
+
+
+def _has_prompts_of_same_flags(name: str) -> bool:
+    """Whether the prompts of a data set, for train_rl.py, have the flags of its samples."""
+    prompts = registry.PROMPT_PROVIDERS.get(name)
+    return prompts is not None and bool(
+        registry.prompt_provider(name).Config is registry.dataset_provider(name).Config)
 
 
 def _parsed(text: str, folder: Path, flags: Sequence[str]) -> RunConfig:

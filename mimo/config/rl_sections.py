@@ -56,7 +56,7 @@ class PromptDataConfig(DataConfig):
     """Data: which prompts."""
 
     dataset_provider: str = "arithmetic"
-    """Prompt data set: a name (arithmetic, digits, gsm8k) or pkg.module:attr."""
+    """Prompt data set: a name (arithmetic, conversations, digits, gsm8k) or pkg.module:attr."""
     lane_loader: Literal["routed", "per-lane"] = "routed"
     """train_hetero.py only."""
     skip_long_prompts: bool = False
