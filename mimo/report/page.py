@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from html import escape
 
+from mimo.report.advice import advice_section
 from mimo.report.answers import Answer, compared, did_it_learn, how_fast, who_waited
 from mimo.report.charts import LETTERS
 from mimo.report.html import document
@@ -165,8 +166,8 @@ def _footer(runs: Sequence[Run]) -> str:
 
 def page(runs: Sequence[Run]) -> str:
     """Return the whole page of one run, or of two side by side."""
-    body = [_header(runs), _problems(runs), tiles(runs), compare_section(runs), learned(runs),
-            gantt_section(runs), where_time_went(runs), speed_section(runs), prediction_section(runs),
+    body = [_header(runs), _problems(runs), tiles(runs), advice_section(runs), compare_section(runs),
+            learned(runs), gantt_section(runs), where_time_went(runs), speed_section(runs), prediction_section(runs),
             rl_section(runs), lanes(runs), stops_section(runs), memory(runs), _footer(runs)]
     title = " against ".join(escape(run.name) for run in runs)
     return document(title, CSS, "".join(body))

@@ -74,6 +74,8 @@ OTHER_FLAGS = {
     "--no-deps": "scripts/lib.sh",
     **dict.fromkeys(("--words-fraction", "--model"), "scripts/prepare_digits.py"),
     **dict.fromkeys(("--standalone", "--master-port"), None),
+    **dict.fromkeys(("--rm", "--shm-size", "--ipc", "--user", "--nv", "--bind"), None),
+    **dict.fromkeys(("--dtype", "--enforce-eager", "--max-model-len", "--port"), None),
     "--nproc-per-node": None,
     "--no-build-isolation": None,
     "--address": None,

@@ -1,0 +1,195 @@
+"""What to try next, with the flags: only what the figures of the run itself support."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from mimo.observability.spans import Kind
+from mimo.protocols import LANGUAGE
+from mimo.report.charts import run_name
+from mimo.report.html import section
+from mimo.report.run_folder import Run
+from mimo.report.summary import (
+    OTHER_MODULES,
+    WAITS,
+    ModuleTime,
+    finite,
+    learning,
+    module_times,
+    percent,
+    rl_parts,
+    rounded,
+    steady,
+)
+
+# Gains below this are within what steps vary by.
+LEAST_GAIN = 1.05
+# Shares of a step, of tokens and of prompts from which on something is worth a change.
+BRIDGE_SHARE, DATA_SHARE, SYNC_SHARE, PIPELINE_SHARE = 0.1, 0.1, 0.05, 0.15
+PADDING_SHARE, UNEVEN, EQUAL_SHARE, CUT_SHARE = 0.4, 1.2, 0.5, 0.2
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Something to try.
+
+    Attributes:
+        found: what the figures say, a sentence.
+        flags: flags to try; empty if there are none for it.
+        gain: how many times as fast a step should be at most or about, as a sentence.
+    """
+
+    found: str
+    flags: str
+    gain: str = ""
+
+
+def advice(run: Run) -> list[Advice]:
+    """Return what the run's own figures support, the largest gain in time first, then data and learning."""
+    flags = {name: value for each in run.flags.values() for name, value in each.items()}
+    times = module_times(run)
+    if not flags or not len(run.steps):
+        return []
+    found = [*_from_timeline(run, times, flags), *_from_data(run, flags)]
+    if run.learns_from_rewards:
+        found += _from_rollouts(run, flags)
+    best = learning(run)
+    if best is not None and best.best is not None and best.key != "reward":
+        found.append(Advice(f"The held-out loss was best at iteration {best.best[0]:,} ({rounded(best.best[1])}) and "
+                            "has risen since.", f"--train-iters {best.best[0]}"))
+    return found
+
+
+def _mean(run: Run, key: str) -> float | None:
+    values = finite(steady(run.steps).get(key))
+    return float(np.mean(values)) if len(values) else None
+
+
+# Time.
+
+
+def _from_timeline(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[str, Any]) -> Iterator[Advice]:
+    yield from _other_division(run, times, flags)
+    for name, each in times.items():
+        sync = each.share(Kind.GRADIENT_SYNC)
+        if name == LANGUAGE and sync >= SYNC_SHARE and flags.get("overlap-grad-reduce") is False and (
+                flags.get("llm-dp", 1) > 1):
+            yield Advice(f"The language grid reduces gradients for {percent(sync)} of its step, and nothing else runs "
+                         "then.", "--overlap-grad-reduce", f"At most {rounded(1 / (1 - sync))} times as fast.")
+        waited = each.share(Kind.PIPELINE_WAIT)
+        if name == LANGUAGE and waited >= PIPELINE_SHARE and flags.get("micro-batch-size", 1) > 1:
+            yield Advice(f"The language grid waits for its own pipeline for {percent(waited)} of its step. Twice as "
+                         "many microbatches fill it better.", f"--micro-batch-size {flags['micro-batch-size'] // 2}")
+    waits = [each.share(Kind.DATA_WAIT) for each in times.values()]
+    if waits and max(waits) >= DATA_SHARE:
+        workers = flags.get("num-workers")
+        change = f"--num-workers {max(2 * workers, 2)}" if isinstance(workers, int) else ""
+        yield Advice(f"Ranks wait for samples for {percent(max(waits))} of a step.", change,
+                     f"At most {rounded(1 / (1 - max(waits)))} times as fast.")
+
+
+def _busy_s(each: ModuleTime) -> tuple[float, float]:
+    """Return seconds that shrink with more replicas, the passes, and seconds of other work, which stay."""
+    waits = sum(each.parts.get(part, 0.0) for part in (*WAITS, OTHER_MODULES))
+    return each.passes_s, max(each.step_s - each.passes_s - waits, 0.0)
+
+
+def _other_division(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[str, Any]) -> Iterator[Advice]:
+    """Advise to divide the ranks of disjoint grids in another way, if that balances their work."""
+    encoders = [name for name in times if name != LANGUAGE]
+    if flags.get("layout") != "disjoint" or len(times) != 2 or len(encoders) != 1 or any(
+            each.beside_s for each in times.values()):
+        return
+    shares = {name: each.share(Kind.BRIDGE_WAIT) for name, each in times.items()}
+    waiting = max(shares, key=lambda name: shares[name])
+    if shares[waiting] < BRIDGE_SHARE:
+        return
+    sizes = {part: flags.get(f"{part}-tp", 1) * flags.get(f"{part}-pp", 1) * (
+        flags.get("llm-cp", 1) if part == "llm" else 1) for part in ("encoder", "llm")}
+    now = flags.get("encoder-dp", 1), flags.get("llm-dp", 1)
+    world = now[0] * sizes["encoder"] + now[1] * sizes["llm"]
+    (encode_s, encoder_rest), (language_s, language_rest) = (_busy_s(times[name]) for name in (encoders[0], LANGUAGE))
+    step_s = max(each.step_s for each in times.values())
+
+    def predicted(encoder_dp: int, llm_dp: int) -> float:
+        return max(encode_s * now[0] / encoder_dp + encoder_rest, language_s * now[1] / llm_dp + language_rest)
+
+    rows = flags.get("global-batch-size", 0), flags.get("micro-batch-size", 1)
+    options = []
+    for llm_dp in range(1, world):
+        left = world - llm_dp * sizes["llm"]
+        if left <= 0 or left % sizes["encoder"]:
+            continue
+        encoder_dp = left // sizes["encoder"]
+        divides = max(encoder_dp, llm_dp) % min(encoder_dp, llm_dp) == 0
+        # An encoder replica needs a row of each microbatch of its lane.
+        shared = encoder_dp <= llm_dp * rows[1]
+        if divides and shared and rows[0] % (rows[1] * llm_dp) == 0 and (encoder_dp, llm_dp) != now:
+            options.append((predicted(encoder_dp, llm_dp), encoder_dp, llm_dp))
+    if options and step_s / min(options)[0] >= LEAST_GAIN:
+        best_s, encoder_dp, llm_dp = min(options)
+        yield Advice(f"{escape(waiting)} waited for the other grid for {percent(shares[waiting])} of its step.",
+                     f"--encoder-dp {encoder_dp} --llm-dp {llm_dp}",
+                     f"Should be {rounded(step_s / best_s)} times as fast, if passes shrink with the replicas.")
+    else:
+        yield Advice(f"{escape(waiting)} waited for the other grid for {percent(shares[waiting])} of its step, and no "
+                     f"other division of the {world} ranks with the same splits should gain "
+                     f"{100 * (LEAST_GAIN - 1):.0f} %. On colocated and homogeneous grids nobody waits for another "
+                     "grid: mimo plan compares them.", "")
+
+
+# Data.
+
+
+def _from_data(run: Run, flags: Mapping[str, Any]) -> Iterator[Advice]:
+    used, uneven, bad = (_mean(run, key) for key in ("packing-utilisation", "encoder-imbalance", "bad-samples"))
+    packs = flags.get("packing-buffer-size")
+    if used is not None and 1 - used >= PADDING_SHARE and packs == 0:
+        yield Advice(f"{percent(1 - used)} of the tokens are padding. Packing puts several samples into a row.",
+                     "--packing-buffer-size 64 --micro-batch-size 1",
+                     f"At most {rounded(1 / used)} times the samples a second.")
+    if uneven is not None and uneven >= UNEVEN and packs and flags.get("packing-balance") is False:
+        yield Advice(f"The fullest lane has {rounded(uneven)} times the image tokens of the mean, and the others wait "
+                     "for it.", "--packing-balance")
+    if bad:
+        yield Advice(f"{rounded(float(run.steps.get('bad-samples')[-1]))} samples could not be used. "
+                     "python scripts/data_stats.py lists them.", "")
+
+
+# Reinforcement learning.
+
+
+def _from_rollouts(run: Run, flags: Mapping[str, Any]) -> Iterator[Advice]:
+    parts, total, waited = rl_parts(run)
+    rollout, rest = parts.get("rollout", 0.0), total - parts.get("rollout", 0.0)
+    if total and flags.get("rollout-mode") == "sync" and flags.get("engine-placement") in ("separate", "ray"):
+        gain = total / max(rollout + parts.get("refit", 0.0), rest)
+        if gain >= LEAST_GAIN:
+            yield Advice(f"The trainer waits {percent(rollout / total)} of an iteration for completions, and the "
+                         "engine is idle the rest of the time.", "--rollout-mode one-step-off",
+                         f"Should be {rounded(gain)} times as fast.")
+    equal, cut = _mean(run, "equal-reward-prompts"), _mean(run, "truncated-completions")
+    if equal is not None and equal >= EQUAL_SHARE and isinstance(flags.get("completions-per-prompt"), int):
+        yield Advice(f"All completions of {percent(equal)} of the prompts have the same reward, so these prompts teach "
+                     "nothing. Use prompts of another difficulty, or more completions.",
+                     f"--completions-per-prompt {2 * flags['completions-per-prompt']}")
+    if cut is not None and cut >= CUT_SHARE and isinstance(flags.get("max-completion-tokens"), int):
+        yield Advice(f"{percent(cut)} of the completions are cut off by the limit.",
+                     f"--max-completion-tokens {2 * flags['max-completion-tokens']}")
+
+
+def advice_section(runs: Sequence[Run]) -> str:
+    """Show what to try next."""
+    items = []
+    for index, run in enumerate(runs):
+        for each in advice(run):
+            flags = f" <code>{escape(each.flags)}</code>" if each.flags else ""
+            items.append(f"<li>{run_name(runs, index, '')}{each.found}{flags} {each.gain}</li>")
+    return section("What to try next", [f'<ul style="grid-column:1/-1">{"".join(items)}</ul>'] if items else [],
+                   "These follow from the figures of this page. They are predictions: change one thing at a time, and "
+                   "compare two runs with <code>scripts/report.py A B</code>.")

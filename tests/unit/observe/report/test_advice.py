@@ -1,0 +1,76 @@
+"""What the report advises follows from the run's figures, and nothing is advised where they are fine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mimo.report.advice import advice, advice_section
+from mimo.report.run_folder import Run, read_run
+from tests.support.report_runs import evaluation, policy_record, step_record, write_run
+
+
+def run_with(folder: Path, records: list[dict[str, Any]], flags: str) -> Run:
+    write_run(folder, records)
+    with (folder / "run_config.toml").open("a") as file:
+        file.write(f"\n[more]\n{flags}\n")
+    return read_run(folder)
+
+
+def steps(**further: Any) -> list[dict[str, Any]]:
+    return [step_record(iteration, 3.0 - 0.01 * iteration, **further) for iteration in range(1, 31)]
+
+
+FOUR = "encoder-dp = 2\nllm-dp = 2\nmicro-batch-size = 1\n"
+
+
+def test_ranks_move_to_the_grid_that_others_wait_for(tmp_path: Path) -> None:
+    # Vision: passes 0.25 s, other work 0.09 s. Language: 0.8 s and 0.09 s. Of 4 ranks vision has 2.
+    balanced = {"timeline/vision/bridge-wait-s": 0.6}
+    run = run_with(tmp_path, steps(**balanced), FOUR + "llm-tp = 1\n")
+    (found,) = advice(run)
+    # 8 samples do not go into 3 replicas, and there is no other division whose sizes divide each other.
+    assert found.flags == "" and "mimo plan compares" in found.found
+    text = (tmp_path / "run_config.toml").read_text().replace("global-batch-size = 8", "global-batch-size = 12")
+    (tmp_path / "run_config.toml").write_text(text)
+    (found,) = advice(read_run(tmp_path))
+    assert found.flags == "--encoder-dp 1 --llm-dp 3" and "vision waited for the other grid for 60 %" in found.found
+    # 2 / 3 of 0.8 s and 0.09 s against 1 s.
+    assert f"{1 / (0.8 * 2 / 3 + 0.09):.3g} times" in found.gain
+    assert "<code>--encoder-dp 1 --llm-dp 3</code>" in advice_section([read_run(tmp_path)])
+
+
+def test_nothing_is_advised_where_nobody_waits(tmp_path: Path) -> None:
+    run = run_with(tmp_path, steps(**{f"timeline/{name}/bridge-wait-s": 0.01 for name in ("vision", "language")}), FOUR)
+    assert advice(run) == [] and advice_section([run]) == ""
+
+
+@pytest.mark.parametrize(("figures", "flags", "advised"), [
+    ({"timeline/language/data-wait-s": 0.4}, "num-workers = 2", "--num-workers 4"),
+    ({"timeline/language/gradient-sync-s": 0.2}, "overlap-grad-reduce = false", "--overlap-grad-reduce"),
+    ({"timeline/language/pipeline-wait-s": 0.3}, "", "--micro-batch-size 2"),
+    ({"packing-utilisation": 0.5}, "packing-buffer-size = 0", "--packing-buffer-size 64 --micro-batch-size 1"),
+    ({"encoder-imbalance": 1.5}, "packing-buffer-size = 8\npacking-balance = false", "--packing-balance"),
+])
+def test_each_figure_has_its_flag(figures: dict[str, float], flags: str, advised: str, tmp_path: Path) -> None:
+    quiet = {f"timeline/{name}/bridge-wait-s": 0.01 for name in ("vision", "language")}
+    base = FOUR.replace("micro-batch-size = 1", "micro-batch-size = 4")
+    assert [each.flags for each in advice(run_with(tmp_path, steps(**quiet | figures), base + flags))] == [advised]
+
+
+def test_a_rising_held_out_loss_ends_the_run_earlier(tmp_path: Path) -> None:
+    quiet = {f"timeline/{name}/bridge-wait-s": 0.01 for name in ("vision", "language")}
+    records = [*steps(**quiet), evaluation(10, 2.0, 0.5), evaluation(30, 2.5, 0.5)]
+    assert [each.flags for each in advice(run_with(tmp_path, records, FOUR))] == ["--train-iters 10"]
+
+
+def test_rollouts_run_beside_updates_where_the_engine_has_its_own_devices(tmp_path: Path) -> None:
+    records = [policy_record(iteration, 0.5, **{"equal-reward-prompts": 0.7}) for iteration in range(1, 31)]
+    run = run_with(tmp_path, records,
+                   'rollout-mode = "sync"\nengine-placement = "separate"\ncompletions-per-prompt = 8')
+    # An iteration of 2 s: rollout 0.6 s, refit 0.2 s, and 1.4 s beside the rollout.
+    beside, more = advice(run)
+    assert beside.flags == "--rollout-mode one-step-off" and f"{2 / 1.4:.3g} times" in beside.gain
+    assert more.flags == "--completions-per-prompt 16" and "70 %" in more.found
