@@ -1,4 +1,4 @@
-"""Random tokens and images of any size without end, for benchmarks and for tests of uneven batches.
+"""Random tokens, images of any size and videos without end, for benchmarks and for tests of uneven batches.
 
 Lengths, image counts and image positions vary from sample to sample on purpose. There is nothing to learn. Samples may
 be packed into rows.
@@ -15,10 +15,12 @@ import numpy as np
 
 from data.indexed import IndexedStream
 from mimo.protocols import LANGUAGE, Lane, Sample, TokenSpec
+from mimo.visual import ImageSize, VideoSize, num_pictures
 
 SPLITS = ("train", "valid")
 # Areas of images are clipped at this multiple of --mock-image-size squared.
 LARGEST_AREA = 4.0
+SECONDS_OF_FRAME = 0.5
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,11 @@ class Config:
     mock_image_size_cv: float = 0.0
     """Coefficient of variation of the area of such images, log-normal around --mock-image-size, of any shape up to 2:1
     and at most 4 times as large; 0: all are squares of one size. --seq-length has to hold the largest sample."""
+    mock_video_fraction: float = 0.0
+    """Share of images that are replaced by videos of their size."""
+    mock_video_frames: int = 8
+    """Most frames of a video; one has 1 to as many temporal patches as these frames make, half a second from frame to
+    frame."""
     mock_packed_length: int = 0
     """Pack samples into rows of at most this many tokens of text and images: a row takes samples until the next one
     does not fit. It has to hold the largest sample. 0: every row is one sample."""
@@ -66,17 +73,34 @@ def check(config: Config, tokens: TokenSpec) -> None:
                          f"{tokens.image_shape[0]}x{tokens.image_shape[1]}")
     if config.mock_images_max < 0:
         raise ValueError(f"--mock-images-max {config.mock_images_max}: must not be negative")
-    if not 0 <= config.mock_text_only_fraction <= 1:
-        raise ValueError(f"--mock-text-only-fraction {config.mock_text_only_fraction}: must be between 0 and 1")
+    for name in ("mock_text_only_fraction", "mock_video_fraction"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: must be between 0 and 1")
     if tokens.image_token_id >= 0 and not tokens.image_size and config.mock_image_size < 1:
         raise ValueError(f"--mock-image-size {config.mock_image_size}: must be at least 1 pixel")
-    if config.mock_packed_length:
-        _check_packing(config, tokens)
+    _check_videos(config, tokens)
+    _check_packing(config, tokens)
     if tokens.vocab_size < 3:
         raise ValueError(f"--vocab-size {tokens.vocab_size}: the mock data set needs a padding, an image and a word id")
 
 
+def _check_videos(config: Config, tokens: TokenSpec) -> None:
+    if not config.mock_video_fraction or tokens.image_token_id < 0:
+        return
+    flag = f"--mock-video-fraction {config.mock_video_fraction}"
+    if tokens.video_token_id < 0:
+        raise ValueError(f"{flag}: the model takes no videos; --model-provider qwen2_5_vl and qwen3_vl do")
+    if tokens.video_token_id >= tokens.vocab_size:
+        raise ValueError(f"{flag}: --video-token-id {tokens.video_token_id} is not below --vocab-size "
+                         f"{tokens.vocab_size}")
+    if config.mock_video_frames < tokens.temporal_patch_size:
+        raise ValueError(f"--mock-video-frames {config.mock_video_frames}: must be at least "
+                         f"--vision-temporal-patch-size {tokens.temporal_patch_size}")
+
+
 def _check_packing(config: Config, tokens: TokenSpec) -> None:
+    if not config.mock_packed_length:
+        return
     flag = f"--mock-packed-length {config.mock_packed_length}"
     takes_images = tokens.image_token_id >= 0 and config.mock_images_max > 0 and config.mock_text_only_fraction < 1
     if takes_images and not tokens.packs_patches:
@@ -89,10 +113,11 @@ def _check_packing(config: Config, tokens: TokenSpec) -> None:
             # Images of 2:1 gain most when both sides are rounded to whole tokens.
             side *= math.sqrt(LARGEST_AREA)
             tokens_of_image = (side * 2**0.5 + 0.5) * (side / 2**0.5 + 0.5)
-        largest += config.mock_images_max * int(max(tokens_of_image, side**2))
+        frames = config.mock_video_frames // tokens.temporal_patch_size if config.mock_video_fraction else 1
+        largest += config.mock_images_max * int(max(tokens_of_image, side**2)) * frames
     if largest > config.mock_packed_length:
         raise ValueError(f"{flag}: the largest sample may have {largest} tokens (--mock-max-length, --mock-images-max, "
-                         "--mock-image-size)")
+                         "--mock-image-size, --mock-video-frames)")
 
 
 def build_sample(config: Config, tokens: TokenSpec, lane: Lane, index: int) -> Sample:
@@ -113,7 +138,8 @@ def _build_pack(config: Config, tokens: TokenSpec, lane: Lane, key: str, seed: l
         # Each has a generator of its own, so that lanes that make no pixels draw the same samples.
         rng = np.random.default_rng([*seed, len(parts)])
         part = _build_text(config, tokens, f"{key}.{len(parts)}", rng)
-        images = [height * width // tokens.size_multiple**2 for height, width in part.image_sizes]
+        images = [size[0] * size[1] // tokens.size_multiple**2 * num_pictures(size, tokens.temporal_patch_size)
+                  for size in part.image_sizes]
         # With context parallelism every sample is padded.
         left -= -(-(len(part.tokens) - len(images) + sum(images)) // lane.sequence_multiple) * lane.sequence_multiple
         if left < 0 and parts:
@@ -133,24 +159,46 @@ def _build_text(config: Config, tokens: TokenSpec, key: str, rng: np.random.Gene
     text_only = no_images or rng.random() < config.mock_text_only_fraction
     num_images = 0 if text_only else _number_of_images(config, rng)
     length = int(rng.integers(config.mock_min_length, config.mock_max_length + 1))
-    # Any id except 0, which pads, and the image placeholder.
-    text = rng.integers(1, tokens.vocab_size - (0 < tokens.image_token_id < tokens.vocab_size), size=length)
-    text += (tokens.image_token_id > 0) & (text >= tokens.image_token_id)
+    # Any id except 0, which pads, and the placeholders.
+    placeholders = sorted(each for each in {tokens.image_token_id, tokens.video_token_id}
+                          if 0 < each < tokens.vocab_size)
+    text = rng.integers(1, tokens.vocab_size - len(placeholders), size=length)
+    for placeholder in placeholders:
+        text += text >= placeholder
     answer = int(rng.integers(1, length))
-    places = rng.integers(0, length - answer + 1, size=num_images)
+    places = np.sort(rng.integers(0, length - answer + 1, size=num_images))
+    items = [_items(config, tokens, rng) for _ in range(num_images)]
+    sizes = [size for each in items for size in each]
+    own = [tokens.video_token_id if isinstance(size, VideoSize) else tokens.image_token_id for size in sizes]
     return Sample(
         key=key,
-        tokens=np.insert(text, places, tokens.image_token_id),
-        target_mask=np.arange(length + num_images) >= length + num_images - answer,
-        image_sizes=[_image_size(config, tokens, rng) for _ in range(num_images)],
+        tokens=np.insert(text, np.repeat(places, [len(each) for each in items]), own),
+        target_mask=np.arange(length + len(sizes)) >= length + len(sizes) - answer,
+        image_sizes=sizes,
     )
+
+
+def _items(config: Config, tokens: TokenSpec, rng: np.random.Generator) -> list[ImageSize]:
+    """Draw an image or the parts of a video that have placeholders of their own."""
+    height, width = _image_size(config, tokens, rng)
+    if not config.mock_video_fraction or rng.random() >= config.mock_video_fraction:
+        return [(height, width)]
+    together = tokens.temporal_patch_size
+    frames = together * int(rng.integers(1, config.mock_video_frames // together + 1))
+    each = tokens.placeholder_frames or frames
+    return [VideoSize(height, width, each, SECONDS_OF_FRAME)] * (frames // each)
 
 
 def _with_pixels(sample: Sample, tokens: TokenSpec, lane: Lane, rng: np.random.Generator) -> Sample:
     if lane.module != LANGUAGE:
-        sample.images = [rng.standard_normal((tokens.num_channels, *size), dtype=np.float32)
+        sample.images = [rng.standard_normal((*_frames(size), tokens.num_channels, *size[:2]), dtype=np.float32)
                          for size in sample.image_sizes]
     return sample
+
+
+def _frames(size: ImageSize) -> tuple[int, ...]:
+    """Return the first axis of a video's pixels, which an image does not have."""
+    return (size.frames,) if isinstance(size, VideoSize) else ()
 
 
 def _number_of_images(config: Config, rng: np.random.Generator) -> int:

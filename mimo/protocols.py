@@ -102,6 +102,7 @@ class TokenSpec:
             become one token, follow each other; 1: row by row.
         temporal_patch_size: frames of a patch. An image is repeated as often.
         video_token_id: placeholder id of a video; -1: the model takes no videos.
+        placeholder_frames: frames of a video that one placeholder stands for; 0: all of them.
     """
 
     vocab_size: int
@@ -114,6 +115,7 @@ class TokenSpec:
     merge_size: int = 1
     temporal_patch_size: int = 1
     video_token_id: int = -1
+    placeholder_frames: int = 0
 
     @property
     def image_shape(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from providers.common.decoder import check_multimodal_decoder
 from providers.common.flops import decoder_components, qwen_vision_components
 from providers.common.hf_processor import CLIP_MEAN, CLIP_STD
 from providers.common.qwen_vision import Qwen25VisionConfig, check_qwen_vision, whole_video_grid
-from providers.common.qwen_vl import ENCODER, QwenVlConfig, QwenVlProvider
+from providers.common.qwen_vl import ENCODER, QwenVlConfig, QwenVlProvider, check_token_ids
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -49,7 +49,8 @@ class Qwen25VlProvider(QwenVlProvider):
     processing = ImageProcessing("smart_resize", CLIP_MEAN, CLIP_STD, min_patches=16, max_patches=65536,
                                  source="the image processor of Qwen2.5-VL")
     processor = "Qwen2_5_VL"
-    checks = (check_multimodal_decoder, check_qwen_vision)
+    checks = (check_token_ids, check_multimodal_decoder, check_qwen_vision)
+    cuts_videos = False
     grid_of_video = staticmethod(whole_video_grid)
     sizes_of_hf = staticmethod(hf_qwen_vl.qwen2_5_vl_sizes)
     module_sizes_of_hf = staticmethod(hf_qwen_vl.module_sizes)

@@ -18,7 +18,7 @@ from providers.common.checks import Problems
 from providers.common.decoder import check_multimodal_decoder
 from providers.common.flops import decoder_components, qwen_vision_components
 from providers.common.qwen_vision import Qwen3VisionConfig, check_qwen_vision, temporal_patch_grid
-from providers.common.qwen_vl import ENCODER, QwenVlConfig, QwenVlProvider
+from providers.common.qwen_vl import ENCODER, QwenVlConfig, QwenVlProvider, check_token_ids
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -65,7 +65,8 @@ class Qwen3VlProvider(QwenVlProvider):
     processing = ImageProcessing("smart_resize", HALF, HALF, min_patches=256, max_patches=65536,
                                  source="the image processor of Qwen3-VL")
     processor = "Qwen3VL"
-    checks = (check_qwen_vision, check_multimodal_decoder, check_levels)
+    checks = (check_token_ids, check_qwen_vision, check_multimodal_decoder, check_levels)
+    cuts_videos = True
     grid_of_video = staticmethod(temporal_patch_grid)
     sizes_of_hf = staticmethod(hf_qwen3_vl.qwen3_vl_sizes)
     module_sizes_of_hf = staticmethod(hf_qwen3_vl.module_sizes)
@@ -85,13 +86,13 @@ class Qwen3VlProvider(QwenVlProvider):
         Raises:
             ValueError: there are experts on a tensor-parallel grid without sequence parallelism.
         """
-        from providers.common.qwen3_build import qwen3_decoder_spec
+        from providers.common.qwen_build import qwen3_decoder_spec
 
         return qwen3_decoder_spec(self.resolved(config), context)
 
     def encoder_spec(self, config: Config, module: str, context: BuildContext) -> ModuleSpec:
         """Return the spec of the vision module, a `mimo.model.submodule.VisionSubmodule`."""
-        from providers.common.qwen3_build import qwen3_vision_spec
+        from providers.common.qwen_build import qwen3_vision_spec
 
         self.check_module(module)
         config = self.resolved(config)

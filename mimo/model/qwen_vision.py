@@ -1,7 +1,8 @@
-"""The vision tower of Qwen2.5-VL (https://arxiv.org/abs/2502.13923) on its own process groups.
+"""The vision towers of Qwen2.5-VL (https://arxiv.org/abs/2502.13923) and Qwen3-VL (https://arxiv.org/abs/2511.21631).
 
-Most layers attend within windows of an image, a few within the whole image. All layers see the patches in the order of
-the windows, so that both kinds are sequences of one packed row.
+No layer looks from one temporal patch of a video to another, so each is an image here. In Qwen2.5-VL most layers attend
+within windows of an image, a few within the whole image. All layers see the patches in the order of the windows, so
+that both kinds are sequences of one packed row.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mimo.data.batch import PackedSequences
 from mimo.model.packed_attention import packed_seq_params as attention_params
-from mimo.model.radio import Grid, patch_grids
+from mimo.model.radio import Grid, interpolate_positions, patch_grids
 
 
 def block_order(rows: torch.Tensor, grid: Grid, size: int) -> torch.Tensor:
@@ -130,22 +131,23 @@ class WindowedLayer(TransformerLayer):
         return super().forward(*arguments, packed_seq_params=chosen, **keywords)
 
 
-class Qwen25VisionTower(MegatronModule):
-    """Images of any size to features of blocks of patches.
+class QwenVisionTower(MegatronModule):
+    """Images of any size, and temporal patches of videos, to features of blocks of patches.
 
-    Patches come block by block, so that the patches of a language token are neighbours. The patch embedding is
-    replicated over tensor-parallel ranks.
+    Patches come block by block, so that the patches of a language token are neighbours. Patch embedding, positions and
+    norms are replicated over tensor-parallel ranks.
 
     Args:
         config: transformer sizes; `num_layers` counts the layers of all pipeline stages.
-        layer_spec: this stage's layers, `WindowedLayer`.
+        layer_spec: this stage's layers.
         patch_size: pixels a side of a patch.
         temporal_patch_size: frames of a patch; an image is so many equal frames.
         merge_size: patches a side of a block, which becomes one language token.
-        window_side: blocks a side of a window.
         num_channels: image channels.
         rotary_base: base of the rotary frequencies.
         pg_collection: the module's process groups.
+        position_side: patches a side of the square grid of learned positions; 0: there are none.
+        conv_bias: whether the patch embedding has a bias.
         pre_process: this rank holds the first pipeline stage.
         post_process: this rank holds the last pipeline stage.
     """
@@ -154,20 +156,27 @@ class Qwen25VisionTower(MegatronModule):
     """Tokens of an image inside the encoder; that depends on the image."""
 
     def __init__(self, config: TransformerConfig, layer_spec: TransformerBlockSubmodules, *, patch_size: int,
-                 temporal_patch_size: int, merge_size: int, window_side: int, num_channels: int, rotary_base: float,
-                 pg_collection: ProcessGroupCollection, pre_process: bool = True, post_process: bool = True) -> None:
+                 temporal_patch_size: int, merge_size: int, num_channels: int, rotary_base: float,
+                 pg_collection: ProcessGroupCollection, position_side: int = 0, conv_bias: bool = False,
+                 pre_process: bool = True, post_process: bool = True) -> None:
         super().__init__(config)
         self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
         self.model_type = ModelType.encoder_or_decoder
         self.pre_process, self.post_process = pre_process, post_process
-        self.patch_size, self.merge_size, self.window_side = patch_size, merge_size, window_side
+        self.patch_size, self.merge_size = patch_size, merge_size
         self.head_channels, self.rotary_base = config.hidden_size // config.num_attention_heads, rotary_base
+        self.position_embeddings: torch.nn.Embedding | None = None
         if pre_process:
+            hidden, dtype, device = config.hidden_size, config.params_dtype, torch.cuda.current_device()
             kernel = (temporal_patch_size, patch_size, patch_size)
-            self.conv1 = torch.nn.Conv3d(
-                num_channels, config.hidden_size, kernel_size=kernel, stride=kernel, bias=False,
-                dtype=config.params_dtype, device=torch.cuda.current_device())
+            self.conv1 = torch.nn.Conv3d(num_channels, hidden, kernel_size=kernel, stride=kernel, bias=conv_bias,
+                                         dtype=dtype, device=device)
             config.init_method(self.conv1.weight)
+            if self.conv1.bias is not None:
+                torch.nn.init.zeros_(self.conv1.bias)
+            if position_side:
+                self.position_embeddings = torch.nn.Embedding(position_side**2, hidden, dtype=dtype, device=device)
+                config.init_method(self.position_embeddings.weight)
         self.decoder = TransformerBlock(config, layer_spec, post_layer_norm=False, pre_process=pre_process,
                                         post_process=post_process, pg_collection=pg_collection)
 
@@ -186,26 +195,80 @@ class Qwen25VisionTower(MegatronModule):
             packed_seq_params: one sequence of patches an image.
 
         Returns:
-            On the last stage `[1, tokens of all images, merge_size ** 2 * hidden]`, the patches of each token side by
-            side; on the others `[patches, 1, hidden]` in the order of the windows. In the dtype of the parameters.
+            On the last stage `[1, tokens of all images, features]`, the patches of each token side by side; on the
+            others `[patches, 1, columns]`, input of the next. In the dtype of the parameters.
 
         Raises:
             ValueError: the patches are not those of `imgs_sizes`.
         """
         assert imgs_sizes is not None and packed_seq_params is not None, "images of any size come with their sizes"
         assert len(packed_seq_params.cu_seqlens) == len(imgs_sizes) + 1, "one sequence an image"
-        grids = patch_grids(imgs_sizes, self.patch_size)
-        windows = Windows.of(grids, self.merge_size, self.window_side)
-        hidden_p1h = None
+        grids, sequences = patch_grids(imgs_sizes, self.patch_size), attention_params(packed_seq_params)
+        assert sequences is not None
+        hidden_ph = None
         if self.pre_process:
             assert pixel_values is not None, "the first pipeline stage needs pixel_values"
-            hidden_p1h = self._reordered(self._embed(pixel_values, grids), windows.order)[:, None]
+            hidden_ph = self._embed(pixel_values, grids)
+        return self._run(hidden_ph, self._angles(grids), sequences, grids)
+
+    def _run(self, hidden_ph: torch.Tensor | None, angles: torch.Tensor, sequences: PackedSeqParams,
+             grids: list[Grid]) -> torch.Tensor:
+        """Run the layers, given hidden states on the first stage and the rotary angles of all patches."""
+        raise AssertionError("a family arranges patches and features")
+
+    def _layers(self, hidden_ph: torch.Tensor | None, angles: torch.Tensor, sequences: PackedSeqParams) -> torch.Tensor:
+        hidden_p1h: torch.Tensor = self.decoder(
+            hidden_states=None if hidden_ph is None else hidden_ph[:, None], attention_mask=None,
+            rotary_pos_emb=angles[:, None, None], packed_seq_params=sequences)
+        return hidden_p1h
+
+    def _embed(self, patches: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
+        """Patches to the first layer's input `[patches, hidden]`."""
+        # The convolution's stride is its kernel: over patches that are already cut out it is a linear layer.
+        weight, counts = self.conv1.weight.flatten(1), [rows * columns for rows, columns in grids]
+        if tuple(patches.shape) != (1, sum(counts), weight.size(1)):
+            raise ValueError(f"pixel_values has shape {list(patches.shape)}; images of {counts} patches make "
+                             f"{[1, sum(counts), weight.size(1)]} (one row, patches, channels * frames * patch size ** "
+                             "2)")
+        hidden_ph = torch.nn.functional.linear(patches[0].to(weight.dtype), weight, self.conv1.bias)
+        if self.position_embeddings is None:
+            return hidden_ph
+        # Once a size: images of one size share the interpolated positions, and their gradient.
+        table = self.position_embeddings.weight
+        positions = {grid: block_order(interpolate_positions(table, grid, align_corners=True), grid, self.merge_size)
+                     for grid in dict.fromkeys(grids)}
+        return hidden_ph + torch.cat([positions[grid] for grid in grids])
+
+    def _angles(self, grids: list[Grid]) -> torch.Tensor:
+        """Return the rotary angles of all patches, float32 `[patches, channels of a head]`."""
+        device = torch.cuda.current_device()
+        by_grid = {grid: axial_angles(grid, self.merge_size, self.head_channels, self.rotary_base, device)
+                   for grid in dict.fromkeys(grids)}
+        return torch.cat([by_grid[grid] for grid in grids])
+
+
+class Qwen25VisionTower(QwenVisionTower):
+    """The tower of Qwen2.5-VL, whose layers are `WindowedLayer`.
+
+    Between stages, patches are in the order of the windows.
+
+    Args:
+        window_side: blocks a side of a window.
+        arguments: those of `QwenVisionTower`.
+    """
+
+    def __init__(self, *arguments: Any, window_side: int, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.window_side = window_side
+
+    def _run(self, hidden_ph: torch.Tensor | None, angles: torch.Tensor, sequences: PackedSeqParams,
+             grids: list[Grid]) -> torch.Tensor:
+        windows = Windows.of(grids, self.merge_size, self.window_side)
+        if hidden_ph is not None:
+            hidden_ph = self._reordered(hidden_ph, windows.order)
         # Windows lie within their image, so that the sequences of whole images stay where they are.
-        sequences, whole = attention_params(windows.sequences), attention_params(packed_seq_params)
-        assert whole is not None
-        hidden_p1h = self.decoder(
-            hidden_states=hidden_p1h, attention_mask=None, rotary_pos_emb=self._angles(grids, windows.order),
-            packed_seq_params=WindowedSequences(**vars(whole), windows=sequences))
+        hidden_p1h = self._layers(hidden_ph, self._reordered(angles, windows.order), WindowedSequences(
+            **vars(sequences), windows=attention_params(windows.sequences)))
         if not self.post_process:
             return hidden_p1h
         blocks = hidden_p1h.view(-1, self.merge_size**2 * hidden_p1h.size(2))
@@ -215,19 +278,25 @@ class Qwen25VisionTower(MegatronModule):
         """Reorder blocks of patches `[patches, ...]`."""
         return patches.view(-1, self.merge_size**2, *patches.shape[1:])[order].flatten(0, 1)
 
-    def _embed(self, patches: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
-        """Patches to `[patches, hidden]`."""
-        # The convolution's stride is its kernel: over patches that are already cut out it is a linear layer.
-        weight, counts = self.conv1.weight.flatten(1), [rows * columns for rows, columns in grids]
-        if tuple(patches.shape) != (1, sum(counts), weight.size(1)):
-            raise ValueError(f"pixel_values has shape {list(patches.shape)}; images of {counts} patches make "
-                             f"{[1, sum(counts), weight.size(1)]} (one row, patches, channels * frames * patch size ** "
-                             "2)")
-        return torch.nn.functional.linear(patches[0].to(weight.dtype), weight)
 
-    def _angles(self, grids: list[Grid], order: torch.Tensor) -> torch.Tensor:
-        """Return the rotary angles of all patches, float32 `[patches, 1, 1, channels of a head]`."""
-        device = torch.cuda.current_device()
-        by_grid = {grid: axial_angles(grid, self.merge_size, self.head_channels, self.rotary_base, device)
-                   for grid in dict.fromkeys(grids)}
-        return self._reordered(torch.cat([by_grid[grid] for grid in grids]), order)[:, None, None]
+class Qwen3VisionTower(QwenVisionTower):
+    """The tower of Qwen3-VL: features are those of the last layer, then those of each level (DeepStack).
+
+    Between stages, the levels so far are behind the hidden states.
+
+    Args:
+        num_levels: layers whose output becomes a level, on all stages (`mimo.model.deepstack.encoder_with_levels`).
+        arguments: those of `QwenVisionTower`.
+    """
+
+    def __init__(self, *arguments: Any, num_levels: int, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.num_levels = num_levels
+
+    def _run(self, hidden_ph: torch.Tensor | None, angles: torch.Tensor, sequences: PackedSeqParams,
+             grids: list[Grid]) -> torch.Tensor:
+        hidden_p1h = self._layers(hidden_ph, angles, sequences)
+        if not self.post_process:
+            return hidden_p1h
+        by_patch = hidden_p1h.view(-1, self.merge_size**2, 1 + self.num_levels, self.config.hidden_size)
+        return by_patch.transpose(1, 2).flatten(1)[None]

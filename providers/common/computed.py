@@ -17,7 +17,7 @@ NOT_COMPUTED = frozenset({
     "hf_config", "load_nemotron_checkpoint", "training_stage", "hidden_dropout", "attention_dropout",
     "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate", "mtp_loss_scaling_factor",
     "make_vocab_size_divisible_by", "max_position_embeddings", "ignored_mtp_layers", "vision_num_unused_layers",
-    "vision_cpe_augmentation", "vision_tokens_per_second", "video_token_id", "vision_start_token_id",
+    "vision_cpe_augmentation", "video_token_id", "vision_start_token_id",
     "vision_end_token_id",
 })
 VISION_PREFIXES = ("vision_", "projector_")
@@ -46,6 +46,7 @@ HF_KEYS = {
     "vision_temporal_patch_size": "vision_config.temporal_patch_size",
     "vision_window_size": "vision_config.window_size",
     "vision_full_attention_layers": "vision_config.fullatt_block_indexes",
+    "vision_tokens_per_second": "vision_config.tokens_per_second",
 }
 
 

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mimo.protocols import LANGUAGE
 from providers.common import hf_config
 from providers.common.decoder import MultimodalDecoderConfig
-from providers.common.hf import ACTIVATIONS, causal_lm_sizes
-from providers.common.hf_qwen_vl import ROPE_KEYS, TOKEN_DEFAULTS
+from providers.common.hf import ACTIVATIONS
+from providers.common.hf_qwen_vl import ROPE_KEYS, TOKEN_DEFAULTS, sizes_of_module, tower_sizes, whole_config
 from providers.common.hf_text import allow, refuse_quantized, rope_of, text_sizes, with_defaults
-from providers.common.qwen_vision import NUM_CHANNELS, ROTARY_BASE, Qwen3VisionConfig
+from providers.common.qwen_vision import Qwen3VisionConfig
 
 
 @dataclass(frozen=True)
@@ -82,13 +81,7 @@ def module_sizes(values: Mapping[str, Any], module: str) -> dict[str, Any]:
     Raises:
         ValueError: a value that the model cannot reproduce; the message names the key.
     """
-    config = dict(values)
-    if module == LANGUAGE and config.get("model_type", DENSE.model_type) not in KINDS:
-        # Positions of text are the same on every axis, so that any sections compute what a text model does.
-        return causal_lm_sizes(config)
-    sizes = qwen3_vl_sizes(config)
-    names = {*MultimodalDecoderConfig.__dataclass_fields__, "image_token_id"}
-    return {name: value for name, value in sizes.items() if (name in names) == (module == LANGUAGE)}
+    return sizes_of_module(dict(values), module, tuple(KINDS), qwen3_vl_sizes)
 
 
 def language_sizes(config: dict[str, Any]) -> dict[str, Any]:
@@ -119,29 +112,15 @@ def vision_sizes(config: dict[str, Any], language_size: int) -> dict[str, Any]:
         given["model_type"] = own_type
     vision = with_defaults(given, section, own_type, {own_type: VISION_DEFAULTS})
     allow(section, "hidden_act", vision["hidden_act"], tuple(ACTIVATIONS))
-    allow(section, "in_channels", vision["in_channels"], (NUM_CHANNELS,))
     if vision["out_hidden_size"] != language_size:
         raise ValueError(f"--hf-config: text_config.hidden_size = {language_size}, but {section}out_hidden_size = "
                          f"{vision['out_hidden_size']} is not supported; supported: text_config.hidden_size")
-    for key in ("patch_size", "temporal_patch_size"):
-        if not isinstance(vision[key], int):
-            raise ValueError(f"--hf-config: {section}{key} = {vision[key]!r} is not supported; supported: one number")
     levels = tuple(vision["deepstack_visual_indexes"])
     if list(levels) != sorted(set(levels)):
         raise ValueError(f"--hf-config: {section}deepstack_visual_indexes = {list(levels)} is not supported; "
                          "supported: numbers in ascending order")
-    _, rope = rope_of({"rope_parameters": vision.get("rope_parameters")}, section, ROTARY_BASE)
-    allow(section, "rope_parameters.rope_theta", rope["rope_theta"], (ROTARY_BASE,))
-    allow(section, "rope_parameters.rope_type", rope["rope_type"], ("default", "axial"))
-    return {
-        "vision_patch_size": vision["patch_size"],
-        "vision_temporal_patch_size": vision["temporal_patch_size"],
-        "vision_spatial_merge_size": vision["spatial_merge_size"],
+    return tower_sizes(vision, section) | {
         "vision_num_position_embeddings": vision["num_position_embeddings"],
-        "vision_hidden_size": vision["hidden_size"],
-        "vision_num_layers": vision["depth"],
-        "vision_num_attention_heads": vision["num_heads"],
-        "vision_ffn_hidden_size": vision["intermediate_size"],
         "vision_hidden_act": ACTIVATIONS[vision["hidden_act"]],
         # The class's default names layers that a smaller tower does not have.
         "vision_deepstack_layers": tuple(layer for layer in levels if layer < vision["depth"]),
@@ -167,19 +146,6 @@ def qwen3_vl_config(decoder: MultimodalDecoderConfig, vision: Qwen3VisionConfig,
     text |= {"model_type": f"{kind.model_type}_text", "rope_scaling": {
         "rope_type": "default", "mrope_interleaved": True, "mrope_section": list(decoder.mrope_section)}}
     activation = {ours: theirs for theirs, ours in ACTIVATIONS.items()}[vision.vision_hidden_act]
-    return {
-        "architectures": [kind.architecture],
-        "model_type": kind.model_type,
-        **token_ids,
-        "tie_word_embeddings": text["tie_word_embeddings"],
-        "text_config": text,
-        "vision_config": {
-            "model_type": f"{kind.model_type}_vision", "depth": vision.vision_num_layers,
-            "hidden_size": vision.vision_hidden_size, "hidden_act": activation,
-            "intermediate_size": vision.vision_ffn_hidden_size,
-            "num_heads": vision.vision_num_attention_heads, "in_channels": NUM_CHANNELS,
-            "patch_size": vision.vision_patch_size, "spatial_merge_size": vision.vision_spatial_merge_size,
-            "temporal_patch_size": vision.vision_temporal_patch_size, "out_hidden_size": decoder.hidden_size,
-            "num_position_embeddings": vision.vision_num_position_embeddings,
-            "deepstack_visual_indexes": list(vision.vision_deepstack_layers)},
-    }
+    return whole_config(kind.architecture, kind.model_type, text, vision, {
+        "hidden_act": activation, "num_position_embeddings": vision.vision_num_position_embeddings,
+        "deepstack_visual_indexes": list(vision.vision_deepstack_layers)}, token_ids)

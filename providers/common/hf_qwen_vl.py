@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mimo.protocols import LANGUAGE
@@ -10,7 +10,7 @@ from providers.common import hf_config
 from providers.common.decoder import MultimodalDecoderConfig
 from providers.common.hf import causal_lm_sizes
 from providers.common.hf_text import allow, refuse_quantized, rope_of, text_sizes, with_defaults
-from providers.common.qwen_vision import NUM_CHANNELS, ROTARY_BASE, Qwen25VisionConfig
+from providers.common.qwen_vision import NUM_CHANNELS, ROTARY_BASE, Qwen25VisionConfig, QwenVisionConfig
 
 ARCHITECTURE, MODEL_TYPE = "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl"
 TEXT_TYPE, VISION_TYPE = "qwen2_5_vl_text", "qwen2_5_vl_vision"
@@ -61,13 +61,27 @@ def module_sizes(values: Mapping[str, Any], module: str) -> dict[str, Any]:
     Raises:
         ValueError: a value that the model cannot reproduce; the message names the key.
     """
-    config = dict(values)
-    if module == LANGUAGE and config.get("model_type", MODEL_TYPE) != MODEL_TYPE:
+    return sizes_of_module(dict(values), module, (MODEL_TYPE,), qwen2_5_vl_sizes)
+
+
+def sizes_of_module(config: dict[str, Any], module: str, model_types: Sequence[str],
+                    sizes_of: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields that a configuration sets for one module.
+
+    Args:
+        config: configuration of the whole model, or for `language` of a text model.
+        module: `language` or `vision`.
+        model_types: types of the family's whole models.
+        sizes_of: returns the fields of both modules.
+
+    Raises:
+        ValueError: a value that the model cannot reproduce; the message names the key.
+    """
+    if module == LANGUAGE and config.get("model_type", model_types[0]) not in model_types:
         # Positions of text are the same on every axis, so that any sections compute what a text model does.
         return causal_lm_sizes(config)
-    sizes = qwen2_5_vl_sizes(config)
     names = {*MultimodalDecoderConfig.__dataclass_fields__, "image_token_id"}
-    return {name: value for name, value in sizes.items() if (name in names) == (module == LANGUAGE)}
+    return {name: value for name, value in sizes_of(config).items() if (name in names) == (module == LANGUAGE)}
 
 
 def language_sizes(config: dict[str, Any]) -> dict[str, Any]:
@@ -103,32 +117,63 @@ def vision_sizes(config: dict[str, Any], language_size: int) -> dict[str, Any]:
     if given.get("model_type") == MODEL_TYPE:  # as in the published files
         given["model_type"] = VISION_TYPE
     vision = with_defaults(given, section, VISION_TYPE, {VISION_TYPE: VISION_DEFAULTS})
-    for key, allowed in (("hidden_act", "silu"), ("in_channels", NUM_CHANNELS), ("out_hidden_size", language_size)):
+    for key, allowed in (("hidden_act", "silu"), ("out_hidden_size", language_size)):
         allow(section, key, vision[key], (allowed,))
     # Other names in the published files, which transformers ignores.
     allow(section, "in_chans", vision.get("in_chans", NUM_CHANNELS), (NUM_CHANNELS,))
     allow(section, "spatial_patch_size", vision.get("spatial_patch_size", vision["patch_size"]),
           (vision["patch_size"],))
-    for key in ("patch_size", "temporal_patch_size"):
-        if not isinstance(vision[key], int):
-            raise ValueError(f"--hf-config: {section}{key} = {vision[key]!r} is not supported; supported: one number")
-    _, rope = rope_of({"rope_parameters": vision.get("rope_parameters")}, section, ROTARY_BASE)
-    allow(section, "rope_parameters.rope_theta", rope["rope_theta"], (ROTARY_BASE,))
-    allow(section, "rope_parameters.rope_type", rope["rope_type"], ("default", "axial"))
-    return {
-        "vision_patch_size": vision["patch_size"],
-        "vision_temporal_patch_size": vision["temporal_patch_size"],
-        "vision_spatial_merge_size": vision["spatial_merge_size"],
-        "vision_hidden_size": vision["hidden_size"],
-        "vision_num_layers": vision["depth"],
-        "vision_num_attention_heads": vision["num_heads"],
-        "vision_ffn_hidden_size": vision["intermediate_size"],
+    return tower_sizes(vision, section) | {
         "vision_window_size": vision["window_size"],
         # The class's default names layers that a smaller tower does not have.
         "vision_full_attention_layers": tuple(
             layer for layer in vision["fullatt_block_indexes"] if layer < vision["depth"]),
         "vision_tokens_per_second": vision["tokens_per_second"],
     }
+
+
+# Keys of `vision_config` that the towers of both families have -> fields.
+TOWER_FIELDS = {
+    "patch_size": "vision_patch_size", "temporal_patch_size": "vision_temporal_patch_size",
+    "spatial_merge_size": "vision_spatial_merge_size", "hidden_size": "vision_hidden_size",
+    "depth": "vision_num_layers", "num_heads": "vision_num_attention_heads",
+    "intermediate_size": "vision_ffn_hidden_size"}
+
+
+def tower_sizes(vision: dict[str, Any], section: str) -> dict[str, Any]:
+    """Return the fields that both families' towers have, of a `vision_config` with its defaults.
+
+    Raises:
+        ValueError: a value that the towers cannot reproduce; the message names the key, which is in `section`.
+    """
+    allow(section, "in_channels", vision["in_channels"], (NUM_CHANNELS,))
+    for key in ("patch_size", "temporal_patch_size"):
+        if not isinstance(vision[key], int):
+            raise ValueError(f"--hf-config: {section}{key} = {vision[key]!r} is not supported; supported: one number")
+    _, rope = rope_of({"rope_parameters": vision.get("rope_parameters")}, section, ROTARY_BASE)
+    allow(section, "rope_parameters.rope_theta", rope["rope_theta"], (ROTARY_BASE,))
+    allow(section, "rope_parameters.rope_type", rope["rope_type"], ("default", "axial"))
+    return {field: vision[key] for key, field in TOWER_FIELDS.items()}
+
+
+def whole_config(architecture: str, model_type: str, text: dict[str, Any], vision: QwenVisionConfig,
+                 own: dict[str, Any], token_ids: Mapping[str, int]) -> dict[str, Any]:
+    """Return a model as a config.json.
+
+    Args:
+        architecture: class of the model.
+        model_type: type of the model, with which the type of its tower begins.
+        text: its `text_config`.
+        vision: the tower.
+        own: keys of `vision_config` that only this family has.
+        token_ids: values of the keys of `TOKEN_DEFAULTS`.
+    """
+    return {
+        "architectures": [architecture], "model_type": model_type, **token_ids,
+        "tie_word_embeddings": text["tie_word_embeddings"], "text_config": text,
+        "vision_config": {"model_type": f"{model_type}_vision", "in_channels": NUM_CHANNELS,
+                          "out_hidden_size": text["hidden_size"],
+                          **{key: getattr(vision, field) for key, field in TOWER_FIELDS.items()}, **own}}
 
 
 def qwen2_5_vl_config(decoder: MultimodalDecoderConfig, vision: Qwen25VisionConfig,
@@ -150,19 +195,7 @@ def qwen2_5_vl_config(decoder: MultimodalDecoderConfig, vision: Qwen25VisionConf
                          f"--kv-channels {channels} (--hidden-size / --num-attention-heads)")
     text |= {"model_type": TEXT_TYPE, "use_sliding_window": False,
              "rope_scaling": {"rope_type": "default", "type": "default", "mrope_section": list(decoder.mrope_section)}}
-    return {
-        "architectures": [ARCHITECTURE],
-        "model_type": MODEL_TYPE,
-        **token_ids,
-        "tie_word_embeddings": text["tie_word_embeddings"],
-        "text_config": text,
-        "vision_config": {
-            "model_type": VISION_TYPE, "depth": vision.vision_num_layers, "hidden_size": vision.vision_hidden_size,
-            "hidden_act": "silu", "intermediate_size": vision.vision_ffn_hidden_size,
-            "num_heads": vision.vision_num_attention_heads, "in_channels": NUM_CHANNELS,
-            "patch_size": vision.vision_patch_size, "spatial_merge_size": vision.vision_spatial_merge_size,
-            "temporal_patch_size": vision.vision_temporal_patch_size,
-            "tokens_per_second": vision.vision_tokens_per_second, "window_size": vision.vision_window_size,
-            "out_hidden_size": decoder.hidden_size,
-            "fullatt_block_indexes": list(vision.vision_full_attention_layers)},
-    }
+    return whole_config(ARCHITECTURE, MODEL_TYPE, text, vision, {
+        "hidden_act": "silu", "tokens_per_second": vision.vision_tokens_per_second,
+        "window_size": vision.vision_window_size,
+        "fullatt_block_indexes": list(vision.vision_full_attention_layers)}, token_ids)

@@ -14,12 +14,12 @@ import torch
 from mimo.weights.rules import NamingScheme, Rows, Rule, Segment, WeightMap
 from providers.common.decoder import DecoderConfig
 from providers.common.qwen_vision import Qwen3VisionConfig
-from providers.common.weights import CAUSAL_LM, HeadMajor, affine, decoder_map
+from providers.common.qwen_weights import IGNORED, attention_rules
+from providers.common.weights import CAUSAL_LM, affine, decoder_map
 
 NAME = "Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration"
 LANGUAGE_SCHEMES = (NamingScheme(NAME, ((r"^model\.", "model.language_model."),)), CAUSAL_LM)
 VISION_SCHEMES = (NamingScheme(NAME, ((r"^visual\.", "model.visual."),)),)
-IGNORED = ((r"(^|\.)rotary_pos_emb\.inv_freq$", "rotary frequencies follow from the configuration"),)
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,9 @@ def qwen3_vision_map(config: Qwen3VisionConfig, name: str) -> WeightMap:
 
 
 def _layer_rules(config: Qwen3VisionConfig, megatron: str, hf: str) -> list[Rule]:
-    heads = config.vision_num_attention_heads
-    fused = HeadMajor(heads, config.vision_hidden_size // heads)
     return [
         *affine(megatron + "self_attention.linear_qkv.layer_norm_", hf + "norm1."),
-        *(Rule(f"{megatron}self_attention.linear_qkv.{kind}", (f"{hf}attn.qkv.{kind}",), fused)
-          for kind in ("weight", "bias")),
-        *affine(megatron + "self_attention.linear_proj.", hf + "attn.proj."),
+        *attention_rules(config, megatron, hf),
         *affine(megatron + "mlp.linear_fc1.layer_norm_", hf + "norm2."),
         *(rule for number in (1, 2)
           for rule in affine(f"{megatron}mlp.linear_fc{number}.", f"{hf}mlp.linear_fc{number}.")),

@@ -1,31 +1,90 @@
-"""Megatron spec of the vision tower of Qwen2.5-VL. Imports torch: providers import it inside their methods."""
+"""Megatron specs of the Qwen-VL families. Imports torch: providers import it inside their methods."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import isqrt
+from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from mimo.model.deepstack import LevelProjectors, decoder_with_levels, encoder_with_levels
+from mimo.model.layer_ops import activation
 from mimo.model.layer_specs import mlp_linears, norm_builder, vit_layer_spec
-from mimo.model.qwen_vision import Qwen25VisionTower, WindowedLayer
+from mimo.model.qwen_vision import Qwen3VisionTower, Qwen25VisionTower, WindowedLayer
 from mimo.model.submodule import Projector, VisionSubmodule
 from mimo.protocols import BuildContext
-from providers.common.build import recompute_fields, transformer_config
-from providers.common.qwen_vision import NORM_EPSILON, NUM_CHANNELS, ROTARY_BASE, Qwen25VisionConfig, QwenVisionConfig
+from providers.common.build import decoder_spec, recompute_fields, transformer_config
+from providers.common.decoder import MultimodalDecoderConfig
+from providers.common.qwen_vision import (
+    NORM_EPSILON,
+    NUM_CHANNELS,
+    ROTARY_BASE,
+    Qwen3VisionConfig,
+    Qwen25VisionConfig,
+    QwenVisionConfig,
+)
 
 
-def qwen_vision_configs(config: QwenVisionConfig, language_size: int, context: BuildContext, *,
-                        normalization: str, **mlp: object) -> tuple[TransformerConfig, TransformerConfig]:
-    """Return the configurations of a tower and of its mergers.
+def qwen3_decoder_spec(config: MultimodalDecoderConfig, context: BuildContext | None) -> ModuleSpec:
+    """Return the spec of Qwen3-VL's decoder, whose first layers add the levels of the tower.
+
+    Raises:
+        ValueError: there are experts on a tensor-parallel grid without sequence parallelism.
+    """
+    spec = decoder_spec(config, context)
+    if context is None:
+        return spec
+    layers = decoder_with_levels(spec.params["transformer_layer_spec"])
+    return replace(spec, params={**spec.params, "transformer_layer_spec": layers})
+
+
+def qwen_vision_spec(config: Qwen25VisionConfig, name: str, language_size: int, context: BuildContext) -> ModuleSpec:
+    """Return the spec of a `VisionSubmodule`: the tower, then RMSNorm of each patch and an MLP of each token.
 
     Args:
-        config: sizes of tower and mergers.
+        config: sizes of tower and merger.
+        name: name of the encoder inside the module.
         language_size: width of the language model.
         context: the encoder's grid, groups and precision.
-        normalization: of both, as in `TransformerConfig`.
-        mlp: fields of the tower's MLPs.
+    """
+    tower, merger = _transformers(config, language_size, context, normalization="RMSNorm",
+                                  activation_func=torch.nn.functional.silu, gated_linear_unit=True)
+    layers = vit_layer_spec(tower, context.transformer_impl)
+    windowed = [replace(layer, module=WindowedLayer, params={
+        **layer.params, "whole_image_layers": frozenset(config.vision_full_attention_layers)})
+        for layer in layers.layer_specs]
+    encoder = ModuleSpec(module=Qwen25VisionTower, params=_tower_params(config, tower, context) | {
+        "layer_spec": replace(layers, layer_specs=windowed), "window_side": config.window_side})
+    return _submodule(name, encoder, _merger(config, merger, config.vision_hidden_size, context), context)
+
+
+def qwen3_vision_spec(config: Qwen3VisionConfig, name: str, language_size: int, context: BuildContext) -> ModuleSpec:
+    """Return the spec of a `VisionSubmodule`: the tower, then a merger for its output and one for each level.
+
+    Arguments are those of `qwen_vision_spec`.
+    """
+    impl = context.transformer_impl
+    tower, merger = _transformers(config, language_size, context, normalization="LayerNorm",
+                                  activation_func=activation(config.vision_hidden_act, impl))
+    levels = config.vision_deepstack_layers
+    encoder = ModuleSpec(module=Qwen3VisionTower, params=_tower_params(config, tower, context) | {
+        "layer_spec": encoder_with_levels(vit_layer_spec(tower, impl), levels), "num_levels": len(levels),
+        "position_side": isqrt(config.vision_num_position_embeddings), "conv_bias": True})
+    # The patches of the output are normalized one by one, those of a level as a token.
+    mergers = [_merger(config, merger, norm_size, context)
+               for norm_size in (config.vision_hidden_size, *[config.feature_size] * len(levels))]
+    projectors = ModuleSpec(module=LevelProjectors, params={"config": merger, "projectors": mergers})
+    return _submodule(name, encoder, projectors, context)
+
+
+def _transformers(config: QwenVisionConfig, language_size: int, context: BuildContext, *, normalization: str,
+                  **mlp: object) -> tuple[TransformerConfig, TransformerConfig]:
+    """Return the configurations of a tower and of its mergers.
+
+    `normalization` is that of both, `mlp` are fields of the tower's MLPs.
     """
     norm = {"normalization": normalization, "layernorm_epsilon": NORM_EPSILON}
     # The fused rotary kernel computes positions itself, and knows none of rows and columns.
@@ -40,31 +99,21 @@ def qwen_vision_configs(config: QwenVisionConfig, language_size: int, context: B
     return tower, merger
 
 
-def qwen_vision_spec(config: Qwen25VisionConfig, name: str, language_size: int, context: BuildContext) -> ModuleSpec:
-    """Return the spec of a `VisionSubmodule`: the tower, then RMSNorm of each patch and an MLP of each token.
+def _tower_params(config: QwenVisionConfig, transformer: TransformerConfig, context: BuildContext) -> dict[str, Any]:
+    return {"config": transformer, "patch_size": config.vision_patch_size,
+            "temporal_patch_size": config.vision_temporal_patch_size, "merge_size": config.vision_spatial_merge_size,
+            "num_channels": NUM_CHANNELS, "rotary_base": ROTARY_BASE, "pg_collection": context.groups,
+            "pre_process": context.pre_process, "post_process": context.post_process}
 
-    Args:
-        config: sizes of tower and merger.
-        name: name of the encoder inside the module.
-        language_size: width of the language model.
-        context: the encoder's grid, groups and precision.
-    """
-    impl = context.transformer_impl
-    tower_config, merger_config = qwen_vision_configs(config, language_size, context, normalization="RMSNorm",
-                                                      activation_func=torch.nn.functional.silu, gated_linear_unit=True)
-    layers = vit_layer_spec(tower_config, impl)
-    windowed = [replace(layer, module=WindowedLayer, params={
-        **layer.params, "whole_image_layers": frozenset(config.vision_full_attention_layers)})
-        for layer in layers.layer_specs]
-    encoder = ModuleSpec(module=Qwen25VisionTower, params={
-        "config": tower_config, "layer_spec": replace(layers, layer_specs=windowed),
-        "patch_size": config.vision_patch_size, "temporal_patch_size": config.vision_temporal_patch_size,
-        "merge_size": config.vision_spatial_merge_size, "window_side": config.window_side,
-        "num_channels": NUM_CHANNELS, "rotary_base": ROTARY_BASE, "pg_collection": context.groups,
-        "pre_process": context.pre_process, "post_process": context.post_process})
+
+def _merger(config: QwenVisionConfig, transformer: TransformerConfig, norm_size: int, context: BuildContext) -> (
+        ModuleSpec):
     # build_module passes a spec's `submodules` on as a keyword of that name.
-    merger = ModuleSpec(module=Projector, submodules=mlp_linears(impl), params={
-        "config": merger_config, "input_size": config.feature_size, "pg_collection": context.groups,
-        "norm": norm_builder(impl), "norm_size": config.vision_hidden_size})
+    return ModuleSpec(module=Projector, submodules=mlp_linears(context.transformer_impl), params={
+        "config": transformer, "input_size": config.feature_size, "pg_collection": context.groups,
+        "norm": norm_builder(context.transformer_impl), "norm_size": norm_size})
+
+
+def _submodule(name: str, encoder: ModuleSpec, projector: ModuleSpec, context: BuildContext) -> ModuleSpec:
     return ModuleSpec(module=VisionSubmodule, params={"pg_collection": context.groups},
-                      submodules={"encoders": {name: encoder}, "input_projections": [merger]})
+                      submodules={"encoders": {name: encoder}, "input_projections": [projector]})

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from mimo.data.positions import TokenGrid
 from mimo.protocols import ImageProcessing, ParameterShape, TokenSpec, VideoSize
 from providers.common import hf
+from providers.common.checks import Problems
 from providers.common.decoder import MultimodalDecoderConfig, check_decoder_grid, decoder_shapes
 from providers.common.qwen_processor import (
     check_special_tokens,
@@ -46,12 +47,19 @@ class QwenVlConfig(MultimodalDecoderConfig):
     """Hugging Face config.json, or the folder that holds one. Its sizes replace those of the flags."""
 
 
+def check_token_ids(config: QwenVlConfig, problems: Problems) -> None:
+    """Note placeholders of images and videos that are the same."""
+    if config.image_token_id == config.video_token_id:
+        problems.add(f"--image-token-id {config.image_token_id} --video-token-id {config.video_token_id}: must differ")
+
+
 class QwenVlProvider(VisionLanguageProvider):
     """Methods of `mimo.protocols.ModelProvider` that the Qwen-VL families share; the configuration may be unresolved.
 
     Attributes:
         processing: the image processor of the published models.
         processor: name of the image processor's class in transformers, without its end.
+        cuts_videos: whether each temporal patch of a video has a placeholder of its own.
         grid_of_video: returns the language tokens of a video as a grid, or raises ValueError.
         sizes_of_hf: returns the fields of a configuration that a config.json sets.
         module_sizes_of_hf: returns the fields that a config.json sets for one module.
@@ -60,6 +68,7 @@ class QwenVlProvider(VisionLanguageProvider):
     Config: ClassVar[type]
     processing: ClassVar[ImageProcessing]
     processor: ClassVar[Literal["Qwen2_5_VL", "Qwen3VL"]]
+    cuts_videos: ClassVar[bool]
     grid_of_video: ClassVar[Callable[[Any, VideoSize], TokenGrid]]
     sizes_of_hf: ClassVar[Callable[[dict[str, Any]], dict[str, Any]]]
     module_sizes_of_hf: ClassVar[Callable[[Mapping[str, Any], str], dict[str, Any]]]
@@ -99,7 +108,8 @@ class QwenVlProvider(VisionLanguageProvider):
         return TokenSpec(config.vocab_size, config.image_token_id, 0, config.vision_num_channels,
                          patch_size=config.vision_patch_size, size_multiple=config.size_multiple,
                          merge_size=config.vision_spatial_merge_size,
-                         temporal_patch_size=config.vision_temporal_patch_size, video_token_id=config.video_token_id)
+                         temporal_patch_size=config.vision_temporal_patch_size, video_token_id=config.video_token_id,
+                         placeholder_frames=config.vision_temporal_patch_size if self.cuts_videos else 0)
 
     def token_grid(self, config: Any, module: str, height: int, width: int) -> TokenGrid:
         """Return the language tokens of an image as a grid. Raises ValueError for a wrong size in pixels."""

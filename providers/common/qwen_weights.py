@@ -7,7 +7,7 @@ also writes. Imports torch: providers import it inside their methods.
 from __future__ import annotations
 
 from mimo.weights.rules import Fused, NamingScheme, Rule, WeightMap
-from providers.common.qwen_vision import Qwen25VisionConfig
+from providers.common.qwen_vision import Qwen25VisionConfig, QwenVisionConfig
 from providers.common.weights import HeadMajor, affine
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
@@ -40,14 +40,20 @@ def qwen_vision_map(config: Qwen25VisionConfig, name: str) -> WeightMap:
     return WeightMap(tuple(rules), VISION_SCHEMES, IGNORED)
 
 
-def _layer_rules(config: Qwen25VisionConfig, megatron: str, hf: str) -> list[Rule]:
-    heads, inner = config.vision_num_attention_heads, config.vision_ffn_hidden_size
+def attention_rules(config: QwenVisionConfig, megatron: str, hf: str) -> list[Rule]:
+    """Map the attention of a layer of either family's tower, without its norm."""
+    heads = config.vision_num_attention_heads
     fused = HeadMajor(heads, config.vision_hidden_size // heads)
+    return [*(Rule(f"{megatron}self_attention.linear_qkv.{kind}", (f"{hf}attn.qkv.{kind}",), fused)
+              for kind in ("weight", "bias")),
+            *affine(megatron + "self_attention.linear_proj.", hf + "attn.proj.")]
+
+
+def _layer_rules(config: Qwen25VisionConfig, megatron: str, hf: str) -> list[Rule]:
+    inner = config.vision_ffn_hidden_size
     return [
         Rule(megatron + "self_attention.linear_qkv.layer_norm_weight", (hf + "norm1.weight",)),
-        *(Rule(f"{megatron}self_attention.linear_qkv.{kind}", (f"{hf}attn.qkv.{kind}",), fused)
-          for kind in ("weight", "bias")),
-        *affine(megatron + "self_attention.linear_proj.", hf + "attn.proj."),
+        *attention_rules(config, megatron, hf),
         Rule(megatron + "mlp.linear_fc1.layer_norm_weight", (hf + "norm2.weight",)),
         *(Rule(f"{megatron}mlp.linear_fc1.{kind}", tuple(f"{hf}mlp.{part}_proj.{kind}" for part in ("gate", "up")),
                Fused(1, (inner, inner))) for kind in ("weight", "bias")),

@@ -25,7 +25,8 @@ TOWER_25 = """--model-provider qwen2_5_vl --mrope-section 1 2 1 --num-query-grou
 --vision-window-size 16 --vision-full-attention-layers 1 2 --image-token-id 95 --hidden-size 32
 --num-attention-heads 4 --vocab-size 96 --max-position-embeddings 4096 --rotary-base 100"""
 DECODER = "--num-layers 4 --ffn-hidden-size 48"
-IMAGES = "--mock-image-size 16 --mock-image-size-cv 0.6 --seq-length 96"
+IMAGES = """--mock-image-size 16 --mock-image-size-cv 0.6 --mock-video-fraction 0.4 --mock-video-frames 6
+--video-token-id 94 --seq-length 96"""
 # Three levels, of which the last is added behind the cut between two stages of two layers.
 TOWER_3 = """--model-provider qwen3_vl --mrope-section 4 2 2 --num-query-groups 2 --kv-channels 16 --vision-patch-size 4
 --vision-hidden-size 16 --vision-num-layers 4 --vision-num-attention-heads 2 --vision-ffn-hidden-size 20

@@ -7,7 +7,7 @@ Hugging Face's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,21 @@ def test_log_probs_of_a_qwen3_after_three_syncs_equal_the_trainers(
     for served in _served(pool, tmp_path_factory.mktemp("qwen3"), name):
         for layout in ("colocated", "disjoint-pp2"):
             check_log_probs(pool, served, layout, name)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", refit_llava.QWENS)
+def test_the_engine_answers_prompts_with_videos_as_the_trainer(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    (found,) = pool.run(refit_llava.video_log_probs, str(tmp_path), name, world_size=1)
+    prompt, tokens, ours = found
+    options = refit.engine_options(tmp_path, skip_tokenizer_init=False, limit_mm_per_prompt={"image": 1, "video": 2})
+    process = EngineProcess(replace(options, load_format="auto", max_model_len=128))
+    try:
+        theirs = process.handle.prompt_logprobs([prompt])[0]
+    finally:
+        process.close()
+    assert len(theirs) == len(tokens) - 1
+    assert error(ours, torch.tensor(theirs)) <= MAX_ERROR
 
 
 def check_log_probs(pool: WorkerPool, served: Served, layout: str, name: str) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from data import mock
 from mimo.config.validate import validate
 from mimo.data.batch import Microbatch
-from mimo.protocols import LANGUAGE
+from mimo.protocols import LANGUAGE, Lane
 from mimo.registry import model_provider
+from mimo.visual import ImageSize, VideoSize, num_pictures
 from tests.support import equality
 from tests.support.provider_cases import randomize
 
@@ -111,7 +114,8 @@ def build_hf(name: str) -> Any:
         config = LlavaConfig(**sizes, image_token_index=VOCAB_SIZE - 1)
         model = LlavaForConditionalGeneration._from_config(config, attn_implementation="eager")
     elif name in QWEN_MODELS:
-        config = AutoConfig.for_model(sizes.pop("model_type"), **sizes, image_token_id=VOCAB_SIZE - 1)
+        ids = {"image_token_id": VOCAB_SIZE - 1, "video_token_id": VOCAB_SIZE - 2}
+        config = AutoConfig.for_model(sizes.pop("model_type"), **ids | sizes)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
     else:
         config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
@@ -164,19 +168,38 @@ def _hf_logits(rank: int, model: Any, name: str, folder: str) -> dict[str, torch
         assert batch.text is not None
         ids = batch.text.input_ids
         if name in QWEN_MODELS:
-            inputs = qwen_inputs(model.config, inputs) | {"position_ids": batch.text.position_ids}
+            sizes = sizes_of(flags_of(name, folder, layout), batch.text.keys)
+            inputs = qwen_inputs(model.config, inputs, sizes) | {"position_ids": batch.text.position_ids}
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits
         found |= dict(zip(batch.text.keys, logits, strict=True))
     return found
 
 
-def qwen_inputs(config: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Inputs of an encoder as transformers' models of the Qwen-VL families take them."""
+def sizes_of(flags: tuple[str, ...], keys: Sequence[str]) -> list[ImageSize]:
+    """Sizes of the images and videos of samples of the mock data set, in order."""
+    config = equality.parse(list(flags))
+    tokens = model_provider(config.model.model_provider).token_spec(config.model_family)
+    lane = Lane(LANGUAGE, 0, 1, config.train.seed)
+    return [size for key in keys for size in
+            mock.build_sample(config.dataset, tokens, lane, int(key.rpartition("/")[2])).image_sizes]
+
+
+def qwen_inputs(config: Any, inputs: dict[str, Any], sizes: Sequence[ImageSize]) -> dict[str, torch.Tensor]:
+    """Inputs of an encoder as transformers' models of the Qwen-VL families take them: images and videos apart."""
     if not inputs:
         return {}
-    grids = torch.from_numpy(inputs["imgs_sizes"]) // config.vision_config.patch_size
-    return {"pixel_values": inputs["pixel_values"][0],
-            "image_grid_thw": torch.cat([torch.ones_like(grids[:, :1]), grids], dim=1)}
+    vision = config.vision_config
+    grids = [(num_pictures(size, vision.temporal_patch_size), size[0] // vision.patch_size,
+              size[1] // vision.patch_size) for size in sizes]
+    pixels = inputs["pixel_values"][0].split([math.prod(grid) for grid in grids])
+    found = {}
+    for names, is_video in ((("pixel_values", "image_grid_thw"), False),
+                            (("pixel_values_videos", "video_grid_thw"), True)):
+        chosen = [place for place, size in enumerate(sizes) if isinstance(size, VideoSize) == is_video]
+        if chosen:
+            values = torch.cat([pixels[place] for place in chosen]), torch.tensor([grids[place] for place in chosen])
+            found |= dict(zip(names, values, strict=True))
+    return found
 
 
 def flags_of(name: str, folder: str, layout: tuple[str, ...]) -> tuple[str, ...]:
@@ -185,8 +208,8 @@ def flags_of(name: str, folder: str, layout: tuple[str, ...]) -> tuple[str, ...]
     sizes: tuple[str, ...] = ()
     if name in QWEN_MODELS:
         provider = MODELS[name]["model_type"].removesuffix("_moe")
-        sizes = ("--mock-image-size", "16", "--mock-image-size-cv", "0.8", "--seq-length", "64",
-                 "--moe-aux-loss-coeff", "0")
+        sizes = ("--mock-image-size", "16", "--mock-image-size-cv", "0.8", "--seq-length", "128",
+                 "--mock-video-fraction", "0.5", "--mock-video-frames", "6", "--moe-aux-loss-coeff", "0")
     return ("--model-provider", provider, "--hf-config", folder, *BASE, *sizes, *layout)
 
 
@@ -352,8 +375,9 @@ def save_hf_gradients(rank: int, name: str, folder: str, out: str) -> None:
     """Save the gradients of the tests' batch by transformers as the tensors of a folder."""
     model = build_hf(name)
     for batch in _batches(rank, flags_of(name, folder, ("--layout", "colocated")), 1):
-        inputs = qwen_inputs(model.config, dict(batch.encoders["vision"].inputs))
         assert batch.text is not None
+        sizes = sizes_of(flags_of(name, folder, ("--layout", "colocated")), batch.text.keys)
+        inputs = qwen_inputs(model.config, dict(batch.encoders["vision"].inputs), sizes)
         found = model(input_ids=batch.text.input_ids, attention_mask=torch.ones_like(batch.text.input_ids),
                       position_ids=batch.text.position_ids, **inputs)
         _loss(found.logits, batch).backward()

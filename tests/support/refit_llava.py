@@ -10,17 +10,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from PIL import Image
 from safetensors.torch import load_file
 
 from mimo.data.batch import Microbatch
 from mimo.data.collate import PatchOrder, split_images, unpatchify
-from mimo.protocols import LANGUAGE
+from mimo.protocols import LANGUAGE, Sample, VideoSize
 from mimo.refit.options import RefitOptions
 from mimo.registry import model_provider
 from mimo.rollout.engine import RolloutEngine, Sampling
 from mimo.rollout.process import EngineHandle
+from mimo.visual import ImageSize
 from providers.common import hf_processor
 from tests.support import equality, hf_families, refit
 
@@ -47,7 +50,8 @@ QWEN3_MODEL = QWEN_MODEL | {
 QWENS = {QWEN: QWEN_MODEL, "refit-qwen3-vl": QWEN3_MODEL, "refit-qwen3-vl-moe": QWEN3_MODEL | {
     "model_type": "qwen3_vl_moe", "tie_word_embeddings": False, "text_config": QWEN3_MODEL["text_config"] | {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}}}
-QWEN_IMAGES = ("--seq-length", "56", "--mock-image-size", "16", "--mock-image-size-cv", "0.3")
+QWEN_IMAGES = ("--seq-length", "56", "--mock-image-size", "16", "--mock-image-size-cv", "0.3",
+               "--mock-video-fraction", "0")
 LENGTH = ("--seq-length", "40", "--global-batch-size", "8", "--mock-text-only-fraction", "0.5")
 GREEDY = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
 
@@ -104,7 +108,8 @@ def save(rank: int, folder: str, name: str = NAME) -> dict[str, Any]:
         assert batch.text is not None
         ids = batch.text.input_ids
         if name in QWENS:
-            pixels = hf_families.qwen_inputs(model.config, pixels) | {"position_ids": batch.text.position_ids}
+            sizes = hf_families.sizes_of(flags, batch.text.keys)
+            pixels = hf_families.qwen_inputs(model.config, pixels, sizes) | {"position_ids": batch.text.position_ids}
         with torch.no_grad():
             logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **pixels).logits
         for key, row, row_logits in zip(batch.text.keys, ids.tolist(), logits, strict=True):
@@ -132,8 +137,6 @@ def _write_processor(folder: str) -> None:
 
 def _to_images(inputs: dict[str, Any], folder: str) -> list[Any]:
     """Return the 8-bit images nearest to an encoder's normalised pixels, as PIL's."""
-    from PIL import Image
-
     processor, pixels = _image_processor(folder), inputs["pixel_values"]
     if "imgs_sizes" in inputs:
         order = PatchOrder(processor.patch_size, processor.merge_size, processor.temporal_patch_size)
@@ -216,6 +219,66 @@ def _log_probabilities(parts: Any, batches: list[Microbatch]) -> dict[str, torch
 
     run_schedule(parts, batches, partial(forward_logits, consume=collect), forward_only=True)
     return found
+
+
+def video_log_probs(rank: int, folder: str, name: str) -> tuple[dict[str, Any], list[int], torch.Tensor]:
+    """Save a Qwen-VL and give it a prompt of a video, an image, another video and text between them.
+
+    Returns:
+        The prompt as vLLM takes it, its tokens, and the trainer's log-probs of these from the second on.
+    """
+    from transformers import AutoTokenizer
+
+    from mimo.data.collate import Placeholders, collate_encoder, collate_text, expand_images
+
+    register()
+    model = hf_families.build_hf(name)
+    hf_families.save_published(model, folder)
+    flags = flags_of(folder, ("--layout", "colocated", "--micro-batch-size", "1", "--seq-length", "96"), name)
+    with hf_families.trainer_of(flags, 1) as parts:
+        provider, family = model_provider(parts.config.model.model_provider), parts.config.model_family
+        provider.write_processor(family, Path(folder), hf_processor.CLIP_MEAN, hf_processor.CLIP_STD)
+        hf_families.load(parts, model=folder)
+        rng, tokenizer = np.random.default_rng(3), AutoTokenizer.from_pretrained(folder)
+        start, end = family.vision_start_token_id, family.vision_end_token_id
+        short, tokens = [5, 7], [5, 7]
+        sizes: list[ImageSize] = []
+        stored = []
+        for index, (frames, height, width) in enumerate(((6, 16, 24), (0, 24, 16), (4, 8, 16))):
+            stored.append(rng.integers(0, 256, (frames or 1, height, width, 3), dtype=np.uint8))
+            token = family.video_token_id if frames else family.image_token_id
+            short += [start, token, end, 10 + index]
+            if frames and provider.cuts_videos:
+                sizes += [VideoSize(height, width, 2)] * (frames // 2)
+                tokens.append(start)
+                for second in range(frames // 2):
+                    # Two frames a second, of which a temporal patch has the mean time.
+                    time = tokenizer.encode(f"<{second + 0.25:.1f} seconds>", add_special_tokens=False)
+                    tokens += [*time, start, token, end]
+                tokens += [end, 10 + index]
+            else:
+                sizes.append(VideoSize(height, width, frames, 0.5) if frames else (height, width))
+                tokens += [start, token, end, 10 + index]
+        mean, std = (np.array(values, np.float32) for values in (hf_processor.CLIP_MEAN, hf_processor.CLIP_STD))
+        pixels = [((each / np.float32(255) - mean) / std).transpose(0, 3, 1, 2) for each in stored]
+        images = [part for each, was in zip(pixels, stored, strict=True) for part in (
+            [each[0]] if len(was) == 1 else
+            [each[at:at + 2] for at in range(0, len(each), 2)] if provider.cuts_videos else [each])]
+        row = Sample("videos", np.array(tokens), np.zeros(len(tokens), np.bool_), sizes, images)
+        how = Placeholders.of(provider, family, parts.grids.layout)
+        expanded = expand_images(row, how).tokens
+        batch = Microbatch(
+            collate_text([row], images=how, seq_length=len(expanded), vocab_size=family.vocab_size, pad_token_id=0),
+            {"vision": collate_encoder([row], module="vision", images=how, lane_sizes=[1], dtype=torch.float32)})
+        (found,) = _log_probabilities(parts, [batch]).values()
+    ours = found[:-1].gather(-1, torch.from_numpy(expanded[1:, None])).squeeze(-1)
+    videos = [(each, {"fps": 2.0, "duration": len(each) / 2, "total_num_frames": len(each), "video_backend": "opencv",
+                      "frames_indices": list(range(len(each))), "do_sample_frames": False})
+              for each in stored if len(each) > 1]
+    prompt = {"prompt_token_ids": short, "multi_modal_data": {
+        "video": videos, "image": [Image.fromarray(each[0]) for each in stored if len(each) == 1]},
+        "mm_processor_kwargs": {"do_sample_frames": False}}
+    return prompt, expanded.tolist(), ours
 
 
 def sync(rank: int, folder: str, layout: tuple[str, ...], world_size: int, handle: EngineHandle, options: RefitOptions,

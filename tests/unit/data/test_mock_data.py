@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data.mock import Config, provider
-from mimo.protocols import Lane, Sample, TokenSpec
+from mimo.protocols import Lane, Sample, TokenSpec, VideoSize
 
 TOKENS = TokenSpec(vocab_size=16, image_token_id=9, image_size=8, num_channels=2)
 
@@ -106,6 +106,26 @@ def test_sizes_and_ends():
     assert provider.decode(Config(), [4, 9]) == "4 9"
 
 
+FREE = replace(TOKENS, image_size=0, patch_size=4, size_multiple=4, temporal_patch_size=2, video_token_id=3)
+
+
+def test_images_are_replaced_by_videos():
+    config = Config(mock_video_fraction=0.5, mock_image_size_cv=0.7, mock_video_frames=7)
+    whole, cut = read(config, 200, tokens=FREE), read(config, 200, tokens=replace(FREE, placeholder_frames=2))
+    for samples in (whole, cut):
+        for sample in samples:
+            videos = [isinstance(size, VideoSize) for size in sample.image_sizes]
+            assert (sample.tokens[np.isin(sample.tokens, (3, 9))] == 3).tolist() == videos
+            for size, pixels in zip(sample.image_sizes, sample.images, strict=True):
+                assert pixels.shape == (*size[2:3], 2, *size[:2])
+        assert {int(token) for sample in samples for token in sample.tokens} == set(range(1, 16))
+    frames = [[size.frames for sample in samples for size in sample.image_sizes if isinstance(size, VideoSize)]
+              for samples in (whole, cut)]
+    assert set(frames[0]) == {2, 4, 6} and set(frames[1]) == {2} and sum(frames[0]) == sum(frames[1])
+    (text, *_) = read(config, 1, tokens=FREE, module="language")
+    assert text.images is None and text.image_sizes == whole[0].image_sizes
+
+
 @pytest.mark.parametrize(
     ("config", "tokens", "message"),
     [
@@ -119,6 +139,11 @@ def test_sizes_and_ends():
         (Config(mock_text_only_fraction=2), TOKENS, "--mock-text-only-fraction 2"),
         (Config(mock_image_size=0), replace(TOKENS, image_size=0), "--mock-image-size 0"),
         (Config(), replace(TOKENS, vocab_size=2), "--vocab-size 2"),
+        (Config(mock_video_fraction=0.5), TOKENS, "--mock-video-fraction 0.5: the model takes no videos"),
+        (Config(mock_video_fraction=2), FREE, "--mock-video-fraction 2: must be between 0 and 1"),
+        (Config(mock_video_fraction=1), replace(FREE, video_token_id=16),
+         "--mock-video-fraction 1: --video-token-id 16 is not below --vocab-size 16"),
+        (Config(mock_video_fraction=1, mock_video_frames=1), FREE, "--mock-video-frames 1: must be at least"),
         (Config(mock_packed_length=99), TOKENS, "--mock-packed-length 99: the tokens of an image are known only for"),
         (Config(mock_packed_length=99), replace(TOKENS, image_size=0, patch_size=4, size_multiple=4),
          "--mock-packed-length 99: the largest sample may have 224 tokens"),

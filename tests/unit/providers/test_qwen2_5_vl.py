@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from mimo.data.positions import TokenGrid
 from mimo.grid.dry_run import total_parameters
 from mimo.grid.spec import GridSpec, Layout
-from mimo.protocols import LANGUAGE
+from mimo.protocols import LANGUAGE, VideoSize
 from mimo.registry import model_provider, provider_of
+from mimo.visual import count_tokens
 from providers import qwen2_5_vl
 from providers.common import hf_qwen_vl
 from providers.common.vision_language import VISION
@@ -151,3 +153,15 @@ def test_an_image_becomes_a_grid_of_tokens() -> None:
     assert PROVIDER.num_image_tokens(config, VISION, 756, 1036) == grid.size
     with pytest.raises(ValueError, match="multiples of 28"):
         PROVIDER.num_image_tokens(config, VISION, 768, 1036)
+
+
+def test_a_video_becomes_a_grid_in_time() -> None:
+    config = qwen2_5_vl.Config()
+    assert PROVIDER.video_grid(config, VISION, VideoSize(56, 84, 6, 0.5)) == TokenGrid(2, 3, 3, frame_step=2.0)
+    assert count_tokens(PROVIDER, config, VISION, *VideoSize(56, 84, 6, 0.5)) == 18
+    for size, message in ((VideoSize(56, 84, 5, 0.5), "a video of 5 frames: must be a multiple of"),
+                          (VideoSize(56, 80, 6, 0.5), "multiples of 28"), (VideoSize(56, 84, 6), "0.0 seconds apart")):
+        with pytest.raises(ValueError, match=message):
+            PROVIDER.video_grid(config, VISION, size)
+    with pytest.raises(ValueError, match="--image-token-id 9 --video-token-id 9: must differ"):
+        PROVIDER.validate_sizes(dataclasses.replace(config, image_token_id=9, video_token_id=9))

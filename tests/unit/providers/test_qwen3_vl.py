@@ -10,7 +10,7 @@ import pytest
 from mimo.grid.dry_run import bridge_width, total_parameters
 from mimo.grid.layout import validate_layout
 from mimo.grid.spec import GridSpec, Layout
-from mimo.protocols import LANGUAGE
+from mimo.protocols import LANGUAGE, VideoSize
 from mimo.registry import model_provider, provider_of
 from providers import qwen3_vl
 from providers.common.vision_language import VISION
@@ -145,3 +145,10 @@ def test_an_image_and_its_levels_on_the_bridge() -> None:
     assert bridge_width(PROVIDER, config, VISION) == 4 * 4096
     with pytest.raises(ValueError, match="multiples of 32"):
         PROVIDER.num_image_tokens(config, VISION, 768, 1008)
+
+
+def test_a_temporal_patch_is_positioned_as_an_image() -> None:
+    config = qwen3_vl.Config()
+    assert PROVIDER.video_grid(config, VISION, VideoSize(64, 96, 2)) == PROVIDER.token_grid(config, VISION, 64, 96)
+    with pytest.raises(ValueError, match="a video of 4 frames: the family has a placeholder for every 2 frames"):
+        PROVIDER.video_grid(config, VISION, VideoSize(64, 96, 4, 0.5))

@@ -1,13 +1,17 @@
 """Collation: expansion, shift, padding, and one clear error for each thing a data set can get wrong."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from mimo.data.collate import Placeholders, collate_encoder, collate_text
-from mimo.protocols import Sample
+from mimo.data.collate import PatchOrder, Placeholders, collate_encoder, collate_text
+from mimo.data.positions import TokenGrid
+from mimo.protocols import Sample, VideoSize
+from mimo.registry import model_provider
+from mimo.visual import count_tokens
 
 IMAGE, PAD = 3, 0
 
@@ -188,6 +192,54 @@ NAN = np.full((1, 8, 8), np.nan, np.float32)
 def test_wrong_images_are_refused_by_sample(broken, message):
     with pytest.raises(ValueError, match=message):
         encoder(sample("set/0"), broken)
+
+
+# Videos
+
+VIDEO = 4
+VIDEOS = Placeholders(
+    {"vision": IMAGE}, lambda module, height, width, frames=0, seconds=0.0: (
+        num_image_tokens(module, height, width) * max(frames // 2, 1)),
+    1, PatchOrder(2, 2, 2), lambda module, height, width, frames=0, seconds=0.0: TokenGrid(
+        height // 4, width // 4, max(frames // 2, 1)), {"vision": VIDEO})
+
+
+def mixed(**changes) -> Sample:
+    """An image, a video of three temporal patches and another image, answers of two tokens."""
+    row = sample(tokens=(1, IMAGE, VIDEO, IMAGE, 5, 2), sizes=((8, 8), (8, 4), (4, 4)))
+    row.image_sizes[1] = VideoSize(8, 4, 6, 0.5)
+    row.images[1] = np.arange(6 * 32, dtype=np.float32).reshape(6, 1, 8, 4)
+    return replace(row, **changes)
+
+
+def test_a_video_has_a_placeholder_and_the_tokens_of_its_temporal_patches():
+    batch = collate_text([mixed()], images=VIDEOS, seq_length=16, vocab_size=20, pad_token_id=PAD)
+    assert batch.input_ids.tolist() == [[1, *[IMAGE] * 4, *[VIDEO] * 6, IMAGE, 5, 2, 0, 0]]
+    assert batch.placeholders["vision"].tolist() == list(range(1, 12))
+    assert batch.token_counts == {"vision": (11,)} and batch.image_lengths == {"vision": (4, 2, 2, 2, 1)}
+    assert batch.position_ids[0, 0, 4:12].tolist() == [1, 3, 3, 4, 4, 5, 5, 6]
+    side = collate_encoder([mixed()], module="vision", images=VIDEOS, lane_sizes=[1], dtype=torch.float32)
+    assert side.token_counts == (11,)
+    assert side.inputs["imgs_sizes"].tolist() == [[8, 8], *[[8, 4]] * 3, [4, 4]]
+    # Patches of 2 x 2 pixels: 16 of the image, then 8 of each temporal patch.
+    frames = side.inputs["pixel_values"][0, 16:40].view(3, 8, 2, 4)
+    assert frames.amin((1, 3)).tolist() == [[0, 32], [64, 96], [128, 160]]
+
+
+@pytest.mark.parametrize(("broken", "images", "message"), [
+    (mixed(tokens=np.array((1, IMAGE, IMAGE, IMAGE, 5, 2))), VIDEOS,
+     r"set/1: placeholder 1 \(token id 3\) does not stand for video 1 of 6 frames of 8x4 pixels; .* placeholder 4"),
+    (mixed(tokens=np.array((1, VIDEO, VIDEO, IMAGE, 5, 2))), VIDEOS,
+     r"placeholder 0 \(token id 4\) does not stand for image 0 of 8x8 pixels"),
+    (mixed(images=[*mixed().images[:1], np.zeros((4, 1, 8, 4), np.float32), *mixed().images[2:]]), VIDEOS,
+     r"set/1: video 1 is float32 \[4, 1, 8, 4\], declared float32 \[6, 1, 8, 4\] \(frames, channels, height, width\)"),
+    (sample(image_sizes=[VideoSize(8, 4, 6)]),
+     Placeholders({"vision": IMAGE}, partial(count_tokens, model_provider("llava"), None), 1),
+     "set/1: video 0 of 6 frames of 8x4 pixels: LlavaProvider takes images and no videos"),
+])
+def test_wrong_videos_are_refused_by_sample(broken, images, message):
+    with pytest.raises(ValueError, match=message):
+        collate_encoder([broken], module="vision", images=images, lane_sizes=[1], dtype=torch.float32)
 
 
 # Packed rows

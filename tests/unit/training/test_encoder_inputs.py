@@ -19,6 +19,7 @@ from mimo.data.collate import (
     unpatchify,
     whole_images,
 )
+from mimo.protocols import VideoSize
 from mimo.training.encoder_windows import images_of
 
 
@@ -49,6 +50,19 @@ def test_blocks_of_patches_are_those_of_qwen() -> None:
     processor = processors.Qwen2VLImageProcessor(do_resize=False, do_rescale=False, do_normalize=False)
     expected = processor(torch.from_numpy(image), return_tensors="pt")["pixel_values"]
     assert torch.equal(torch.from_numpy(patchify(image, PatchOrder(14, 2, 2))), expected)
+
+
+def test_patches_of_a_video_are_those_of_qwen() -> None:
+    processors = pytest.importorskip("transformers.models.qwen2_vl")
+    video = np.random.default_rng(0).integers(0, 256, (6, 3, 56, 84)).astype(np.float32)
+    processor = processors.Qwen2VLVideoProcessor(do_resize=False, do_rescale=False, do_normalize=False,
+                                                 do_sample_frames=False)
+    expected = processor(torch.from_numpy(video), return_tensors="pt")
+    assert expected["video_grid_thw"].tolist() == [[3, 4, 6]]
+    inputs = packed_patches([video], [VideoSize(56, 84, 6)], PatchOrder(14, 2, 2), torch.float32)
+    assert torch.equal(inputs["pixel_values"][0], expected["pixel_values_videos"])
+    assert inputs["imgs_sizes"].tolist() == [[56, 84]] * 3
+    assert inputs["packed_seq_params"].cu_seqlens.tolist() == [0, 24, 48, 72]
 
 
 def test_images_that_were_taken_apart_are_joined_again_in_any_order() -> None:

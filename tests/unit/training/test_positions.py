@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from mimo.data.batch import TextBatch
-from mimo.data.collate import Placeholders, collate_text
+from mimo.data.collate import Placeholders, collate_text, expand_images
 from mimo.data.positions import TokenGrid, multimodal_positions
-from mimo.protocols import Sample
+from mimo.grid.spec import GridSpec, Layout
+from mimo.protocols import LANGUAGE, ModelProvider, Sample, VideoSize
+from mimo.registry import model_provider
+from mimo.visual import ImageSize
 
 IMAGE = 9
+VIDEO = 8
 UNIT = 28
 
 
@@ -79,6 +85,115 @@ def test_rows_of_a_microbatch_have_positions_of_their_own() -> None:
     assert batch.position_ids.shape == (3, 2, 64)
     for row, each in enumerate(samples):
         assert torch.equal(batch.position_ids[:, row], collated(each).position_ids[:, 0])
+
+
+def videos_of(provider: ModelProvider, config: Any) -> Placeholders:
+    """How a family takes images and videos."""
+    return Placeholders.of(provider, config, Layout(
+        "disjoint", 2, (GridSpec("vision"),), GridSpec(LANGUAGE, 1)))
+
+
+def draw_row(rng: np.random.Generator, cut: bool) -> tuple[list[int], list[ImageSize]]:
+    """Tokens with placeholders, text between any two, and the sizes of images and videos."""
+    tokens, sizes = [1], []
+    for _ in range(int(rng.integers(1, 4))):
+        height, width = (UNIT * int(side) for side in rng.integers(1, 5, 2))
+        patches = int(rng.integers(1, 7))
+        seconds = float(rng.choice([0.25, 0.5, 1 / 3, 0.999, 1.0, 2.0]))
+        if rng.random() < 0.3:
+            added: list[ImageSize] = [(height, width)]
+        elif cut:
+            added = [VideoSize(height, width, 2)] * patches
+        else:
+            added = [VideoSize(height, width, 2 * patches, seconds)]
+        for size in added:
+            tokens += [VIDEO if isinstance(size, VideoSize) else IMAGE, *[1] * int(rng.integers(1, 3))]
+        sizes += added
+    return tokens, sizes
+
+
+def engine_positions(provider: ModelProvider, config: Any, num_tokens: int, starts: list[int], sizes: list[ImageSize]
+                     ) -> torch.Tensor:
+    """Positions of one sample's tokens by vLLM, `[3, tokens]`."""
+    module = pytest.importorskip("vllm.model_executor.models.qwen2_5_vl")
+    kind = module.Qwen2_5_VLForConditionalGeneration
+    features = []
+    for start, size in zip(starts, sizes, strict=True):
+        video = isinstance(size, VideoSize)
+        grid = torch.tensor([size.frames // 2 if isinstance(size, VideoSize) else 1, *(2 * side // UNIT for side in
+                                                                                     size[:2])])
+        data = {f"{'video' if video else 'image'}_grid_thw": SimpleNamespace(data=grid)}
+        if isinstance(size, VideoSize):
+            data["second_per_grid_ts"] = SimpleNamespace(data=torch.tensor(2 * size.frame_seconds))
+        features.append(SimpleNamespace(mm_position=SimpleNamespace(offset=start), data=data,
+                                        modality="video" if video else "image"))
+    model = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(
+        spatial_merge_size=2, tokens_per_second=config.vision_tokens_per_second)))
+    model.iter_mm_grid_thw = partial(kind.iter_mm_grid_thw, model)
+    return kind.get_mrope_input_positions(model, [0] * num_tokens, features)[0]
+
+
+def theirs_with_videos(family: str, tokens: torch.Tensor, sizes: list[ImageSize], tokens_per_second: int
+                       ) -> torch.Tensor:
+    """Positions of one sample's tokens by transformers, `[3, tokens]`."""
+    name = {"qwen2_5_vl": "Qwen2_5_VLModel", "qwen3_vl": "Qwen3VLModel"}[family]
+    kind = vars(pytest.importorskip(f"transformers.models.{family}.modeling_{family}"))[name]
+    model = SimpleNamespace(
+        config=SimpleNamespace(vision_config=SimpleNamespace(
+            spatial_merge_size=2, tokens_per_second=tokens_per_second)),
+        get_vision_position_ids=lambda *args, **kwargs: kind.get_vision_position_ids(None, *args, **kwargs))
+    grids = [[size.frames // 2 if isinstance(size, VideoSize) else 1, *(2 * side // UNIT for side in size[:2])]
+             for size in sizes]
+    given = {}
+    for key, video in (("image_grid_thw", False), ("video_grid_thw", True)):
+        chosen = [grid for grid, size in zip(grids, sizes, strict=True) if isinstance(size, VideoSize) == video]
+        given[key] = torch.tensor(chosen) if chosen else None
+    if family == "qwen2_5_vl":
+        given["second_per_grid_ts"] = torch.tensor(
+            [2 * size.frame_seconds for size in sizes if isinstance(size, VideoSize)])
+    ids = tokens[None]
+    return kind.get_rope_index(model, ids, (ids == IMAGE).int() + 2 * (ids == VIDEO).int(), **given)[0][:, 0]
+
+
+def video_row(family: str, rng: np.random.Generator) -> tuple[Any, TextBatch, list[int], list[ImageSize]]:
+    """A family's small configuration with a row of images and videos, where they start, and their sizes."""
+    provider = model_provider(family)
+    config = provider.Config(vision_patch_size=14, image_token_id=IMAGE, video_token_id=VIDEO, vocab_size=16)
+    tokens, sizes = draw_row(rng, family == "qwen3_vl")
+    row = Sample("key", np.array(tokens), np.zeros(len(tokens), np.bool_), sizes)
+    images = videos_of(provider, config)
+    batch = collate_text([row], images=images, seq_length=2048, vocab_size=16, pad_token_id=0)
+    return config, batch, expand_images(row, images).starts.tolist(), sizes
+
+
+@pytest.mark.slow
+def test_positions_of_videos_are_those_of_vllm_and_mostly_of_transformers() -> None:
+    rng, agree, provider = np.random.default_rng(0), 0, model_provider("qwen2_5_vl")
+    for _ in range(100):
+        config, batch, starts, sizes = video_row("qwen2_5_vl", rng)
+        ours = batch.position_ids[:, 0, :batch.num_tokens]
+        assert torch.equal(ours, engine_positions(provider, config, batch.num_tokens, starts, sizes))
+        theirs = theirs_with_videos("qwen2_5_vl", batch.input_ids[0, :batch.num_tokens], sizes,
+                                    config.vision_tokens_per_second)
+        same = all(not isinstance(size, VideoSize) or _is_short(size, config.vision_tokens_per_second)
+                   for size in sizes)
+        assert same == torch.equal(ours, theirs)
+        agree += same
+    assert 20 < agree < 80
+
+
+def _is_short(size: VideoSize, tokens_per_second: int) -> bool:
+    """Whether no later position of time lies past those of rows and columns, after which transformers goes on."""
+    last = int((size.frames // 2 - 1) * tokens_per_second * float(np.float32(2 * size.frame_seconds)))
+    return last < max(size.height, size.width) // UNIT
+
+
+def test_positions_of_temporal_patches_are_those_of_transformers() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        _, batch, _, sizes = video_row("qwen3_vl", rng)
+        expected = theirs_with_videos("qwen3_vl", batch.input_ids[0, :batch.num_tokens], sizes, 1)
+        assert torch.equal(batch.position_ids[:, 0, :batch.num_tokens], expected)
 
 
 def test_text_behind_a_video_follows_its_last_frame() -> None:
