@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from mimo.protocols import VideoSize
+from mimo.visual import ImageSize
 from tests.support import equality, hf_families, packing
 from tests.support.marks import fast_only
 from tests.support.packing import Outcome
@@ -52,7 +54,9 @@ LAYOUTS = {
     "recomputed-selectively": (2, "--recompute selective"),
 }
 FAST = [("qwen2.5-vl", "disjoint-tp2"), ("qwen2.5-vl", "disjoint-pp2"), ("qwen3-vl", "colocated-windows")]
-SIZES = ((16, 24), (8, 8), (8, 32), (40, 24))
+SIZES: dict[str, tuple[ImageSize, ...]] = {
+    "qwen2.5-vl": ((16, 24), VideoSize(8, 16, 4, 0.5), (8, 32), VideoSize(16, 24, 4, 1.0)),
+    "qwen3-vl": ((16, 24), VideoSize(16, 16, 2), (8, 32), VideoSize(40, 24, 2))}
 TOLERANCE = 3e-6
 GRADIENT_ERROR = 1e-4
 
@@ -98,8 +102,8 @@ def alone(pool: WorkerPool) -> Callable[[str], Outcome]:
 
     @functools.cache
     def run(model: str) -> Outcome:
-        flags = (*MODELS[model].split(), "--layout", "colocated")
-        (outcome,) = pool.run(packing.run, flags, 1, False, SIZES, world_size=1)
+        flags = (*MODELS[model].split(), "--video-token-id", "94", "--layout", "colocated")
+        (outcome,) = pool.run(packing.run, flags, 1, False, SIZES[model], world_size=1)
         return outcome
 
     return run
@@ -109,8 +113,8 @@ def alone(pool: WorkerPool) -> Callable[[str], Outcome]:
     (model, layout) for model in MODELS for layout in ("colocated", "disjoint-tp2", "disjoint-pp2", "disjoint-cp2")]))
 def test_packed_rows_equal_each_sample_alone(pool: WorkerPool, alone: Any, model: str, layout: str) -> None:
     ranks, grids = LAYOUTS[layout]
-    flags = f"{MODELS[model]} {grids}" + (" --seq-length 64" if "--llm-cp" in grids else "")
-    outcomes = pool.run(packing.run, tuple(flags.split()), ranks, True, SIZES, world_size=ranks)
+    flags = f"{MODELS[model]} --video-token-id 94 {grids}" + (" --seq-length 64" if "--llm-cp" in grids else "")
+    outcomes = pool.run(packing.run, tuple(flags.split()), ranks, True, SIZES[model], world_size=ranks)
     found = packing.differences(alone(model), outcomes, TOLERANCE)
     assert not found, "\n".join(found)
 

@@ -14,8 +14,9 @@ from mimo.config.cli import parse
 from mimo.config.validate import validate
 from mimo.data.batch import Microbatch
 from mimo.grid.lanes import needs_of, sequence_multiple
-from mimo.protocols import Sample
+from mimo.protocols import Sample, VideoSize
 from mimo.registry import model_provider
+from mimo.visual import ImageSize
 from tests.support import equality
 from tests.support.global_state import Piece, assemble, read_gradients, worst_errors
 
@@ -29,7 +30,6 @@ LAYERS = ("--num-layers", "2", "--ffn-hidden-size", "48")
 # Text tokens and images of each sample of each pack: padded rows, one without an image, one that a sample fills.
 PACKS: tuple[tuple[tuple[int, int], ...], ...] = (
     ((7, 1), (5, 0), (4, 2)), ((1, 0), (9, 1), (6, 0)), ((3, 0), (4, 0)), ((SEQ_LENGTH, 0),))
-Size = tuple[int, int]
 
 
 @dataclass
@@ -47,8 +47,8 @@ class Outcome:
     rows: list[tuple[int, ...]] = field(default_factory=list)
 
 
-def make_samples(token_spec: Any, sizes: Sequence[Size]) -> list[list[Sample]]:
-    """Return the samples of `PACKS`, images of the sizes in turn; a text model's have none."""
+def make_samples(token_spec: Any, sizes: Sequence[ImageSize]) -> list[list[Sample]]:
+    """Return the samples of `PACKS`, images and videos of the sizes in turn; a text model's have none."""
     rng, with_images = np.random.default_rng(4), token_spec.image_token_id >= 0
     remaining, packs = iter(sizes), []
     for number, pack in enumerate(PACKS):
@@ -56,9 +56,12 @@ def make_samples(token_spec: Any, sizes: Sequence[Size]) -> list[list[Sample]]:
         for place, (length, num_images) in enumerate(pack):
             own = [next(remaining) for _ in range(num_images)] if with_images else []
             places = np.sort(rng.integers(0, length, size=len(own)))
-            tokens = np.insert(rng.integers(1, 95, size=length), places, 95)
-            images = [rng.standard_normal((token_spec.num_channels, *size), dtype=np.float32) for size in own]
-            samples.append(Sample(f"{number}.{place}", tokens, tokens != 95, own, images))
+            ids = [token_spec.video_token_id if isinstance(size, VideoSize) else 95 for size in own]
+            # Ids of text are below those of placeholders, 94 and 95.
+            tokens = np.insert(rng.integers(1, 94, size=length), places, np.array(ids, np.int64))
+            images = [rng.standard_normal((*size[2:3], token_spec.num_channels, *size[:2]), dtype=np.float32)
+                      for size in own]
+            samples.append(Sample(f"{number}.{place}", tokens, tokens < 94, own, images))
         packs.append(samples)
     return packs
 
@@ -104,7 +107,7 @@ def microbatch(rows: Sequence[Sample], parts: Any, seq_length: int | None) -> Mi
     return Microbatch(text, encoders)
 
 
-def run(rank: int, flags: tuple[str, ...], world_size: int, together: bool, sizes: Sequence[Size] = ((16, 16),) * 4
+def run(rank: int, flags: tuple[str, ...], world_size: int, together: bool, sizes: Sequence[ImageSize] = ((16, 16),) * 4
         ) -> Outcome:
     """Losses and gradients of the samples.
 
