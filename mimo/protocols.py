@@ -329,7 +329,10 @@ class BuildContext:
         seq_length: padded tokens per sample.
         deterministic: whether to use only kernels that give the same bits every time.
         moe_permute_fusion, moe_router_fusion: whether Transformer Engine sorts tokens by expert, and chooses experts.
+        moe_token_dispatcher_type: how tokens get to the ranks of their experts, `alltoall` or `allgather`.
+        moe_shared_expert_overlap: whether shared experts run while tokens travel.
         recompute, recompute_num_layers: `none`, `selective` or `full`, and of how many layers of a stage; None: all.
+        recompute_modules: parts of each layer that `selective` recomputes, by Megatron Core's names.
         cp_comm_type: how Transformer Engine's attention exchanges keys and values between context-parallel ranks.
         fp8: matrix products of the layers in FP8; None: in `params_dtype`.
     """
@@ -346,7 +349,10 @@ class BuildContext:
     deterministic: bool = False
     moe_permute_fusion: bool = False
     moe_router_fusion: bool = False
+    moe_token_dispatcher_type: str = "alltoall"
+    moe_shared_expert_overlap: bool = False
     recompute_num_layers: int | None = None
+    recompute_modules: tuple[str, ...] = ("core_attn",)
     cp_comm_type: str = "p2p"
     fp8: Fp8 | None = None
 

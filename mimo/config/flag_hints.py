@@ -78,11 +78,16 @@ FOREIGN_FLAGS = {
     "--is-hybrid-model": _FAMILY,
     "--multi-latent-attention": _FAMILY,
     "--recompute-activations": "use --recompute selective",
-    "--recompute-granularity": "use --recompute selective or --recompute full",
+    "--recompute-granularity": "use --recompute selective (with --recompute-modules) or --recompute full",
     "--use-mcore-models": _ALWAYS,
     "--use-flash-attn": "--transformer-impl transformer_engine chooses the kernel; leave it out",
     "--attention-backend": "--transformer-impl chooses the kernel; leave it out",
-    "--moe-token-dispatcher-type": "always alltoall; leave it out",
+    "--moe-enable-deepep": "DeepEP has no package that could be installed; use --moe-token-dispatcher-type alltoall",
+    "--moe-flex-dispatcher-backend": "the libraries of flex cannot be installed; use --moe-token-dispatcher-type "
+                                     "alltoall",
+    "--overlap-moe-expert-parallel-comm": "it needs Megatron's schedule of half layers, which grids of several modules "
+                                          "do not have; leave it out, or use --moe-shared-expert-overlap",
+    "--delay-wgrad-compute": "it belongs to --overlap-moe-expert-parallel-comm, which is not supported; leave it out",
     "--moe-grouped-gemm": "always on with Transformer Engine; leave it out, or choose the kernels with --moe-gemm",
     "--moe-router-dtype": "always fp32; leave it out",
     "--pretrained-checkpoint": "use --load with --finetune, or --load-hf for a Hugging Face folder",

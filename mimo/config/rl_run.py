@@ -201,6 +201,9 @@ def _refuse_missing(config: RlRunConfig) -> None:
            f"{', '.join(encoders)} of --model-provider {config.model.model_provider}, whose weights come from here")
     refuse(config.optim.correct_encoder_grad_for_partial_participation,
            "--correct-encoder-grad-for-partial-participation is for train_hetero.py; leave it out")
+    refuse(config.model.moe_token_dispatcher_type == "allgather",
+           "--moe-token-dispatcher-type allgather is for train_hetero.py: rows of completions differ in length "
+           "between ranks; use alltoall")
     refuse(train.encoder_prefetch_depth != 0,
            f"--encoder-prefetch-depth {train.encoder_prefetch_depth} is for train_hetero.py: the prompts of the next "
            "step are not known before the present one is over; leave it out")

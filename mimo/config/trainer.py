@@ -249,6 +249,9 @@ class LayoutConfig:
 # Flags of the model that do not depend on its family.
 
 
+RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj")
+ENCODER_RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm")
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Model: which family, precision, implementation, what is frozen."""
@@ -263,11 +266,20 @@ class ModelConfig:
     freeze: str = ""
     """Parts that do not train, separated by commas: vision (an encoder's name), projector, language."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation in the language model."""
+    """Activation recomputation in the language model: full keeps each layer's input only, selective recomputes
+    --recompute-modules."""
+    recompute_modules: str = ""
+    """With --recompute selective, parts of each layer to recompute, separated by commas: core_attn (scores and weighted
+    values; fused attention keeps none of them anyway), mlp (dense layers), moe (router, dispatch and experts), moe_act
+    (the activation of experts in Transformer Engine's layers), shared_experts, layernorm (norms that stand alone) and
+    mla_up_proj (latent attention). Default: core_attn."""
     recompute_num_layers: int | None = None
     """With --recompute full, recompute only this many layers of each pipeline stage, the first ones. Default: all."""
-    encoder_recompute: Literal["none", "full"] = "none"
+    encoder_recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation in the encoders."""
+    encoder_recompute_modules: str = ""
+    """With --encoder-recompute selective, parts of each layer to recompute, separated by commas: core_attn, mlp and
+    layernorm. Default: core_attn."""
     moe_permute_fusion: bool = True
     """Sort tokens by expert and back with Transformer Engine's fused kernels; --no-moe-permute-fusion uses several
     PyTorch kernels, as do --deterministic-mode and local layers."""
@@ -275,6 +287,13 @@ class ModelConfig:
     """Choose the experts and compute the load-balancing loss with Transformer Engine's fused kernels, which compute in
     float32 as the unfused code does. Two experts whose scores agree to the last bits of float32 may be ranked
     differently. --deterministic-mode and local layers use several PyTorch kernels all the same."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """How tokens get to the ranks of their experts (--llm-ep above 1). alltoall sends each token to the ranks that need
+    it; allgather sends all tokens to all ranks, which can be faster for few ranks and many experts per token. flex is
+    refused: its libraries cannot be installed."""
+    moe_shared_expert_overlap: bool = False
+    """Compute shared experts while tokens travel, on a stream of their own. Needs --moe-token-dispatcher-type
+    alltoall."""
     fp8_format: Literal["none", "e4m3", "hybrid"] = "none"
     """Multiply in FP8 in the language model's layers: e4m3 for everything, or hybrid with e5m2 for gradients. Weights,
     norms, routers, embeddings and the output layer keep their precision. Needs a Hopper GPU with Transformer Engine;
@@ -299,14 +318,39 @@ class ModelConfig:
 
     def fp8(self, module: str) -> Fp8 | None:
         """Return the FP8 products of a module; None if it has none."""
-        prefix = "" if module == LANGUAGE else "encoder_"
+        prefix = _prefix(module)
         chosen = vars(self)[f"{prefix}fp8_format"]
         if chosen == "none":
             return None
         return Fp8(chosen, vars(self)[f"{prefix}fp8_recipe"], flag_name(f"{prefix}fp8_format"))
 
+    def recomputed_modules(self, module: str) -> tuple[str, ...]:
+        """Return the parts of a module's layers that selective recomputation computes again; empty without it."""
+        prefix = _prefix(module)
+        if vars(self)[f"{prefix}recompute"] != "selective":
+            return ()
+        given = vars(self)[f"{prefix}recompute_modules"] or "core_attn"
+        return tuple(part.strip() for part in given.split(",") if part.strip())
+
+    def _check_recompute(self) -> None:
+        for module, known in ((LANGUAGE, RECOMPUTE_MODULES), ("encoder", ENCODER_RECOMPUTE_MODULES)):
+            prefix = _prefix(module)
+            how, given = vars(self)[f"{prefix}recompute"], vars(self)[f"{prefix}recompute_modules"]
+            name = f"{flag_name(f'{prefix}recompute_modules')} {given}"
+            refuse(bool(given) and how != "selective",
+                   f"{name} needs {flag_name(f'{prefix}recompute')} selective, it is {how}")
+            parts = self.recomputed_modules(module)
+            refuse("gdn_norm_out" in parts, f"{name}: no model has layers of a gated delta net; leave gdn_norm_out out")
+            unknown = ", ".join(part for part in parts if part not in known)
+            refuse(bool(unknown), f"{name}: unknown part {unknown}; known are {', '.join(known)}")
+            refuse(len(set(parts)) < len(parts), f"{name}: a part is named twice")
+        refuse(self.transformer_impl == "local" and "moe_act" in self.recomputed_modules(LANGUAGE),
+               f"--recompute-modules {self.recompute_modules} with --transformer-impl local: local layers compute "
+               "experts one by one and cannot recompute moe_act; use moe")
+
     def check(self) -> None:
         """Refuse values and combinations within this section. Raises ValueError."""
+        self._check_recompute()
         for prefix in ("", "encoder_"):
             name, recipe = flag_name(f"{prefix}fp8_recipe"), vars(self)[f"{prefix}fp8_recipe"]
             refuse(recipe == "delayed", f"{name} delayed is not supported: its scales come from a history of maxima "
@@ -318,9 +362,23 @@ class ModelConfig:
         refuse(self.fp8_format != "none" and self.moe_gemm in ("packed", "cutlass"),
                f"--moe-gemm {self.moe_gemm} with --fp8-format {self.fp8_format}: it multiplies in bfloat16 only; leave "
                "one of them out")
+        refuse(self.moe_token_dispatcher_type == "flex", "--moe-token-dispatcher-type flex is not supported: DeepEP "
+               "and HybridEP have no package that could be installed, and NCCL EP needs NCCL 2.30.4, newer than "
+               "PyTorch's; use alltoall or allgather")
+        if self.moe_shared_expert_overlap:
+            refuse(self.moe_token_dispatcher_type != "alltoall", "--moe-shared-expert-overlap with "
+                   f"--moe-token-dispatcher-type {self.moe_token_dispatcher_type}: only alltoall can overlap")
+            refuse("shared_experts" in self.recomputed_modules(LANGUAGE), "--moe-shared-expert-overlap with "
+                   f"--recompute-modules {self.recompute_modules}: shared experts that run while tokens travel "
+                   "cannot be recomputed by themselves; use moe")
         refuse_below(self, {"recompute_num_layers": 1})
         refuse(self.recompute_num_layers is not None and self.recompute != "full",
                f"--recompute-num-layers {self.recompute_num_layers} needs --recompute full, it is {self.recompute}")
+
+
+def _prefix(module: str) -> str:
+    """Return the prefix of flags that each grid has for itself, in field names."""
+    return "" if module == LANGUAGE else "encoder_"
 
 
 # Flags of what a run leaves behind and shows.

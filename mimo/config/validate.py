@@ -16,7 +16,7 @@ from mimo.config.checks import refuse
 from mimo.config.optim import ScheduleConfig
 from mimo.config.precision import FP8_MULTIPLES
 from mimo.config.toml_file import field_name, flag_name
-from mimo.config.trainer import LayoutConfig, ObserveConfig, RunConfig
+from mimo.config.trainer import LayoutConfig, ModelConfig, ObserveConfig, RunConfig
 from mimo.grid.lanes import data_request, lanes_read_by
 from mimo.grid.layout import build_layout, required_world_size, validate_layout
 from mimo.grid.spec import Layout
@@ -271,6 +271,12 @@ def _check_model(config: RunConfig, layout: Layout) -> None:
     refuse(model.frozen >= set(known), f"--freeze {model.freeze} leaves nothing to train; the parts are {parts}")
     refuse(model.transformer_impl == "transformer_engine" and config.train.device == "cpu",
            "--transformer-impl transformer_engine needs CUDA, and --device is cpu; use --transformer-impl local")
+    provider = registry.model_provider(model.model_provider)
+    for name in ("moe_token_dispatcher_type", "moe_shared_expert_overlap"):
+        given = vars(model)[name]
+        refuse(given != vars(ModelConfig())[name] and not provider.num_experts(config.model_family),
+               f"{flag_name(name)} is for mixtures of experts, and --model-provider {model.model_provider} has no "
+               "experts here; leave it out")
     if model.recompute_num_layers is not None:
         largest = max(layers_of_stages(config, layout))
         refuse(model.recompute_num_layers > largest,
@@ -279,7 +285,7 @@ def _check_model(config: RunConfig, layout: Layout) -> None:
     refuse(gib is not None and model.frozen >= set(encoders), f"--encoder-activation-gib {gib} with --freeze "
            f"{model.freeze}: a frozen encoder keeps no activations; leave it out")
     refuse(gib is not None and model.encoder_recompute != "none", f"--encoder-activation-gib {gib} with "
-           f"--encoder-recompute {model.encoder_recompute}, which keeps nothing; leave one of them out")
+           f"--encoder-recompute {model.encoder_recompute}, which says itself what is kept; leave one of them out")
     refuse(bool(encoders) and model.encoder_recompute != "none" and model.frozen >= set(encoders),
            f"--encoder-recompute {model.encoder_recompute} with --freeze {model.freeze}: a frozen encoder keeps no "
            "activations; leave it out")

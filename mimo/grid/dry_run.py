@@ -10,10 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from mimo.config.trainer import RunConfig
-from mimo.config.validate import num_microbatches
+from mimo.config.validate import PROJECTOR, num_microbatches
 from mimo.grid.lanes import describe_images
 from mimo.grid.spec import GridSpec, Layout, lane_shares
-from mimo.protocols import DeepStackProvider, ModelProvider, ParameterShape
+from mimo.protocols import LANGUAGE, DeepStackProvider, ModelProvider, ParameterShape
+
+PROJECTOR_NAMES = ("projector", "merger", "mergers", "level_merger")
+"""First parts of the names of a projector's parameters, which belong to the encoder's module."""
 
 
 def total_parameters(shapes: Iterable[ParameterShape]) -> int:
@@ -212,6 +215,13 @@ def optimizer_shards(config: RunConfig, shapes: Sequence[ParameterShape], grid: 
             + parameters_per_rank(experts, grid, stage) / grid.expt_dp)
 
 
+def _trained_shapes(config: RunConfig, module: str, shapes: Sequence[ParameterShape]) -> list[ParameterShape]:
+    """Return the parameters of a module that train. Encoder and projector can be frozen one without the other."""
+    parts = (PROJECTOR if module != LANGUAGE and shape.name.split(".")[0] in PROJECTOR_NAMES else module
+             for shape in shapes)
+    return [shape for shape, part in zip(shapes, parts, strict=True) if part not in config.model.frozen]
+
+
 def _optimizer_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> list[str]:
     """Say what the precision-aware optimizer saves on the rank that keeps most of each trained module's state."""
     optim, lines = config.optim, list[str]()
@@ -220,8 +230,8 @@ def _optimizer_lines(config: RunConfig, layout: Layout, provider: ModelProvider)
     usual, own = replace(optim, use_precision_aware_optimizer=False), optim.bytes_per_parameter(config.model.bf16)
     before = usual.bytes_per_parameter(config.model.bf16)
     for name, grid in layout.grids.items():
-        if name not in config.model.frozen:
-            shapes = provider.parameter_shapes(config.model_family, name)
+        shapes = _trained_shapes(config, name, provider.parameter_shapes(config.model_family, name))
+        if shapes:
             most = max(optimizer_shards(config, shapes, grid, stage) for stage in range(grid.pp))
             lines.append(f"optimizer state of {name}: {own} bytes a parameter instead of {before}, "
                          f"{format_bytes(round(own * most))} on a rank (largest stage), which saves "

@@ -21,6 +21,7 @@ from mimo.model.layer_ops import accumulate_into_main_grad, call_norm_kernels, i
 from mimo.model.mimo_model import HeteroModel
 from mimo.model.moe import install_padded_routing
 from mimo.model.packed_experts import choose_grouped_gemm
+from mimo.model.recompute import prepare_recomputation
 from mimo.observability.spans import Spans
 from mimo.platform.base import Platform
 from mimo.platform.megatron_import import quieten_transformer_engine
@@ -123,12 +124,15 @@ def build_context(config: RunConfig, grids: Grids, module: str, impl: str) -> Bu
         sequence_parallel=parallel_sequence,
         recompute=config.model.recompute if module == LANGUAGE else config.model.encoder_recompute,
         recompute_num_layers=config.model.recompute_num_layers if module == LANGUAGE else None,
+        recompute_modules=config.model.recomputed_modules(module),
         pre_process=stage == 0,
         post_process=stage == spec.pp - 1,
         seq_length=config.train.seq_length,
         deterministic=config.train.deterministic_mode,
         moe_permute_fusion=config.model.moe_permute_fusion and fuses,
         moe_router_fusion=config.model.moe_router_fusion and fuses,
+        moe_token_dispatcher_type=config.model.moe_token_dispatcher_type,
+        moe_shared_expert_overlap=config.model.moe_shared_expert_overlap,
         cp_comm_type=config.layout.cp_comm_type,
         fp8=config.model.fp8(module),
     )
@@ -164,6 +168,7 @@ def build_model(
     freeze(model, config.model.frozen)
     if impl == "transformer_engine":
         call_norm_kernels(model)
+    prepare_recomputation(config.model, grids, dict(named_modules_of(model)), impl)
     model.to(platform.device)
     cast_parameters(model, params_dtype(config))
     for name, part in named_modules_of(model):

@@ -46,6 +46,27 @@ def replace_apply_expert_bias(function: Callable[..., Any]) -> None:
     TopKRouter._apply_expert_bias = function
 
 
+def replace_share_storage(function: Callable[[Any, Any], None]) -> None:
+    """Have `CheckpointWithoutOutput` call `function` with an emptied output and its recomputed values.
+
+    `tensor_parallel.random._get_share_storage`: it compiles a C++ extension at the first backward pass, on every rank,
+    which needs a compiler and ninja.
+    """
+    from megatron.core.tensor_parallel import random
+
+    random._get_share_storage = lambda: function
+
+
+def checkpoint_without_fp8() -> None:
+    """Have `CheckpointWithoutOutput` leave Transformer Engine's FP8 state alone, for layers in plain PyTorch.
+
+    It takes its default, False, for FP8, and fails where Transformer Engine is not installed.
+    """
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
 def replace_product(layer: Any, product: Callable[..., Any]) -> None:
     """Have a linear layer in plain PyTorch call `product` with its own product and then that one's arguments.
 

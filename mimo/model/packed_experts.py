@@ -23,6 +23,7 @@ from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_relu_impl
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -111,7 +112,7 @@ def pack_experts(module: torch.nn.Module) -> int:
 def _weighted_activation(experts: TEGroupedMLP) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """Select the kernel that applies the activation and the router's weights; None for an activation without one."""
     config = experts.config
-    if config.moe_apply_probs_on_input or config.fp8 or experts.activation_recompute:
+    if config.moe_apply_probs_on_input or config.fp8:
         return None
     if config.gated_linear_unit and experts.activation_func is F.silu and config.bias_activation_fusion:
         return lambda hidden, weights: weighted_bias_swiglu_impl(hidden, None, weights, False)
@@ -136,8 +137,12 @@ def _forward_experts(experts: Any, activation: Callable[[torch.Tensor, torch.Ten
     """
     sizes = tokens_per_expert.to(hidden.device, non_blocking=True)
     hidden, _ = experts.linear_fc1(hidden, sizes)
-    hidden, _ = experts.linear_fc2(activation(hidden, probs.unsqueeze(-1)), sizes)
-    return hidden, None
+    if not experts.activation_recompute:
+        return experts.linear_fc2(activation(hidden, probs.unsqueeze(-1)), sizes)[0], None
+    checkpoint = CheckpointWithoutOutput()
+    output, _ = experts.linear_fc2(checkpoint.checkpoint(activation, hidden, probs.unsqueeze(-1)), sizes)
+    checkpoint.discard_output_and_register_recompute(output)
+    return output, None
 
 
 def _stay_on_device(dispatcher: Any) -> None:

@@ -56,9 +56,12 @@ GPUS = {
 # an H200 came within 14 % of this.
 DENSE_EFFICIENCY, ENCODER_EFFICIENCY = 0.60, 0.45
 # The same for the layers of a mixture of experts, by --moe-gemm, and the seconds that the host needs for both passes of
-# a layer with experts. From the runs of docs/performance.md on one H200: 128 experts in each of eight layers.
+# a layer with experts. From the runs of docs/performance.md on one H200: 128 experts in each of eight layers. What
+# cutlass and separate take longer than packed goes to kernels of single experts, so it falls with their number on a
+# rank.
 EXPERT_EFFICIENCY = {"auto": 0.43, "packed": 0.43, "cutlass": 0.30, "separate": 0.25}
 HOST_EXPERTS_S = {"auto": 6.5e-3, "packed": 6.5e-3, "cutlass": 15e-3, "separate": 30e-3}
+MEASURED_EXPERTS = 128
 # What is left of it in an encoder that is split by tensor parallelism: its layers are small, and their results travel.
 SPLIT_ENCODER = 0.5
 # Seconds that the host needs at least for the kernels of a layer's forward pass, and for those of the backward pass.
@@ -256,9 +259,11 @@ class Costs:
         with_experts = self._layers_with_experts() / self.num_layers
         if self.num_experts:
             rate = self.gpu.tflops * 1e12 * EXPERT_EFFICIENCY[gemm] * tp
+            least, local = HOST_EXPERTS_S["packed"], self.num_experts / ep
+            host_s = least + (HOST_EXPERTS_S[gemm] - least) * min(local / MEASURED_EXPERTS, 1)
             # A backward pass launches about twice as much as a forward pass.
-            host_forward_s += with_experts * HOST_EXPERTS_S[gemm] / 3
-            host_backward_s += with_experts * HOST_EXPERTS_S[gemm] * 2 / 3
+            host_forward_s += with_experts * host_s / 3
+            host_backward_s += with_experts * host_s * 2 / 3
         # With sequence parallelism, a layer gathers its input and scatters its output around attention, and around its
         # MLP; layers of hybrid models have only one of them.
         message = tokens * self.hidden_size * 2 * (tp - 1) / tp

@@ -18,7 +18,7 @@ from mimo.config.validate import layers_of_stages
 from mimo.data.batch import Microbatch
 from mimo.grid.groups import Grids
 from mimo.grid.spec import Layout
-from mimo.observability.flops import NUM_SUMS, FlopsCounter, FlopsProvider, SequenceSums, peak_tflops
+from mimo.observability.flops import NUM_SUMS, FlopsCounter, FlopsProvider, Recompute, SequenceSums, peak_tflops
 from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE, ModelProvider
 
@@ -88,6 +88,12 @@ def _recomputed_share(config: RunConfig, layout: Layout) -> float:
     return 1.0 if again is None else sum(min(again, count) for count in layers) / sum(layers)
 
 
+def _counted(config: RunConfig, module: str) -> Recompute:
+    """Return the recomputation whose FLOPs are counted; of the parts of --recompute-modules, those of core_attn."""
+    how = config.model.recompute if module == LANGUAGE else config.model.encoder_recompute
+    return "none" if how == "selective" and "core_attn" not in config.model.recomputed_modules(module) else how
+
+
 class FlopsMeter:
     """FLOP/s of steps.
 
@@ -120,9 +126,9 @@ class FlopsMeter:
                       if component.module in layout.grids]
         if {component.module for component in components} != set(layout.grids):
             return None
-        counter = FlopsCounter(components, frozen=config.model.frozen, recompute=config.model.recompute,
+        counter = FlopsCounter(components, frozen=config.model.frozen, recompute=_counted(config, LANGUAGE),
                                recomputed_share=_recomputed_share(config, layout),
-                               encoder_recompute=config.model.encoder_recompute,
+                               encoder_recompute=_counted(config, "encoder"),
                                fused=impl == "transformer_engine")
         return cls(counter, layout.world_size, config.observe.peak_tflops or peak_tflops(device_name),
                    # In a homogeneous layout every context-parallel rank encodes all images of its lane.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mimo.grid.spec import GridSpec
 from mimo.model.language import LanguageModel
@@ -39,12 +41,22 @@ def transformer_config(context: BuildContext | None, kind: type[TransformerConfi
     shared = shares_rows and grid.name == LANGUAGE
     if context is not None and fused and shared and grid.cp > 1:
         _check_shared_attention(context, sizes.get("num_query_groups") or sizes["num_attention_heads"])
+    _check_recomputed(sizes, kind, impl)
+    if sizes.get("moe_shared_expert_overlap"):
+        if not sizes.get("moe_shared_expert_intermediate_size"):
+            raise ValueError("--moe-shared-expert-overlap: the model has no shared experts; leave it out")
+        if sizes.get("moe_latent_size"):
+            raise ValueError(f"--moe-shared-expert-overlap with --moe-latent-size {sizes['moe_latent_size']}: Megatron "
+                             "Core cannot overlap shared experts with latent ones; leave it out")
     # Latent attention has positions only on a part of its channels, in another order. The fused kernel counts positions
     # itself, from the start of each packed sequence, which is wrong for positions of three axes.
     fused_rotary = fused and kind is TransformerConfig and "mrope_section" not in sizes
     if fused and context is not None and context.fp8 is not None:
         sizes |= {"fp8": context.fp8.format, "fp8_recipe": context.fp8.recipe}
-    return kind(
+    # Megatron Core refuses to gather tokens where lengths vary. Here only messages of pipeline stages do, which
+    # announce their shapes; --seq-length makes all rows of a step equally long.
+    gathers = sizes.pop("moe_token_dispatcher_type", "alltoall") == "allgather"
+    built = kind(
         tensor_model_parallel_size=grid.tp, pipeline_model_parallel_size=grid.pp,
         # Context-parallel ranks of a homogeneous layout each run the whole encoder.
         context_parallel_size=grid.cp if shared else 1,
@@ -52,8 +64,7 @@ def transformer_config(context: BuildContext | None, kind: type[TransformerConfi
         params_dtype=dtype, pipeline_dtype=dtype, autocast_dtype=dtype, bf16=dtype is torch.bfloat16,
         calculate_per_token_loss=True, transformer_impl=impl,
         deterministic_mode=context is not None and context.deterministic,
-        # Megatron refuses every other dispatcher with variable lengths, even in a dense model.
-        variable_seq_lengths=True, moe_token_dispatcher_type="alltoall",
+        variable_seq_lengths=not gathers, moe_token_dispatcher_type="allgather" if gathers else "alltoall",
         # The weight gradient of the output layer is added straight to main_grad if apex's kernel is installed. Those of
         # other layers always are (mimo.model.layer_ops).
         gradient_accumulation_fusion=fused and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
@@ -61,6 +72,20 @@ def transformer_config(context: BuildContext | None, kind: type[TransformerConfi
         apply_rope_fusion=fused_rotary,
         cross_entropy_loss_fusion=fused, cross_entropy_fusion_impl="te",
         **sizes)  # type: ignore[arg-type]
+    built.variable_seq_lengths = True
+    return built
+
+
+def _check_recomputed(sizes: Mapping[str, Any], kind: type[TransformerConfig], impl: str) -> None:
+    """Raise ValueError for parts of a layer that Megatron Core cannot recompute in such layers."""
+    parts = sizes.get("recompute_modules", ())
+    if "moe_act" in parts and not sizes.get("moe_grouped_gemm"):
+        why = ("local layers compute experts one by one; use moe" if sizes.get("num_moe_experts") and impl == "local"
+               else "the model has no experts in Transformer Engine's layers; leave moe_act out")
+        raise ValueError(f"--recompute-modules {','.join(parts)}: {why}")
+    if "mla_up_proj" in parts and not issubclass(kind, MLATransformerConfig):
+        raise ValueError(f"--recompute-modules {','.join(parts)}: the model has no latent attention; leave mla_up_proj "
+                         "out")
 
 
 def _check_shared_attention(context: BuildContext, query_groups: object) -> None:
@@ -78,12 +103,12 @@ def _check_shared_attention(context: BuildContext, query_groups: object) -> None
 
 
 def recompute_fields(context: BuildContext | None) -> dict[str, object]:
-    """Return Megatron's fields for --recompute: `full` keeps only each layer's input, `selective` recomputes the
-    attention core."""
+    """Return Megatron's fields for --recompute: `full` keeps only each layer's input, `selective` recomputes parts
+    of each layer."""
     if context is None or context.recompute == "none":
         return {}
     if context.recompute == "selective":
-        return {"recompute_granularity": "selective"}
+        return {"recompute_granularity": "selective", "recompute_modules": list(context.recompute_modules)}
     if context.recompute_num_layers is not None:
         return {"recompute_granularity": "full", "recompute_method": "block",
                 "recompute_num_layers": context.recompute_num_layers}
@@ -135,7 +160,9 @@ def _moe_fields(config: DecoderConfig, context: BuildContext | None) -> dict[str
 def expert_fields(context: BuildContext) -> dict[str, object]:
     """Return the fields of a TransformerConfig that distribute experts and fuse their kernels."""
     return {"expert_model_parallel_size": context.grid.ep, "expert_tensor_parallel_size": context.grid.expt_tp,
-            "moe_permute_fusion": context.moe_permute_fusion, "moe_router_fusion": context.moe_router_fusion}
+            "moe_permute_fusion": context.moe_permute_fusion, "moe_router_fusion": context.moe_router_fusion,
+            "moe_token_dispatcher_type": context.moe_token_dispatcher_type,
+            "moe_shared_expert_overlap": context.moe_shared_expert_overlap}
 
 
 def decoder_spec(config: DecoderConfig, context: BuildContext | None) -> ModuleSpec:

@@ -52,6 +52,12 @@ LAYOUTS = {
         3, "--encoder-dp 2 --micro-batch-size 2 --overlap-grad-reduce --encoder-ddp-overlap --ddp-num-buckets 3"),
     "overlapped-parameter-gather": (
         3, "--llm-dp 2 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"),
+    "llm-ep2-allgather": (3, "--llm-dp 2 --llm-ep 2 --moe-token-dispatcher-type allgather"),
+    "llm-ep2-tp2-allgather": (
+        4, "--layout colocated --encoder-dp 4 --llm-tp 2 --llm-dp 2 --llm-ep 2 --sequence-parallel "
+           "--moe-token-dispatcher-type allgather"),
+    "llm-ep2-pp2-allgather": (
+        4, "--layout colocated --encoder-dp 4 --llm-dp 2 --llm-ep 2 --llm-pp 2 --moe-token-dispatcher-type allgather"),
     "recomputed-activations": (3, "--llm-tp 2 --sequence-parallel --recompute full"),
     "unsharded-optimizer": (3, "--llm-dp 2 --no-use-distributed-optimizer"),
     "llm-cp2": (3, "--llm-cp 2"),

@@ -26,6 +26,9 @@ MODELS = {
 # name -> (model, ranks, flags)
 LAYOUTS = {
     "ep2": ("tiny", 3, "--llm-dp 2 --llm-ep 2"),
+    "ep2-allgather": ("latent", 3, "--llm-dp 2 --llm-ep 2 --moe-token-dispatcher-type allgather"),
+    "ep2-shared-overlap": ("tiny", 3, "--llm-dp 2 --llm-ep 2 --moe-shared-expert-overlap"),
+    "tp2-shared-overlap": ("tiny", 3, "--llm-tp 2 --sequence-parallel --moe-shared-expert-overlap --recompute full"),
     "tp2": ("tiny", 3, "--llm-tp 2 --sequence-parallel"),
     "ep2-tp2": ("tiny", 4, "--layout colocated --encoder-dp 2 --encoder-tp 2 --llm-tp 2 --llm-dp 2 --llm-ep 2 "
                            "--sequence-parallel"),

@@ -64,12 +64,22 @@ def test_bfloat16_steps_agree_with_unfused_kernels(tmp_path: Path, family: str) 
     ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-num-buckets", "3"),
     ("--no-use-distributed-optimizer",),
     ("--recompute", "full"),
+    ("--recompute", "selective", "--recompute-modules", "moe_act,layernorm"),
     ("--moe-router-load-balancing-type", "global_aux_loss"),
-], ids=lambda flags: flags[0])
+], ids=" ".join)
 def test_packed_experts_agree_with_separate_ones(tmp_path: Path, flags: tuple[str, ...]) -> None:
     separate = run(tmp_path / "separate", *FAMILIES["causal_lm"], "--bf16", *flags, "--moe-gemm", "separate")
     packed = run(tmp_path / "packed", *FAMILIES["causal_lm"], "--bf16", *flags, "--moe-gemm", "packed")
     assert_close(packed, separate, 2e-3, 2e-2)
+
+
+@pytest.mark.parametrize("gemm", ["packed", "cutlass", "separate"])
+def test_recomputed_parts_change_no_bit(tmp_path: Path, gemm: str) -> None:
+    flags = (*FAMILIES["causal_lm"], "--bf16", "--moe-gemm", gemm)
+    kept = run(tmp_path / "kept", *flags)
+    for parts in ("moe_act", "layernorm", "moe"):
+        again = run(tmp_path / parts, *flags, "--recompute", "selective", "--recompute-modules", parts)
+        assert_close(again, kept, 1e-6, 1e-6)
 
 
 @pytest.mark.parametrize("options", [

@@ -101,12 +101,27 @@ def test_a_run_that_makes_sense_passes(flags):
      "--fp8-format hybrid (tensorwise) with --sequence-parallel: --seq-length 40 * --micro-batch-size 1 over 2 ranks"
      " is not a multiple of 16 on each"),
     (f"{ITERS} --recompute-num-layers 2", "--recompute-num-layers 2 needs --recompute full, it is none"),
+    (f"{ITERS} --moe-token-dispatcher-type flex", "DeepEP and HybridEP have no package that could be installed"),
+    (f"{ITERS} --moe-token-dispatcher-type allgather", "--moe-token-dispatcher-type is for mixtures of experts"),
+    (f"{ITERS} --moe-token-dispatcher-type allgather --moe-shared-expert-overlap", "only alltoall can overlap"),
+    (f"{ITERS} --moe-shared-expert-overlap --recompute selective --recompute-modules shared_experts",
+     "cannot be recomputed by themselves"),
+    (f"{ITERS} --recompute full --recompute-modules mlp",
+     "--recompute-modules mlp needs --recompute selective, it is full"),
+    (f"{ITERS} --recompute selective --recompute-modules mlp,experts",
+     "--recompute-modules mlp,experts: unknown part experts; known are core_attn, mlp, moe"),
+    (f"{ITERS} --recompute selective --recompute-modules gdn_norm_out", "no model has layers of a gated delta net"),
+    (f"{ITERS} --recompute selective --recompute-modules mlp,mlp", "a part is named twice"),
+    (f"{ITERS} --recompute selective --recompute-modules moe_act --transformer-impl local",
+     "--recompute-modules moe_act with --transformer-impl local: local layers compute experts one by one"),
+    (f"{ITERS} --encoder-recompute selective --encoder-recompute-modules moe",
+     "--encoder-recompute-modules moe: unknown part moe; known are core_attn, mlp, layernorm"),
     (f"{ITERS} --recompute full --recompute-num-layers 99",
      "--recompute-num-layers 99: a pipeline stage has"),
     (f"{ITERS} --layout colocated --encoder-dp 2 --llm-pp 2 --encoder-activation-gib 3 --freeze vision",
      "--encoder-activation-gib 3.0 with --freeze vision: a frozen encoder keeps no activations"),
     (f"{ITERS} --layout colocated --encoder-dp 2 --llm-pp 2 --encoder-activation-gib 3 --encoder-recompute full",
-     "--encoder-activation-gib 3.0 with --encoder-recompute full, which keeps nothing"),
+     "--encoder-activation-gib 3.0 with --encoder-recompute full, which says itself what is kept"),
     (f"{ITERS} --freeze vision --encoder-recompute full", "--encoder-recompute full with --freeze vision"),
     (f"{ITERS} --recompute full --recompute-num-layers 0", "--recompute-num-layers 0 is below 1"),
     (f"{ITERS} --llm-only --llm-dp 2 --encoder-recompute full", "no use for --encoder-recompute full"),
@@ -229,5 +244,12 @@ def test_a_dry_run_says_what_the_precision_aware_optimizer_saves():
         config = parse([*mock, *ITERS.split(), "--use-precision-aware-optimizer", *flags])
         report = dry_run_report(config, validate(config, 2), model_provider("mock"))
         assert f"optimizer state of language: {expected}" in report and "which saves" in report
+    sizes = {}
+    for frozen in ("", "vision", "projector", "vision,projector"):
+        config = parse([*mock, *ITERS.split(), "--use-precision-aware-optimizer", "--freeze", frozen])
+        report = dry_run_report(config, validate(config, 2), model_provider("mock"))
+        state = [line for line in report.splitlines() if line.startswith("optimizer state of vision")]
+        sizes[frozen] = state[0].split(", ")[1] if state else None
+    assert sizes["vision,projector"] is None and len(set(sizes.values())) == 4
     config = parse([*mock, *ITERS.split()])
     assert "optimizer state" not in dry_run_report(config, validate(config, 2), model_provider("mock"))

@@ -119,6 +119,16 @@ def test_mixtures_of_experts_that_were_measured(gemm: str, rows: int, step_ms: f
     assert found.parts_s["optimizer"] == pytest.approx(0.105, rel=0.1)
 
 
+@pytest.mark.parametrize("gemm", ["packed", "cutlass", "separate"])
+def test_the_host_launches_kernels_of_the_experts_of_a_rank(gemm: str) -> None:
+    # So little work that the host is the limit.
+    config = parse([*QWEN_MOE, "--seq-length", "64", "--moe-gemm", gemm])
+    costs, least = Costs(config, Profile(GPUS["H200"])), HOST_EXPERTS_S["packed"]
+    for ep, share in ((1, 1.0), (2, 0.5), (8, 0.125)):
+        moved = costs.language(1, 1, ep).forward_s - (HOST_FORWARD_S + least / 3)
+        assert moved == pytest.approx((HOST_EXPERTS_S[gemm] - least) * share / 3, abs=60e-6)
+
+
 def test_the_encoder_gets_numbers_of_ranks_that_the_trainer_takes() -> None:
     config = parse([*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1", "--global-batch-size", "768"])
     costs = Costs(config, Profile(GPUS["H200"]))
