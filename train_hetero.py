@@ -15,7 +15,7 @@ from mimo.config.cli import parse
 from mimo.config.validate import run_world_size, validate
 from mimo.config.validate_paths import check_paths
 from mimo.grid.dry_run import dry_run_report
-from mimo.observability.startup import announce_imports
+from mimo.observability.startup import begin_imports
 from mimo.watchdog.process_exit import command_line, refuse, report_uncaught
 
 
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(memory_line(config, layout))
             return 0
         # Imported late: torch and Megatron take seconds, and neither --help nor a dry run needs them.
-        announce_imports()
+        begin_imports()
         from mimo.training.run import run
 
         # An error once training has begun never comes back here: the rank that meets it reports it and exits.

@@ -17,7 +17,7 @@ from mimo.config.cli import parse_as
 from mimo.config.rl_run import DESCRIPTION, FIRST_FLAGS, RlRunConfig, validate_rl
 from mimo.config.validate import run_world_size
 from mimo.config.validate_paths import check_paths
-from mimo.observability.startup import announce_imports
+from mimo.observability.startup import begin_imports
 from mimo.rl.placement import dry_run_report
 from mimo.watchdog.process_exit import command_line, refuse, report_uncaught
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(dry_run_report(config, layout, registry.model_provider(config.model.model_provider)))
             return 0
         # Imported late: torch and Megatron take seconds, and neither --help nor a dry run needs them.
-        announce_imports()
+        begin_imports()
         from mimo.rl.run import run
 
         # An error once training has begun never comes back here: the rank that meets it reports it and exits.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mimo import registry
-from mimo.config.rl_run import RlRunConfig
 from mimo.config.toml_file import typed_fields
 
 _FAMILY = "the model family decides that; leave it out"
@@ -159,6 +158,9 @@ def refuse_foreign_flags(argv: Iterable[str], known: Iterable[str]) -> None:
 
 def _owners(field: str) -> list[str]:
     """Return the programs and built-in providers that have a field, each as a user names it."""
+    # Imported late: only a wrong flag needs it.
+    from mimo.config.rl_run import RlRunConfig
+
     sections = [type(getattr(RlRunConfig(), name)) for name in ("rl", "rollout", "data")]
     found = ["train_rl.py"] if any(field in typed_fields(section) for section in sections) else []
     for label, names, find in (

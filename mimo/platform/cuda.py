@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from pathlib import Path
 
 import torch
 
 from mimo.platform.base import Platform, mamba_kernels_installed, transformer_engine_installed
 from mimo.watchdog import flight_recorder
+
+logger = logging.getLogger(__name__)
+
+
+def keep_compiled_kernels() -> None:
+    """Give Triton and TorchInductor folders that outlive the process and the host's next start.
+
+    They lie in `$XDG_CACHE_HOME/mimo-hetero`, or else `~/.cache/mimo-hetero`. TorchInductor's own choice is under /tmp,
+    and it moves Triton's there as well. Folders that the user has chosen stay.
+    """
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mimo-hetero"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as problem:  # no home, or none that can be written
+        logger.warning("compiled kernels are not kept for the next start: %s; set XDG_CACHE_HOME", problem)
+        return
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
 
 
 class CudaPlatform(Platform):
@@ -19,8 +39,9 @@ class CudaPlatform(Platform):
         self.backend = "nccl"
 
     def install(self) -> None:
-        """Have NCCL remember its last collectives, for a stall."""
+        """Have NCCL remember its last collectives, for a stall, and compilers keep their kernels for the next start."""
         flight_recorder.turn_on()
+        keep_compiled_kernels()
 
     def set_device(self, local_rank: int) -> None:
         """Make GPU `local_rank` current. Raises ValueError where the host has fewer GPUs."""

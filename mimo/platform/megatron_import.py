@@ -1,4 +1,4 @@
-"""The import of Megatron Core, without a package that it looks for and that nothing here lets it use."""
+"""The import of Megatron Core, without packages that it looks for and that nothing here lets it use."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ import logging
 import sys
 import warnings
 
-# Object storage. Megatron-Energon depends on it, so it is there; Megatron Core imports it wherever it is, which takes
-# most of a second, and uses it once a program has switched that on. Energon's own import of it is left alone.
-STORAGE_CLIENT = "multistorageclient"
+# Megatron Core imports these wherever they are installed, which takes two seconds of a start:
+# object storage, which Megatron-Energon depends on, and which Megatron Core uses once a program has switched that on;
+# Weights & Biases and TensorBoard, for Megatron Core's own timers. Imports of other packages are left alone.
+UNUSED = ("multistorageclient", "wandb", "torch.utils.tensorboard")
 
 
 def import_megatron() -> None:
     """Import Megatron, after the platform is installed. Where it is imported already, this does nothing."""
-    if STORAGE_CLIENT in sys.modules:
-        return
+    hidden = [name for name in UNUSED if name not in sys.modules]
     # Python's own mark of a module that is not there: its import raises ModuleNotFoundError, which Megatron Core
     # expects.
-    sys.modules[STORAGE_CLIENT] = None  # type: ignore[assignment]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         importlib.import_module("megatron.core.msc_utils")
+        importlib.import_module("megatron.core.timers")
     finally:
-        del sys.modules[STORAGE_CLIENT]
+        for name in hidden:
+            del sys.modules[name]
 
 
 # What Megatron Core says when it is imported, and nobody who runs a program can act on.

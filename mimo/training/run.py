@@ -15,7 +15,7 @@ from mimo.config.trainer import RunConfig
 from mimo.config.validate import check_device
 from mimo.grid.spec import Layout
 from mimo.observability.remote_trackers import are_left
-from mimo.observability.startup import STARTUP, Phase
+from mimo.observability.startup import STARTUP, Phase, end_imports
 from mimo.platform import get_platform
 from mimo.platform.base import Platform
 from mimo.platform.megatron_import import import_megatron, quieten_megatron
@@ -102,6 +102,7 @@ def _with_groups[C: RunConfig](config: C, layout: Layout, platform: Platform, ra
     from mimo.observability.profiler import MemorySnapshot
     from mimo.training.run_folder import with_run_folder
 
+    end_imports()
     STARTUP.enter(Phase.GROUPS)
     if config.train.deterministic_mode:
         platform.make_deterministic()

@@ -262,3 +262,20 @@ def test_cuda_platform_wants_a_gpu_for_each_local_rank(monkeypatch):
 def test_programs_install_the_platform_before_they_import_megatron_core(module):
     code = f"import sys, {module}; assert 'megatron.core' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_compiled_kernels_are_kept_where_the_user_says_or_in_the_cache(tmp_path, monkeypatch):
+    from mimo.platform.cuda import keep_compiled_kernels
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/chosen")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    keep_compiled_kernels()
+    assert os.environ["TRITON_CACHE_DIR"] == "/chosen"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mimo-hetero" / "inductor")
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    keep_compiled_kernels()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
