@@ -269,7 +269,8 @@ class RolloutConfig:
     """Fraction of GPU memory that vLLM may use. Default: 0.85, and 0.6 with --engine-placement colocated."""
     engine_quantization: Literal["none", "fp8_per_block"] = "none"
     """fp8_per_block: the engine on GPUs quantises each refit's weights to FP8, with a scale for each block, as it loads
-    them; routers stay in bfloat16."""
+    them; routers and norms stay in bfloat16. With --fp8-recipe blockwise, blocks and scales are those of the
+    trainer's products."""
     engine_enforce_eager: bool = False
     """Run the engine on GPUs without CUDA graphs and compilation. It starts faster and generates more slowly."""
     engine_start_timeout_s: float = 600.0

@@ -123,14 +123,19 @@ def _with_whole_rows(linear: Any, fp8: Fp8, forward: Callable[..., Any], hidden:
 # The emulation.
 
 
-def rounded(values: torch.Tensor, dtype: torch.dtype, recipe: str, *, is_weight: bool = False) -> torch.Tensor:
-    """Round to FP8 and back, with one scale for the tensor or for each block.
+def quantised(values: torch.Tensor, dtype: torch.dtype, recipe: str, *, is_weight: bool = False) -> tuple[
+        torch.Tensor, torch.Tensor]:
+    """Round to FP8, with one scale for the tensor or for each block.
 
     Args:
         values: `[..., columns]`.
         dtype: FP8 dtype.
         recipe: `tensorwise`, or `blockwise` for blocks of 1 x 128, in weights 128 x 128, with powers of two as scales.
         is_weight: whether this is a weight `[rows, columns]`.
+
+    Returns:
+        The FP8 numbers, and float32 scales by which they are multiplied. With `blockwise` these are
+        `[rows / size, size, columns / 128, 128]` and `[rows / size, 1, columns / 128, 1]`.
     """
     blocks = values.float()
     if recipe == "blockwise":
@@ -144,7 +149,13 @@ def rounded(values: torch.Tensor, dtype: torch.dtype, recipe: str, *, is_weight:
     scale = torch.where(largest > 0, scale, 1.0)
     if recipe == "blockwise":
         scale = torch.exp2(scale.log2().ceil())
-    return ((blocks / scale).to(dtype).float() * scale).reshape(values.shape).to(values.dtype)
+    return (blocks / scale).to(dtype), scale
+
+
+def rounded(values: torch.Tensor, dtype: torch.dtype, recipe: str, *, is_weight: bool = False) -> torch.Tensor:
+    """Round to FP8 and back; see `quantised`."""
+    numbers, scale = quantised(values, dtype, recipe, is_weight=is_weight)
+    return (numbers.float() * scale).reshape(values.shape).to(values.dtype)
 
 
 class _Round(torch.autograd.Function):

@@ -7,6 +7,7 @@ tests/unit/test_compat.py names what is gone.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -105,3 +106,26 @@ def forget_weight_update(worker: Any) -> None:
     """
     own = vars(worker).get("worker") or worker  # vLLM wraps it
     own._weight_update_active = False
+
+
+def use_trainer_scales() -> None:
+    """Have vLLM quantise blocks of weights with powers of two as scales, as Transformer Engine's blockwise products do.
+
+    `vllm.utils.deep_gemm.per_block_cast_to_fp8`: weights that are quantised as they are loaded always get other scales,
+    the largest value over 448. The function itself can do both.
+    """
+    from vllm.utils import deep_gemm
+
+    if deep_gemm.per_block_cast_to_fp8 is not _cast_with_powers_of_two:
+        _VLLM["cast"] = deep_gemm.per_block_cast_to_fp8
+        deep_gemm.per_block_cast_to_fp8 = _cast_with_powers_of_two
+    importer = sys.modules.get("vllm.model_executor.layers.quantization.online.fp8")
+    if importer is not None:
+        importer.per_block_cast_to_fp8 = _cast_with_powers_of_two
+
+
+_VLLM: dict[str, Any] = {}
+
+
+def _cast_with_powers_of_two(x: torch.Tensor, block_size: list[int], use_ue8m0: bool = True) -> Any:
+    return _VLLM["cast"](x, block_size=block_size, use_ue8m0=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -69,6 +70,9 @@ class RefitReport:
 
 
 BACKEND = "mimo"
+# Environment variable of an engine's processes. 1: blocks of weights get scales like those of a trainer's blockwise
+# products. vLLM quantises while it loads, where it has no option for that.
+TRAINER_SCALES = "MIMO_FP8_TRAINER_SCALES"
 
 
 def register() -> None:
@@ -78,7 +82,9 @@ def register() -> None:
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from mimo.refit.compat import is_engine_registered
+    from mimo.refit.compat import is_engine_registered, use_trainer_scales
 
+    if os.environ.get(TRAINER_SCALES) == "1":
+        use_trainer_scales()
     if not is_engine_registered(BACKEND):
         WeightTransferEngineFactory.register_engine(BACKEND, "mimo.refit.receiver", "MimoWeightTransferEngine")

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from mimo.config.rl import RolloutConfig
 from mimo.config.rl_run import RlRunConfig
 from mimo.protocols import ImageProcessorProvider, ModelProvider
-from mimo.refit.options import RefitOptions
+from mimo.refit.options import TRAINER_SCALES, RefitOptions
 from mimo.rl.placement import forwarded, replica_gpus
 from mimo.rl.prompts import ImagePromptSet, Normalisation
 from mimo.rollout.engine import EngineOptions
@@ -135,6 +135,9 @@ def engine_options(config: RlRunConfig, folder: Path, replica: int = 0, gpus: Se
     flags, on_cuda = config.rollout, config.train.device == "cuda"
     environment = {name: os.environ.get(name, value)
                    for name, value in (ENVIRONMENT if on_cuda else ENVIRONMENT | CPU_ENVIRONMENT).items()}
+    # Blocks and scales of the engine are then those that the trainer multiplies with.
+    if flags.engine_quantization == "fp8_per_block" and config.model.fp8_format != "none":
+        environment[TRAINER_SCALES] = str(int(config.model.fp8_recipe == "blockwise"))
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     takes_images = has_processor(folder)

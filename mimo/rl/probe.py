@@ -303,7 +303,8 @@ class RefitProbe:
 
 def rounding(config: RlRunConfig, platform: str) -> Rounding:
     """Select the rounding of a run's engine and trainer on a platform."""
-    if config.rollout.engine_quantization != "none":
+    fp8 = {config.model.fp8_format, config.model.encoder_fp8_format, config.rollout.engine_quantization}
+    if fp8 != {"none"}:
         return ROUNDING["fp8"]
     dtype = engine_dtype(config)
     return ROUNDING["tf32" if (dtype, platform) == ("float32", "cuda") else dtype]

@@ -144,6 +144,10 @@ def test_an_engine_that_quantizes_leaves_routers_as_they_are() -> None:
                   "model.layers.0.mlp.shared_experts.gate_up_proj", "model.layers.1.mixer.in_proj"):
         assert not re.match(pattern, other), other
     assert "quantization_config" not in engine_options(parsed(), Path("folder")).extra
+    for flags, expected in (((), None), (("--fp8-format", "e4m3"), "0"),
+                            (("--fp8-format", "hybrid", "--fp8-recipe", "blockwise"), "1")):
+        environment = engine_options(parsed("--engine-quantization", "fp8_per_block", *flags), Path("f")).environment
+        assert environment.get("MIMO_FP8_TRAINER_SCALES") == expected
 
 
 @pytest.mark.parametrize(("device", "flags", "backend"), [
