@@ -114,12 +114,13 @@ def use_trainer_scales() -> None:
     `vllm.utils.deep_gemm.per_block_cast_to_fp8`: weights that are quantised as they are loaded always get other scales,
     the largest value over 448. The function itself can do both.
     """
-    from vllm.utils import deep_gemm
+    from vllm.utils import deep_gemm as imported
 
+    deep_gemm: Any = imported
     if deep_gemm.per_block_cast_to_fp8 is not _cast_with_powers_of_two:
         _VLLM["cast"] = deep_gemm.per_block_cast_to_fp8
         deep_gemm.per_block_cast_to_fp8 = _cast_with_powers_of_two
-    importer = sys.modules.get("vllm.model_executor.layers.quantization.online.fp8")
+    importer: Any = sys.modules.get("vllm.model_executor.layers.quantization.online.fp8")
     if importer is not None:
         importer.per_block_cast_to_fp8 = _cast_with_powers_of_two
 
