@@ -192,7 +192,7 @@ class Search:
         limit, step = USABLE * self.costs.gpu.memory_gib * GIB, Step(config, layout, self.costs)
         batches = step.batches(self.samples)
         needed, images, _ = step.memory(batches)
-        if needed <= limit or config.model.recompute == "full":
+        if needed <= limit or config.model.recompute != "none":
             return config, needed <= limit
         recomputes = config.model.encoder_recompute != "none"
         if layout.encoder_window is not None and not recomputes:

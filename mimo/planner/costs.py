@@ -252,6 +252,8 @@ class Costs:
             into = layers if component.recomputed else ends
             into[0] += forward
             into[1] += backward
+        if layers[1]:
+            layers[1] += layers[0] * self._repeated_share(LANGUAGE)
         gemm = self.config.model.moe_gemm
         rate = ends_rate = self.gpu.tflops * 1e12 * DENSE_EFFICIENCY * tp
         host_forward_s, host_backward_s = HOST_FORWARD_S, HOST_BACKWARD_S
@@ -312,7 +314,9 @@ class Costs:
 
     def _image_flops(self, name: str, tokens: int) -> tuple[float, float]:
         found = self.counter.passes(name, SequenceSums.of([tokens]))
-        return sum(forward for _, forward, _ in found), sum(backward for _, _, backward in found)
+        again = self._repeated_share(name) if self.trains(name) else 0.0
+        return (sum(forward for _, forward, _ in found),
+                sum(backward + (again * forward if each.recomputed else 0.0) for each, forward, backward in found))
 
     def image_patches(self, name: str, tokens: int) -> float:
         """Return the length of an image's sequence in the encoder's layers."""
@@ -351,18 +355,38 @@ class Costs:
         moved = parameters * (gradients + (2 if self.config.model.bf16 else 4)) * (replicas - 1) / replicas
         return moved / (bandwidth * 1e9) * self.profile.reduction
 
+    def _repeated_share(self, module: str) -> float:
+        """Return the share of the FLOPs of its layers' forward passes that selective recomputation computes again."""
+        parts, whole, again = self.config.model.recomputed_modules(module), 0.0, 0.0
+        for shape in self.shapes[module]:
+            if shape.stage == "layer" and len(shape.shape) == 2:
+                flops = 2.0 * self._uses(shape) * math.prod(shape.shape)
+                whole += flops
+                again += flops if _is_in(shape, parts) else 0.0
+        return again / whole if whole else 0.0
+
+    def _uses(self, shape: ParameterShape) -> float:
+        """Return how many times a token is multiplied by matrices of a kind, in all layers."""
+        return shape.count * (self._top_k / self.num_experts if shape.split == "expert" else 1)
+
     def _kept_bytes(self, module: str, width: int) -> float:
-        """Return the bytes that all layers of a module keep for one token, without recomputation.
+        """Return the bytes that all layers of a module keep for one token, without full recomputation.
 
         Each product keeps its input, and a layer keeps the outputs of its products until they have been used; norms and
-        residuals are four times the width. For a Llama layer this is 34 bytes per token and channel.
+        residuals are four times the width. For a Llama layer this is 34 bytes per token and channel. Parts that are
+        recomputed keep nothing of their own. The core of attention counts as fused, which keeps nothing either way.
         """
+        parts = self.config.model.recomputed_modules(module)
         layers = self.num_layers if module == LANGUAGE else _num_layers(self.shapes[module])
         per_token = 4.0 * width * layers
         for shape in self.shapes[module]:
             if shape.stage == "layer" and len(shape.shape) == 2:
-                used = shape.count * (self._top_k / self.num_experts if shape.split == "expert" else 1)
-                per_token += used * max(shape.shape)
+                kept = 0.0 if _is_in(shape, parts) else float(max(shape.shape))
+                if "moe_act" in parts and shape.name == "mlp.experts.linear_fc2.weight":
+                    kept -= shape.shape[1]
+                per_token += self._uses(shape) * max(kept, 0.0)
+            elif "layernorm" in parts and shape.name in ("input_layernorm.weight", "pre_mlp_layernorm.weight"):
+                per_token -= shape.count * width  # the output of a norm that stands alone
         return (2.0 if self.config.model.bf16 else 4.0) * per_token
 
 
@@ -380,8 +404,6 @@ def check_supported(config: RunConfig) -> None:
         raise ValueError(f"mimo plan does not support --encoder-prefetch-depth {depth}")
     if config.layout.llm_cp > 1:
         raise ValueError(f"mimo plan does not support --llm-cp {config.layout.llm_cp}, only 1")
-    if config.model.recompute == "selective":
-        raise ValueError("mimo plan does not support --recompute selective, only none and full")
     for module in (LANGUAGE, *encoders):
         fp8 = config.model.fp8(module)
         if fp8 is not None:
@@ -392,6 +414,15 @@ def check_supported(config: RunConfig) -> None:
 def _encoders(config: RunConfig) -> tuple[str, ...]:
     provider = registry.model_provider(config.model.model_provider)
     return () if config.layout.llm_only else provider.encoders(config.model_family)
+
+
+def _is_in(shape: ParameterShape, parts: Sequence[str]) -> bool:
+    """Whether a matrix belongs to a part of a layer that is recomputed; see --recompute-modules."""
+    name = shape.name
+    return (("mlp" in parts and name.startswith("mlp.linear_fc"))
+            or ("moe" in parts and name.startswith("mlp.") and not name.startswith("mlp.linear_fc"))
+            or ("shared_experts" in parts and name.startswith("mlp.shared_experts."))
+            or ("mla_up_proj" in parts and name.endswith("_up_proj.weight")))
 
 
 def _num_layers(shapes: Sequence[ParameterShape]) -> int:

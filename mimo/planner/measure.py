@@ -96,7 +96,8 @@ def _training(config: RunConfig, tp: int, dp: int, micro_batch_size: int, depth:
                     num_generations=0, device=device, dry_run=False, world_size=None, encoder_prefetch_depth=0)
     schedule = replace(config.schedule, lr_decay_style="constant", lr_warmup_iters=0, lr_warmup_samples=0,
                        lr_decay_iters=None, lr_decay_samples=None, lr_wsd_decay_iters=None, lr_wsd_decay_samples=None)
-    model = replace(config.model, recompute="none", recompute_num_layers=None, encoder_recompute="none")
+    model = replace(config.model, recompute="none", recompute_modules="", recompute_num_layers=None,
+                    encoder_recompute="none", encoder_recompute_modules="")
     return replace(config, train=train, layout=layout, model=model, model_family=family, schedule=schedule,
                    checkpoint=CheckpointConfig(), observe=ObserveConfig(progress=False, log_interval=WARMUP + STEPS))
 

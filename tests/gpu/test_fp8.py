@@ -53,6 +53,31 @@ def test_images_whose_rows_do_not_fit(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, exact, rtol=3e-2)
 
 
+def test_blocks_of_weights_are_those_of_the_emulation_and_of_an_engine() -> None:
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+
+    from mimo.model.fp8 import E4M3, quantised
+
+    torch.manual_seed(0)
+    weight = (torch.randn(384, 512) * torch.logspace(-2, 2, 512)).to("cuda", torch.bfloat16)
+    quantizer = Float8BlockQuantizer(tex.DType.kFloat8E4M3, rowwise=True, columnwise=False)
+    kernel = quantizer(weight)
+    ours, scales = quantised(weight, E4M3, "blockwise", is_weight=True)
+    numbers, expected = ours.reshape(weight.shape), scales.reshape(3, 4)
+    assert torch.equal(kernel._rowwise_data, numbers.view(torch.uint8))
+    assert torch.equal(kernel._rowwise_scale_inv[:3, :4], expected)
+    if find_spec("vllm") is not None:  # an engine's loader on this GPU
+        from vllm.utils import deep_gemm
+
+        from mimo.refit.compat import use_trainer_scales
+
+        use_trainer_scales()
+        engine, engine_scales = deep_gemm.per_block_cast_to_fp8(weight, block_size=[128, 128], use_ue8m0=False)
+        assert torch.equal(engine.view(torch.uint8), numbers.view(torch.uint8))
+        assert torch.equal(engine_scales, expected)
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_kernels_round_like_the_emulation(recipe: str) -> None:
     import transformer_engine.pytorch as te

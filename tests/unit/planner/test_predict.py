@@ -129,6 +129,22 @@ def test_the_host_launches_kernels_of_the_experts_of_a_rank(gemm: str) -> None:
         assert moved == pytest.approx((HOST_EXPERTS_S[gemm] - least) * share / 3, abs=60e-6)
 
 
+def test_recomputed_parts_take_time_and_give_memory() -> None:
+    def cost(modules: str, *flags: str) -> tuple[float, float]:
+        recompute = ("--recompute", "selective", "--recompute-modules", modules) if modules else ()
+        found = Costs(parse([*QWEN_MOE, *flags, *recompute]), Profile(GPUS["H200"])).language(1, 4)
+        return found.layer_bytes, found.backward_s
+
+    (whole, time), (attention, _) = cost(""), cost("core_attn")
+    assert attention == whole
+    layer = {name: cost(name) for name in ("moe_act", "layernorm", "moe", "layernorm,moe_act")}
+    # Per token: top-8 inputs of 768 channels, two norms of 2048, in 2 bytes.
+    assert whole - layer["moe_act"][0] == pytest.approx(4 * 4096 * 8 * 768 * 2)
+    assert whole - layer["layernorm"][0] == pytest.approx(4 * 4096 * 2 * 2048 * 2)
+    assert layer["layernorm,moe_act"][0] == pytest.approx(layer["moe_act"][0] + layer["layernorm"][0] - whole)
+    assert layer["moe"][0] < layer["moe_act"][0] and layer["moe_act"][1] == time < layer["moe"][1]
+
+
 def test_the_encoder_gets_numbers_of_ranks_that_the_trainer_takes() -> None:
     config = parse([*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1", "--global-batch-size", "768"])
     costs = Costs(config, Profile(GPUS["H200"]))
@@ -370,7 +386,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     for flags, message in ((["--gpus", "2", "--profile", str(wrong)], "not a profile"),
                            (["--gpus", "2", "--nodes", "1"], "--gpus 2 and --nodes 1: give one of them"),
                            ([], "--gpus 0 and --nodes 0: give one of them"),
-                           (["--gpus", "2", "--recompute", "selective"], "--recompute selective"),
                            (["--gpus", "2", "--encoder-prefetch-depth", "2"], "support --encoder-prefetch-depth 2"),
                            (["--gpus", "2", "--llm-cp", "2"], "support --llm-cp 2"),
                            (["--gpus", "2", "--gpu-memory-gib", "0"], "--gpu-memory-gib 0.0 is not above 0")):
@@ -388,7 +403,7 @@ def test_the_plan_of_a_run_says_how_much_memory_it_takes() -> None:
     assert line("10b-even", *flags) == (
         f"memory: about {found.memory_gib:.3g} GiB on the fullest rank (language stage 0 and vision), "
         f"{found.encoder_gib:.3g} GiB of them for images; see mimo plan")
-    assert line("10b-even", "--recompute", "selective") == (
-        "memory: not estimated: mimo plan does not support --recompute selective, only none and full")
+    assert line("10b-even", "--recompute", "selective") != line("10b-even", "--recompute", "selective",
+                                                                "--recompute-modules", "mlp")
     assert line("10b-even", "--layout", "colocated", "--encoder-dp", "2", "--llm-cp", "2") == (
         "memory: not estimated: mimo plan does not support --llm-cp 2, only 1")
