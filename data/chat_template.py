@@ -10,6 +10,7 @@ import datetime
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from os.path import commonprefix
 from types import MappingProxyType
@@ -28,18 +29,25 @@ PROMPT_NAMES = {"add_generation_prompt", "enable_thinking"}
 MARK = "mark_between_turns"
 
 
+class Medium(Enum):
+    """Stands for an image or a video between the texts of a turn."""
+
+    IMAGE = "image"
+    VIDEO = "video"
+
+
 class Turn(NamedTuple):
     """One turn of a conversation.
 
     Attributes:
         role: system, user, assistant or tool.
-        parts: its content, with None for each image.
+        parts: its content, text or what is shown between texts.
         fields: further keys that templates read, such as `tool_calls`.
         tools: the tools that the conversation offers; only the first turn has them.
     """
 
     role: str
-    parts: list[str | None]
+    parts: list[str | Medium]
     fields: Mapping[str, Any] = MappingProxyType({})
     tools: Sequence[Any] | None = None
 
@@ -66,6 +74,7 @@ class Rendered:
         text: the text that the template writes.
         answers: start and end of each answer to learn, including the token that ends it.
         image: word that stands for an image in `text`.
+        video: the video token that stands for a video in `text`; empty if no turn shows one.
         spelling: word that stands in `text` for the image token's name if a sample's text contains that name, else
             empty.
     """
@@ -74,6 +83,7 @@ class Rendered:
     answers: list[tuple[int, int]]
     image: str
     spelling: str = ""
+    video: str = ""
 
 
 def unused_word(text: str) -> str:
@@ -165,6 +175,7 @@ class ChatTemplate:
     Attributes:
         as_parts: whether it takes the content of a turn as a list of parts.
         image_text: the text that it writes for an image part; empty if it takes no images.
+        video_text: the text that it writes for a video part; empty if it takes no videos.
         switches: values of its switches to try for a generation prompt.
 
     Raises:
@@ -176,16 +187,20 @@ class ChatTemplate:
         self._bos = tokenizer.bos_token
         self._tracks_answers = "endgeneration" in template
         self.switches = SWITCHES if "enable_thinking" in template else SWITCHES[:1]
-        text, image = {"type": "text", "text": "probe"}, {"type": "image"}
-        with_text, with_image = (self._probe([text]), self._probe([image, text])) if parts else ("", "")
-        self.image_text = ""
-        if with_text and with_image and with_text != with_image:
-            head = len(commonprefix([with_text, with_image]))
-            tail = len(commonprefix([with_text[head:][::-1], with_image[head:][::-1]]))
-            self.image_text = with_image[head : len(with_image) - tail]
+        with_text = self._probe([{"type": "text", "text": "probe"}]) if parts else ""
+        self.image_text, self.video_text = (self._text_of(medium, with_text) for medium in Medium)
         self.as_parts = bool(self.image_text) or not self._probe("probe")
         if self.as_parts and not with_text:
             raise ValueError(f"{name}: the chat template leaves out what the user says")
+
+    def _text_of(self, medium: Medium, with_text: str) -> str:
+        """Return the text for an image or a video part, given a turn of text alone; empty if the template has none."""
+        shown = self._probe([{"type": medium.value}, {"type": "text", "text": "probe"}]) if with_text else ""
+        if not shown or shown == with_text:
+            return ""
+        head = len(commonprefix([with_text, shown]))
+        tail = len(commonprefix([with_text[head:][::-1], shown[head:][::-1]]))
+        return shown[head : len(shown) - tail]
 
     def _probe(self, content: Any) -> str:
         """Render one turn. Return an empty text if the template cannot take such content or leaves out its text."""
@@ -293,6 +308,7 @@ class ConversationRenderer:
         template: the template that writes them.
         image_token: text of the model's image token; needed if the template writes images itself.
         end_tokens: tokens that may end an answer.
+        video_token: text of the model's video token; empty if the model or the template takes no videos.
         eos_token: written after each answer; empty if the template ends answers.
         marks: texts right before an answer and at its end, if they are known; else the template has to show them.
 
@@ -304,10 +320,11 @@ class ConversationRenderer:
     """
 
     def __init__(
-        self, template: ChatTemplate, image_token: str, end_tokens: Sequence[str], *, eos_token: str = "",
-        marks: tuple[str, str] | None = None,
+        self, template: ChatTemplate, image_token: str, end_tokens: Sequence[str], *, video_token: str = "",
+        eos_token: str = "", marks: tuple[str, str] | None = None,
     ) -> None:
         self._template, self._image_token, self._eos, self._marks = template, image_token, eos_token, marks
+        self._video_token = video_token
         self._end = ""
         self._end = self._find_end(sorted(filter(None, end_tokens), key=len, reverse=True))
         thoughts = "<think>\nwhy\n</think>\n\n"
@@ -359,29 +376,32 @@ class ConversationRenderer:
         Raises:
             ValueError: the template refuses the conversation, or its answers cannot be told apart from the rest.
         """
-        literal = "".join(part for turn in turns for part in turn.parts if part is not None)
+        literal = "".join(part for turn in turns for part in turn.parts if isinstance(part, str))
+        if self._video_token and self._video_token in literal:
+            raise ValueError(f"the text has {self._video_token!r}, the name of the video token")
         word = unused_word(literal)
         image, spelling = word, ""
         if self._template.image_text:
             image = self._image_token
             spelling = word if image and image in literal else ""
         if spelling:
-            turns = [turn._replace(parts=[part and part.replace(image, spelling) for part in turn.parts])
-                     for turn in turns]
+            turns = [turn._replace(parts=[part.replace(image, spelling) if isinstance(part, str) else part
+                                          for part in turn.parts]) for turn in turns]
         text, answers = self._answers(turns, image)
         if self._eos:
             text, answers = self._end_answers(text, answers)
-        return Rendered(text, answers, image, spelling)
+        shows_video = any(part is Medium.VIDEO for turn in turns for part in turn.parts)
+        return Rendered(text, answers, image, spelling, self._video_token if shows_video else "")
 
     def _messages(self, turns: Sequence[Turn], image: str) -> list[dict[str, Any]]:
         messages = []
         for turn in turns:
             if self._template.image_text:
-                shown = [{"type": "image"} if part is None else {"type": "text", "text": part} for part in turn.parts
-                         if part != ""]
+                shown = [{"type": part.value} if isinstance(part, Medium) else {"type": "text", "text": part}
+                         for part in turn.parts if part != ""]
                 message = {"role": turn.role, "content": shown}
             else:
-                text = "".join(image if part is None else part for part in turn.parts)
+                text = "".join(image if isinstance(part, Medium) else part for part in turn.parts)
                 message = self._template.message(turn.role, text)
             messages.append({**message, **turn.fields})
         return messages
@@ -459,7 +479,7 @@ class ConversationRenderer:
                 )
             if before is None or not text.startswith(after):
                 continue
-            content = "".join(part for part in turn.parts if part is not None).strip()
+            content = "".join(part for part in turn.parts if isinstance(part, str)).strip()
             # Without a generation prompt, the header of the answer comes first.
             start = len(before) if write(position) != before else max(after.find(content, len(before)), len(before))
             # Line breaks behind an end-of-turn token belong to the next turn's header.

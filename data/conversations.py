@@ -1,7 +1,7 @@
-"""Read a record of a data set as a conversation or a document, with its images still compressed.
+"""Read a record of a data set as a conversation or a document, with its images and videos still compressed.
 
 A record is the `json` part of a WebDataset sample, a line of a JSONL file or a row of a table. All of them take the
-same forms (`from_record`); they differ in where their images are (`ImageFiles`).
+same forms (`from_record`); they differ in where their images and videos are (`MediaFiles`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 # `from` of a turn of `conversations`. The last three are ShareGPT's names in records with tools.
@@ -20,25 +21,39 @@ LLAVA_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assi
 # Keys of a record by which its form is recognised, in this order, and what each form is.
 FORMS = {"messages": "turns of role and content", "conversations": "turns of from and value",
          "texts": "pairs of user and assistant", "question": "a question with answer or answers",
-         "caption": "a caption of images", "text": "a text, or a caption of images that it does not mark"}
+         "caption": "a caption of images or videos", "text": "a text, or a caption of images that it does not mark"}
 # Forms of the `json` part of a sample in shards, in another order: what a shard means must not change.
 SHARD_FORMS = ("messages", "conversations", "text", "caption", "texts", "question")
 VIDEO_KEYS = ("video", "videos")
-VIDEO_EXTENSIONS = frozenset("mp4 webm avi mov mkv".split())
+VIDEO_EXTENSIONS = frozenset("mp4 webm avi mov mkv m4v mpg mpeg".split())
 # Keys of a turn that change what a model learns and are not read.
 UNREAD_TURN_KEYS = ("weight", "reasoning_content", "function_call")
 # Keys beside a question that belong to it and are not read.
 UNREAD_QUESTION_KEYS = ("choices", "options", "hint", "context")
 TEXT_PARTS = ("json", "txt")
-# Stands for an image in the text of a turn.
+# Stands for an image in the text of a turn, and for a video if the record has one.
 IMAGE_MARKER = "<image>"
 VIDEO_MARKER = "<video>"
+# Names of the rate of a video that is given as images.
+RATE_KEYS = ("fps", "sample_fps")
 # Some of these formats cannot be decoded. Samples with them are bad samples, not samples without an image.
 IMAGE_EXTENSIONS = frozenset(
     "png jpg jpeg jpe jfif webp bmp dib gif tif tiff ppm pgm pbm pnm avif heic heif jp2 svg img image".split()
 )
 # First bytes of files in common formats.
 SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"II*\0", b"MM\0*")
+
+
+@dataclass(frozen=True)
+class FrameList:
+    """A video that is given as images: name and compressed bytes of each, and how many a second has."""
+
+    frames: list[tuple[str, bytes]]
+    rate: float
+
+
+type Video = bytes | Path | FrameList
+"""A video: content of its file, its file, or images."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +65,33 @@ class Conversation:
         document: text or content parts without turns; None for a conversation.
         images: name and compressed bytes of each image, in the order in which the text shows them.
         tools: tools that the conversation offers; None if there are none.
+        videos: name and content of each video, in the order in which the text shows them.
     """
 
     messages: list[Any] | None = None
     document: Any = None
     images: list[tuple[str, bytes]] = field(default_factory=list)
     tools: list[Any] | None = None
+    videos: list[tuple[str, Video]] = field(default_factory=list)
 
 
-class ImageFiles(Protocol):
-    """The place where a record's images are."""
+class MediaFiles(Protocol):
+    """The place where a record's images and videos are."""
 
     def images(self) -> list[tuple[str, bytes]]:
         """Return name and bytes of all images of the record, in order."""
         ...
 
+    def videos(self) -> list[tuple[str, Video]]:
+        """Return name and content of all videos of the record, in order."""
+        ...
+
     def load(self, place: Any) -> tuple[str, bytes]:
         """Return name and bytes of an image that the record names. Raises ValueError if there is no such image."""
+        ...
+
+    def load_video(self, place: Any) -> tuple[str, Video]:
+        """Return name and content of a video that the record names. Raises ValueError if there is no such video."""
         ...
 
 
@@ -75,17 +100,23 @@ def natural_order(name: str) -> list[tuple[int, str]]:
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"([0-9]+)", name) if piece]
 
 
-def captioned(caption: Any, images: list[tuple[str, bytes]], prompt: str = "") -> Conversation:
+def captioned(caption: Any, images: list[tuple[str, bytes]], prompt: str = "",
+              videos: Sequence[tuple[str, Video]] = ()) -> Conversation:
     """Make a conversation of images and a text about them: the user shows them, the assistant answers with the text."""
-    if not images:
+    if not images and not videos:
         raise ValueError("a caption without an image")
-    shown: list[dict[str, str]] = [{"type": "image"}] * len(images)
+    shown = _shown(len(images), len(videos))
     if prompt:
         shown = [*shown, {"type": "text", "text": prompt}]
     return Conversation(
         messages=[{"role": "user", "content": shown}, {"role": "assistant", "content": _literal(caption, "caption")}],
-        images=images,
+        images=images, videos=list(videos),
     )
+
+
+def _shown(num_images: int, num_videos: int) -> list[dict[str, str]]:
+    """Return the content parts of images and videos that no text marks."""
+    return [{"type": "image"}] * num_images + [{"type": "video"}] * num_videos
 
 
 def is_image(name: str, data: Any = b"") -> bool:
@@ -95,9 +126,14 @@ def is_image(name: str, data: Any = b"") -> bool:
     return isinstance(data, bytes) and (data.startswith(SIGNATURES) or data[8:12] == b"WEBP")
 
 
+def is_video(name: str) -> bool:
+    """Whether a part of a sample is a video, by its extension."""
+    return name.rpartition(".")[2].lower() in VIDEO_EXTENSIONS
+
+
 def is_read(name: str) -> bool:
-    """Whether the name alone shows that a part of a sample is read, as text or as an image."""
-    return name in TEXT_PARTS or is_image(name)
+    """Whether the name alone shows that a part of a sample is read, as text, image or video."""
+    return name in TEXT_PARTS or is_image(name) or is_video(name)
 
 
 def from_parts(key: str, parts: Mapping[str, Any]) -> Conversation:
@@ -106,8 +142,7 @@ def from_parts(key: str, parts: Mapping[str, Any]) -> Conversation:
     Its part `json` holds `messages` (turns of `role` and `content`), `conversations` (turns of `from` and `value`, as
     in LLaVA), `text` or `caption`. Without it, the part `txt` is a caption, or a text if there is no image. If
     `images` of the json or the content itself names images, these are the sample's images. Otherwise all other parts
-    that are images belong to it, sorted by name with numbers by value. Further parts are not read, except that a video
-    is an error.
+    that are images belong to it, sorted by name with numbers by value. Videos likewise. Further parts are not read.
 
     Args:
         key: name of the sample in its shard.
@@ -116,15 +151,13 @@ def from_parts(key: str, parts: Mapping[str, Any]) -> Conversation:
     Raises:
         ValueError: the sample cannot be read; the message says why.
     """
-    for name in parts:
-        if name.rpartition(".")[2].lower() in VIDEO_EXTENSIONS:
-            raise ValueError(f"part {name} is a video: videos are not read; leave these samples out")
     files = SampleFiles(key, {name: part for name, part in parts.items() if name not in TEXT_PARTS})
     if "json" not in parts:
-        images = files.images()
+        images, videos = files.images(), files.videos()
         if "txt" not in parts:
             raise ValueError(f"no text: has neither json nor txt, only {', '.join(sorted(parts)) or 'nothing'}")
-        return captioned(parts["txt"], images) if images else Conversation(document=_literal(parts["txt"], "txt"))
+        return (captioned(parts["txt"], images, videos=videos) if images or videos
+                else Conversation(document=_literal(parts["txt"], "txt")))
     content = parts["json"]
     if not isinstance(content, Mapping):
         raise ValueError(f"json is {type(content).__name__}, expected an object")
@@ -136,39 +169,41 @@ def from_parts(key: str, parts: Mapping[str, Any]) -> Conversation:
     return from_record(content, names, files, SHARD_FORMS)
 
 
-def from_record(record: Mapping[str, Any], names: Sequence[Any] | None, files: ImageFiles,
+def from_record(record: Mapping[str, Any], names: Sequence[Any] | None, files: MediaFiles,
                 forms: Sequence[str] = tuple(FORMS)) -> Conversation:
     """Read a record, whose form is decided by the first key of `forms` that it has.
 
     Args:
-        record: the record.
+        record: the record. `video` or `videos` lists its videos.
         names: the images that the record lists; None if it lists none, so that its images are those of `files`.
-        files: where images are.
+        files: where images and videos are.
         forms: the keys of `FORMS`, in the order in which they are looked for.
 
     Raises:
         ValueError: the record cannot be read; the message says why.
     """
-    for key in VIDEO_KEYS:
-        if record.get(key):
-            raise ValueError(f"{key} {str(record[key])[:80]!r}: videos are not read; leave these records out")
     form = next((key for key in forms if record.get(key) is not None), None)
     if form is None:
         known = ", ".join(f"{key} ({what})" for key, what in FORMS.items())
         raise ValueError(f"unknown form: it has {', '.join(map(str, record)) or 'no key'}, expected one of {known}")
-    images = files.images() if names is None else [files.load(name) for name in names]
+    listed = _listed_videos(record)
+    media = _Media(files, files.images() if names is None else [files.load(name) for name in names],
+                   files.videos() if listed is None else [_load_video(place, files) for place in listed],
+                   lists_images=names is not None, lists_videos=listed is not None)
     if form == "caption":
-        return captioned(record["caption"], images)
-    if form == "text" and images and isinstance(record["text"], str) and IMAGE_MARKER not in record["text"]:
-        return captioned(record["text"], images)
+        return captioned(record["caption"], media.images, videos=media.videos)
+    if form == "text" and (media.images or media.videos) and isinstance(record["text"], str) and not any(
+            marker in record["text"] for marker in (IMAGE_MARKER, VIDEO_MARKER)):
+        return captioned(record["text"], media.images, videos=media.videos)
     if form == "text":
-        (document,), images = _own_images([record["text"]], images, files, are_listed=names is not None)
-        return Conversation(document=document, images=images)
+        (document,) = media.owned([record["text"]])
+        return Conversation(document=document, images=media.images, videos=media.videos)
     if form == "question":
-        messages = _question(record, len(images))
+        messages = _question(record, _shown(len(media.images), len(media.videos)))
     elif form == "texts":
         messages = [turn for pair in _turns(record["texts"], "texts") for turn in _pair(pair)]
-        messages[0]["content"] = [*[{"type": "image"}] * len(images), {"type": "text", "text": messages[0]["content"]}]
+        messages[0]["content"] = [*_shown(len(media.images), len(media.videos)),
+                                  {"type": "text", "text": messages[0]["content"]}]
     elif form == "conversations":
         turns = _turns(record["conversations"], "conversations")
         _check_turn_keys(turns)
@@ -180,15 +215,49 @@ def from_record(record: Mapping[str, Any], names: Sequence[Any] | None, files: I
         if messages and isinstance(messages[0], Mapping) and messages[0].get("role") == "system":
             raise ValueError("it has both `system` and a turn of role system; keep one")
         messages = [{"role": "system", "content": record["system"]}, *messages]
-    shown = [turn.get("content") if isinstance(turn, Mapping) else None for turn in messages]
-    shown, images = _own_images(shown, images, files, are_listed=names is not None)
+    contents = media.owned([turn.get("content") if isinstance(turn, Mapping) else None for turn in messages])
     messages = [{**turn, "content": content} if isinstance(turn, Mapping) else turn
-                for turn, content in zip(messages, shown, strict=True)]
-    return Conversation(messages=messages, images=images, tools=_tools(record.get("tools")))
+                for turn, content in zip(messages, contents, strict=True)]
+    return Conversation(messages=messages, images=media.images, tools=_tools(record.get("tools")), videos=media.videos)
 
 
-def _question(record: Mapping[str, Any], num_images: int) -> list[dict[str, Any]]:
-    """Return the turns of a question about images and its answer: the one given, or the most frequent of several."""
+def _listed_videos(record: Mapping[str, Any]) -> list[Any] | None:
+    """Return the videos that a record lists under `video` or `videos`; None if it lists none."""
+    keys = [key for key in VIDEO_KEYS if record.get(key)]
+    if not keys:
+        return None
+    if len(keys) > 1:
+        raise ValueError("has both video and videos; keep one")
+    listed = record[keys[0]]
+    if not isinstance(listed, list) or _is_frames(listed):
+        listed = [listed]
+    rate = next((record[key] for key in RATE_KEYS if record.get(key) is not None), None)
+    return [{"frames": video, "fps": rate} if _is_frames(video) else video for video in listed]
+
+
+def _is_frames(value: Any) -> bool:
+    """Whether a value names the images of a video rather than several videos."""
+    return isinstance(value, list) and bool(value) and all(
+        isinstance(name, str) and (is_image(name) or name.startswith("data:image/")) for name in value)
+
+
+def _load_video(place: Any, files: MediaFiles) -> tuple[str, Video]:
+    """Return name and content of a video that a record names, or gives as `{"frames": [...], "fps": ...}`."""
+    if not isinstance(place, Mapping) or "frames" not in place:
+        return files.load_video(place)
+    frames, rate = place["frames"], place.get("fps")
+    if not isinstance(frames, list) or not frames:
+        raise ValueError(f"frames {str(frames)[:80]!r} of a video: expected a list of images")
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0:
+        raise ValueError(f"a video of {len(frames)} images has fps {rate!r}: say how many of the images a second has")
+    return f"of {len(frames)} images", FrameList([files.load(frame) for frame in frames], float(rate))
+
+
+def _question(record: Mapping[str, Any], shown: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the turns of a question and its answer: the one given, or the most frequent of several.
+
+    Unless the question marks its images and videos, `shown` comes before it.
+    """
     for key in UNREAD_QUESTION_KEYS:
         if record.get(key):
             raise ValueError(f"{key} beside question is not read; write it into the question and remove the key")
@@ -200,8 +269,9 @@ def _question(record: Mapping[str, Any], num_images: int) -> list[dict[str, Any]
         if not all(isinstance(each, str) for each in answers):
             raise ValueError("answers: expected a list of texts, or of objects with `answer`")
         answer = Counter(answers).most_common(1)[0][0]  # the first of equally frequent ones
-    if not isinstance(question, str) or IMAGE_MARKER not in question:
-        question = [*[{"type": "image"}] * num_images, *_literal(question, "question")]
+    marks = (IMAGE_MARKER, VIDEO_MARKER) if {"type": "video"} in shown else (IMAGE_MARKER,)
+    if not isinstance(question, str) or not any(mark in question for mark in marks):
+        question = [*shown, *_literal(question, "question")]
     return [{"role": "user", "content": question}, {"role": "assistant", "content": _literal(answer, "answer")}]
 
 
@@ -224,100 +294,158 @@ def _tools(tools: Any) -> list[Any] | None:
     return tools or None
 
 
-def _own_images(
-    contents: Sequence[Any], images: list[tuple[str, bytes]], files: ImageFiles, *, are_listed: bool
-) -> tuple[list[Any], list[tuple[str, bytes]]]:
-    """Return contents whose image parts have no names, and their images in order.
+@dataclass
+class _Media:
+    """Images and videos of a record.
 
-    Args:
-        contents: content of each turn, text or a list of parts.
-        images: images of the record, for contents that name none themselves.
-        files: where images are.
-        are_listed: whether the record lists `images` itself.
-
-    Raises:
-        ValueError: an image cannot be read, or only some of the images are named.
+    Attributes:
+        files: where they are.
+        images: name and bytes of each image that the record lists; replaced by those that its content names.
+        videos: name and content of each video, likewise.
+        lists_images: whether the record lists images itself.
+        lists_videos: whether it lists videos itself.
     """
-    plain: list[Any] = []
-    found: list[Any] = []
+
+    files: MediaFiles
+    images: list[tuple[str, bytes]]
+    videos: list[tuple[str, Video]]
+    lists_images: bool
+    lists_videos: bool
+
+    def owned(self, contents: Sequence[Any]) -> list[Any]:
+        """Return contents whose image and video parts have no names, and load those that they named.
+
+        Args:
+            contents: content of each turn, text or a list of parts.
+
+        Raises:
+            ValueError: an image cannot be read, or only some of the images are named.
+        """
+        contents = _split_at_videos(contents, has_images=bool(self.images)) if self.videos else contents
+        plain: list[Any] = []
+        found: dict[str, list[Any]] = {"image": [], "video": []}
+        for content in contents:
+            if isinstance(content, str):
+                found["image"] += [None] * content.count(IMAGE_MARKER)
+            elif isinstance(content, (list, tuple)):
+                content = [_typed(part) for part in content]
+                shown = [media_of(part) for part in content]
+                for kind, place in filter(None, shown):
+                    found[kind].append(place)
+                content = [{"type": each[0]} if each else part for part, each in zip(content, shown, strict=True)]
+            plain.append(content)
+        if not found["video"]:
+            for content in contents:
+                _check_video_marker(content)
+        if _are_named("image", found["image"]):
+            own = [self.files.load(place) for place in found["image"]]
+            _check_listed("images", own, self.images if self.lists_images else None)
+            self.images = own
+        if _are_named("video", found["video"]):
+            videos = [_load_video(place, self.files) for place in found["video"]]
+            _check_listed("videos", videos, self.videos if self.lists_videos else None)
+            self.videos = videos
+        return plain
+
+
+def _split_at_videos(contents: Sequence[Any], *, has_images: bool) -> list[Any]:
+    """Return contents whose texts are lists of parts where they mark a video.
+
+    A line break beside a marker belongs to it. LLaVA's records of a video alone mark it as an image.
+    """
+    texts = [content for content in contents if isinstance(content, str)]
+    if not has_images and not any(VIDEO_MARKER in text for text in texts):
+        contents = [content.replace(IMAGE_MARKER, VIDEO_MARKER) if isinstance(content, str) else content
+                    for content in contents]
+    split = []
     for content in contents:
-        _check_video_marker(content)
-        if isinstance(content, str):
-            found += [None] * content.count(IMAGE_MARKER)
-        elif isinstance(content, (list, tuple)):
-            content = [_typed(part) for part in content]
-            places = [image_of(part) for part in content]
-            found += [place for is_shown, place in places if is_shown]
-            content = [{"type": "image"} if is_shown else part
-                       for part, (is_shown, _) in zip(content, places, strict=True)]
-        plain.append(content)
-    named = [place for place in found if place is not None]
-    if not named:
-        return plain, images
-    if len(named) < len(found):
-        raise ValueError(f"{len(named)} images of the content are named and {len(found) - len(named)} are not: which "
-                         "image belongs where cannot be told; name all of them or none")
-    own = [files.load(place) for place in named]
-    if are_listed and [name for name, _ in own] != [name for name, _ in images]:
-        raise ValueError(f"images of json names {', '.join(name for name, _ in images) or 'none'}, the content shows "
+        if isinstance(content, str) and VIDEO_MARKER in content:
+            pieces = re.split(f"\n?({IMAGE_MARKER}|{VIDEO_MARKER})\n?", content)
+            content = [{"type": piece.strip("<>")} if number % 2 else {"type": "text", "text": piece}
+                       for number, piece in enumerate(pieces) if piece]
+        split.append(content)
+    return split
+
+
+def _are_named(kind: str, places: Sequence[Any]) -> bool:
+    """Whether the content names its images or videos. Raises ValueError if it names only some of them."""
+    named = sum(place is not None for place in places)
+    if 0 < named < len(places):
+        raise ValueError(f"{named} {kind}s of the content are named and {len(places) - named} are not: which {kind} "
+                         "belongs where cannot be told; name all of them or none")
+    return named > 0
+
+
+def _check_listed(key: str, own: Sequence[tuple[str, Any]], listed: Sequence[tuple[str, Any]] | None) -> None:
+    """Raise ValueError if a record lists other images or videos than its content names."""
+    if listed is not None and [name for name, _ in own] != [name for name, _ in listed]:
+        raise ValueError(f"{key} of json names {', '.join(name for name, _ in listed) or 'none'}, the content shows "
                          f"{', '.join(name for name, _ in own)}")
-    return plain, own
 
 
 def _check_video_marker(content: Any) -> None:
-    """Refuse a content that begins or ends with the marker of a video. Elsewhere, `<video>` is a word of HTML."""
+    """Refuse a content without videos that begins or ends with the marker of one. Elsewhere, it is a word of HTML."""
     texts = [content] if isinstance(content, str) else []
     if isinstance(content, (list, tuple)):
         texts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
     for text in texts:
         is_marked = text.strip().startswith(VIDEO_MARKER) or text.strip().endswith(VIDEO_MARKER)
         if is_marked and "</video>" not in text:
-            raise ValueError(f"the text has the marker {VIDEO_MARKER}: videos are not read; leave these records out")
+            raise ValueError(f"the text has the marker {VIDEO_MARKER}, and there is no video; name it under `video`")
 
 
 def _typed(part: Any) -> Any:
     """Return a content part with its type, which Qwen's own data leaves out: such as `{"image": ...}`."""
     given = {name: value for name, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
+    if "video" in given and "type" not in given:
+        return {"type": "video", **given}
     name = next(iter(given), "")
-    return {"type": name, **given} if len(given) == 1 and name in ("text", "image", "video") else part
+    return {"type": name, **given} if len(given) == 1 and name in ("text", "image") else part
 
 
-def image_of(part: Any) -> tuple[bool, Any]:
-    """Return whether a content part shows an image, and its name, URL or data, which is None if the part does not say.
+def media_of(part: Any) -> tuple[str, Any] | None:
+    """Return what a content part shows, `image` or `video`, and its name, URL or data; None for other parts.
 
-    Forms: `{"type": "image"}`, Hugging Face's `{"type": "image", "image": ...}` (or `url`, `path`, `base64`), and
-    OpenAI's `{"type": "image_url", "image_url": {"url": ...}}`, also with the URL alone.
+    The name is None if the part does not say it. Forms: `{"type": "image"}`, Hugging Face's `{"type": "image", "image":
+    ...}` (or `url`, `path`, `base64`), and OpenAI's `{"type": "image_url", "image_url": {"url": ...}}`, also with the
+    URL alone. Videos have the same forms, and a list of images with their rate: `{"type": "video", "video": [...],
+    "fps": ...}`.
 
     Raises:
-        ValueError: the part shows an image in another form.
+        ValueError: the part shows an image or a video in another form.
     """
     given = {name: value for name, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
     kind = str(given.pop("type", ""))
-    if kind.startswith("video"):
-        raise ValueError("the content shows a video: videos are not read; leave these records out")
-    if not kind.startswith("image"):
-        return False, None
+    medium = next((name for name in ("image", "video") if kind.startswith(name)), "")
+    if not medium:
+        return None
     given.pop("detail", None)  # a setting for OpenAI's own models
-    if kind == "image" and not given:
-        return True, None
+    if kind == medium and not given:
+        return medium, None
+    if kind == "video" and isinstance(given.get("video"), list):
+        rates = [given.pop(key) for key in RATE_KEYS if key in given]
+        if len(given) == 1:
+            return medium, {"frames": given["video"], "fps": rates[0] if rates else None}
     ((name, place),) = given.items() if len(given) == 1 else (("", None),)
-    if kind == "image_url" and name == "image_url" and isinstance(place, Mapping):
+    if kind == f"{medium}_url" and name == kind and isinstance(place, Mapping):
         place = place.get("url")
-    allowed = {"image": ("image", "url", "path", "base64"), "image_url": ("image_url", "url")}
+    allowed = {medium: (medium, "url", "path", "base64"), f"{medium}_url": (f"{medium}_url", "url")}
     # A row of a table may hold the image itself.
-    is_place = isinstance(place, str) or (name == "image" and isinstance(place, (bytes, Mapping)))
+    is_place = isinstance(place, str) or (name == medium and isinstance(place, (bytes, Mapping)))
     if name not in allowed.get(kind, ()) or not is_place:
+        sampling = "; how frames are sampled is set by the --video-... flags" if medium == "video" else ""
         raise ValueError(
             f"a content part of type {kind} has {', '.join(f'{key} ({type(given[key]).__name__})' for key in given)}: "
-            'an image is {"type": "image"}, {"type": "image", "image": NAME} or {"type": "image_url", "image_url": '
-            '{"url": NAME}}, where NAME is a part of the sample, a file of the image folder or a data: URL'
+            f'{"an image" if medium == "image" else "a video"} is {{"type": "{medium}"}}, {{"type": "{medium}", '
+            f'"{medium}": NAME}} or {{"type": "{medium}_url", "{medium}_url": {{"url": NAME}}}}, where NAME is a part '
+            f"of the sample, a file of the image folder or a data: URL{sampling}"
         )
-    return True, f"data:;base64,{place}" if name == "base64" else place
+    return medium, f"data:;base64,{place}" if name == "base64" else place
 
 
 @dataclass(frozen=True)
 class SampleFiles:
-    """The parts of a sample that may be images.
+    """The parts of a sample that may be images or videos.
 
     Attributes:
         key: name of the sample in its shard.
@@ -332,37 +460,50 @@ class SampleFiles:
         names = [name for name, data in self.parts.items() if is_image(name, data)]
         return [(name, self.parts[name]) for name in sorted(names, key=natural_order)]
 
-    def load(self, place: Any) -> tuple[str, bytes]:
+    def videos(self) -> list[tuple[str, Video]]:
+        """Return all videos in the order of their names."""
+        return [(name, self.parts[name]) for name in sorted(filter(is_video, self.parts), key=natural_order)]
+
+    def load(self, place: Any, kind: str = "image") -> tuple[str, bytes]:
         """Return name and bytes of an image, given as the name of a part of this sample or as a data: URL.
+
+        Args:
+            place: the name or URL.
+            kind: `image` or `video`, for messages.
 
         Raises:
             ValueError: the image is not in this sample, or not in the format that it claims.
         """
         if not isinstance(place, str):
-            raise ValueError(f"an image of json is {type(place).__name__}, expected the name of a part of the sample")
+            raise ValueError(f"{'an' if kind == 'image' else 'a'} {kind} of json is {type(place).__name__}, expected "
+                             "the name of a part of the sample")
         if place.startswith("data:"):
-            return from_data_url(place)
+            return from_data_url(place, kind)
         if re.match(r"https?://", place):
-            raise ValueError(f"image {place[:200]!r} is on the network, from where nothing is fetched; store it as a "
+            raise ValueError(f"{kind} {place[:200]!r} is on the network, from where nothing is fetched; store it as a "
                              "part of the sample")
         if "/" in place or "\\" in place or ".." in place or re.match(r"[A-Za-z]:", place):
-            raise ValueError(f"image {place!r} of json is a path outside the dataset; images are parts of the sample")
+            raise ValueError(f"{kind} {place!r} of json is a path outside the dataset; {kind}s are parts of the sample")
         part = place if place in self.parts else place.removeprefix(f"{self.key.rpartition('/')[2]}.")
         if part not in self.parts:
-            known = ", ".join(name for name, _ in self.images()) or "no images"
-            raise ValueError(f"image {place!r} of json is no part of the sample, which has {known}")
+            known = ", ".join(name for name, _ in [*self.images(), *self.videos()]) or f"no {kind}s"
+            raise ValueError(f"{kind} {place!r} of json is no part of the sample, which has {known}")
         return part, self.parts[part]
 
+    def load_video(self, place: Any) -> tuple[str, Video]:
+        """Return name and bytes of a video; see `load`."""
+        return self.load(place, "video")
 
-def from_data_url(url: str) -> tuple[str, bytes]:
+
+def from_data_url(url: str, kind: str = "image") -> tuple[str, bytes]:
     """Return a name for messages and the bytes of an image in a `data:` URL. Raises ValueError if it is not base64."""
     header, comma, text = url.partition(",")
     if not comma or not header.endswith(";base64"):
-        raise ValueError(f"image {url[:40]!r} is a data: URL without base64 content")
+        raise ValueError(f"{kind} {url[:40]!r} is a data: URL without base64 content")
     try:
         return "of a data: URL", base64.b64decode(text, validate=True)
     except ValueError as error:
-        raise ValueError(f"image {url[:40]!r} is a data: URL whose content is not base64: {error}") from error
+        raise ValueError(f"{kind} {url[:40]!r} is a data: URL whose content is not base64: {error}") from error
 
 
 def _turns(turns: Any, name: str) -> list[Any]:

@@ -220,17 +220,20 @@ def dynamic_size(height: int, width: int, tiling: Tiling) -> Size:
     return rows * patch, cols * patch
 
 
-def smart_size(height: int, width: int, tiling: Tiling) -> Size:
+def smart_size(height: int, width: int, factor: int, least: int, most: int) -> Size:
     """Return height and width in pixels of an image as `smart_resize` of transformers does, operation by operation.
+
+    Args:
+        height: height of the image in pixels.
+        width: its width.
+        factor: divides the sides of the result.
+        least: fewest pixels.
+        most: most pixels.
 
     Raises:
         ValueError: the image is too narrow.
     """
-    factor, patch = tiling.size_multiple, tiling.patch_size
-    least, most = (count * patch**2 for count in (tiling.min_patches, tiling.max_patches))
-    if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
-        raise ValueError(f"an image of {height} x {width} pixels (height x width) is too narrow: one side may be at "
-                         f"most {MAX_ASPECT_RATIO} times the other")
+    check_ratio(height, width)
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     if rows * columns > most:
         scale = math.sqrt((height * width) / most)
@@ -239,6 +242,13 @@ def smart_size(height: int, width: int, tiling: Tiling) -> Size:
         scale = math.sqrt(least / (height * width))
         rows, columns = (math.ceil(side * scale / factor) * factor for side in (height, width))
     return rows, columns
+
+
+def check_ratio(height: int, width: int) -> None:
+    """Raise ValueError for an image whose sides `smart_resize` refuses."""
+    if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
+        raise ValueError(f"an image of {height} x {width} pixels (height x width) is too narrow: one side may be at "
+                         f"most {MAX_ASPECT_RATIO} times the other")
 
 
 def _divisible(count: int, divisor: int, most: int) -> int:
@@ -288,8 +298,11 @@ def tile_sizes(height: int, width: int, tiling: Tiling) -> list[Size]:
     """
     if height < 1 or width < 1:
         raise ValueError(f"an image of {height}x{width} pixels")
-    if tiling.kind in ANY_SIZE:
-        return [(dynamic_size if tiling.kind == "dynamic" else smart_size)(height, width, tiling)]
+    if tiling.kind == "dynamic":
+        return [dynamic_size(height, width, tiling)]
+    if tiling.kind == "smart_resize":
+        area = tiling.patch_size**2
+        return [smart_size(height, width, tiling.size_multiple, tiling.min_patches * area, tiling.max_patches * area)]
     if tiling.kind in ("crop", "pad"):
         between = covering_size(height, width, tiling.tile_size[0]) if tiling.kind == "crop" else (
             max(height, width), max(height, width))
@@ -399,6 +412,16 @@ def normalised(image: Image.Image | np.ndarray, tiling: Tiling) -> np.ndarray:
     return np.ascontiguousarray((pixels - mean) / std)
 
 
+def upright_image(image: Image.Image, num_channels: int) -> Image.Image:
+    """Turn an image whose pixels have not been read upright, and convert it to an encoder's channels.
+
+    Raises:
+        ValueError: the pixels cannot be converted; see `to_channels`.
+    """
+    turn = UPRIGHT.get(orientation(image))
+    return to_channels(image if turn is None else image.transpose(turn), num_channels)
+
+
 def tile_pictures(image: Image.Image, tiling: Tiling) -> list[np.ndarray]:
     """Make the tiles of an image: turn it upright, convert it to the encoder's channels, resize it.
 
@@ -416,10 +439,8 @@ def tile_pictures(image: Image.Image, tiling: Tiling) -> list[np.ndarray]:
         ValueError: the pixels cannot be converted; see `to_channels`.
         OSError: Pillow cannot decode the pixels.
     """
-    turn = UPRIGHT.get(orientation(image))
     size = oriented_size(image)
-    upright = image if turn is None else image.transpose(turn)
-    upright = to_channels(upright, tiling.num_channels)
+    upright = upright_image(image, tiling.num_channels)
     sizes = tile_sizes(*size, tiling)
 
     def to_array(resized_image: Image.Image) -> np.ndarray:

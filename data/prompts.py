@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken
 
-from data.chat_template import PROBE, ChatTemplate, ConversationRenderer, Rendered, Turn, unused_word
+from data.chat_template import PROBE, ChatTemplate, ConversationRenderer, Medium, Rendered, Turn, unused_word
 from data.conversations import IMAGE_MARKER
 from data.prompt_formats import IMAGE_TAGS, PROMPT_FORMATS
 from mimo.protocols import TokenSpec
@@ -37,12 +37,12 @@ def check_characters(text: str) -> None:
         ) from error
 
 
-def content_parts(content: Any) -> list[str | None]:
-    """Return the text parts of a turn's content, with None for each image between them.
+def content_parts(content: Any) -> list[str | Medium]:
+    """Return the text parts of a turn's content, and the images and videos between them.
 
     Args:
-        content: text in which each `<image>` stands for an image, or parts `{"type": "text", "text": ...}` and
-            `{"type": "image"}`, whose text is taken literally.
+        content: text in which each `<image>` stands for an image, or parts `{"type": "text", "text": ...}`,
+            `{"type": "image"}` and `{"type": "video"}`, whose text is taken literally.
 
     Raises:
         ValueError: the content has neither form.
@@ -50,24 +50,23 @@ def content_parts(content: Any) -> list[str | None]:
     if isinstance(content, str):
         check_characters(content)
         pieces = content.split(IMAGE_MARKER)
-        return [part for piece in pieces for part in (None, piece)][1:]
+        return [part for piece in pieces for part in (Medium.IMAGE, piece)][1:]
     if not isinstance(content, (list, tuple)):
         raise ValueError(f"content is {type(content).__name__}, expected text or a list of parts")
-    parts: list[str | None] = []
+    parts: list[str | Medium] = []
     for part in content:
         given = {name: value for name, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
-        if given.get("type") == "text" and isinstance(given.get("text"), str):
+        kind = str(given.get("type"))
+        if kind == "text" and isinstance(given.get("text"), str):
             check_characters(given["text"])
             parts.append(given["text"])
-        elif given == {"type": "image"}:
-            parts.append(None)
-        elif str(given.get("type")).startswith("image"):
-            raise ValueError(
-                f"an image part has {', '.join(sorted(given))}: it may have type image alone; images are parts of the "
-                "sample, in order"
-            )
+        elif given in ({"type": "image"}, {"type": "video"}):
+            parts.append(Medium(kind))
+        elif kind.startswith("image"):
+            raise ValueError(f"an image part has {', '.join(sorted(given))}: it may have type image alone; images are "
+                             "parts of the sample, in order")
         else:
-            raise ValueError(f"part {str(part)[:80]!r} of the content is neither text nor image")
+            raise ValueError(f"part {str(part)[:80]!r} of the content is neither text nor image nor video")
     return parts
 
 
@@ -105,6 +104,7 @@ class Tokenizer:
         self._tags = IMAGE_TAGS[image_tag_type]
         self._image_id = tokens.image_token_id
         self._image_text = ""
+        self._video_id, self._video_text = tokens.video_token_id, ""
         self._stand_ins: dict[str, tuple[Any, str, int]] = {}
         self._document_tags = self._tags
         self._template_is_own = prompt_format == "tokenizer" or not PROMPT_FORMATS[prompt_format].template
@@ -114,6 +114,7 @@ class Tokenizer:
             if self._image_id in self._hf.added_tokens_decoder:
                 self._image_text = self._hf.added_tokens_decoder[self._image_id].content
             self._check_images(image_tag_type)
+            self._video_text = self._find_video_token()
         elif max(self._hf.get_vocab().values()) >= tokens.vocab_size:
             raise ValueError(too_small(folder, self._hf, tokens))
         self._renderer = self._find_renderer(folder, prompt_format, append_eos=append_eos)
@@ -153,8 +154,14 @@ class Tokenizer:
         if append_eos and not eos:
             raise ValueError(f"--append-eos: --tokenizer {folder} has no end-of-sequence token")
         return ConversationRenderer(
-            self._template, self._image_text, [*ends, eos], eos_token=eos if append_eos else "", marks=marks
+            self._template, self._image_text, [*ends, eos], video_token=self._video_text,
+            eos_token=eos if append_eos else "", marks=marks
         )
+
+    def _find_video_token(self) -> str:
+        """Return the model's video token if the chat template writes it for a video; else no sample may show one."""
+        token = self._hf.added_tokens_decoder.get(self._video_id)
+        return token.content if token is not None and self._template.video_text.count(token.content) == 1 else ""
 
     def _check_images(self, image_tag_type: str) -> None:
         """Compare the template's text for an image with the flags, and use its tags for documents."""
@@ -176,7 +183,8 @@ class Tokenizer:
         self._document_tags = before.strip() + self._tags[0], self._tags[1] + after.strip()
 
     def encode(
-        self, messages: Sequence[Mapping[str, Any]], tiles: Sequence[int] = (), tools: Sequence[Any] | None = None
+        self, messages: Sequence[Mapping[str, Any]], tiles: Sequence[int] = (), tools: Sequence[Any] | None = None,
+        videos: Sequence[Sequence[str]] = (),
     ) -> tuple[np.ndarray, np.ndarray]:
         """Tokenise a conversation.
 
@@ -184,6 +192,8 @@ class Tokenizer:
             messages: turns with `role` and `content`, see `content_parts`; the assistant's may have `tool_calls`.
             tiles: number of placeholders of each image, in order.
             tools: tools that the conversation offers, in the form that the chat template takes.
+            videos: for each video, in order, the text before each of its placeholders. Placeholders with such a text
+                are within the tags that the chat template writes around a video.
 
         Returns:
             Tokens int64 `[T]`, and bool `[T]`, True on the answers and their ends of turn.
@@ -199,18 +209,21 @@ class Tokenizer:
         ]
         if not any(turn.role == "assistant" for turn in turns):
             raise ValueError("no assistant turn: nothing to learn")
-        self._check_count(sum(turn.parts.count(None) for turn in turns), tiles)
+        shown = [part for turn in turns for part in turn.parts]
+        self._check_count(shown.count(Medium.IMAGE), tiles)
+        self._check_videos(shown.count(Medium.VIDEO), videos)
         self._check_tools(turns, tools)
         turns[0] = turns[0]._replace(tools=tools)
         rendered = self._renderer.render(turns)
         check_characters(rendered.text)
-        shown = rendered.text.count(rendered.image) if rendered.image else 0
-        if shown != len(tiles):
-            raise ValueError(f"{self.name}: the chat template writes {shown} of {len(tiles)} images")
+        for word, kind, expected in ((rendered.image, "images", len(tiles)), (rendered.video, "videos", len(videos))):
+            written = rendered.text.count(word) if word else 0
+            if written != expected:
+                raise ValueError(f"{self.name}: the chat template writes {written} of {expected} {kind}")
         is_target = np.zeros(len(rendered.text), bool)
         for start, end in rendered.answers:
             is_target[start:end] = True
-        tokens, mask = self._tokenise(rendered, is_target, self._tags, tiles)
+        tokens, mask = self._tokenise(rendered, is_target, self._tags, tiles, videos)
         if not mask.any():
             raise ValueError("no assistant turn has a token to learn")
         return tokens, mask
@@ -252,11 +265,14 @@ class Tokenizer:
             ValueError: there is no text, or images and markers do not match.
         """
         parts = content_parts(content)
-        if not any(part and part.strip() for part in parts):
+        literal = "".join(part for part in parts if isinstance(part, str))
+        if not literal.strip():
             raise ValueError("no text")
-        self._check_count(parts.count(None), tiles)
-        marker = unused_word("".join(part for part in parts if part is not None))
-        text = "".join(marker if part is None else part for part in parts)
+        if Medium.VIDEO in parts or (self._video_text and self._video_text in literal):
+            raise ValueError("a text without turns shows a video; write it as a turn of `messages`")
+        self._check_count(parts.count(Medium.IMAGE), tiles)
+        marker = unused_word(literal)
+        text = "".join(marker if isinstance(part, Medium) else part for part in parts)
         tags = self._document_tags if tiles else ("", "")
         tokens, mask = self._tokenise(Rendered(text, [], marker), np.ones(len(text), bool), tags, tiles)
         for token, position in ((self._hf.bos_token_id, 0), (self._hf.eos_token_id, None)):
@@ -284,27 +300,39 @@ class Tokenizer:
         if tiles and self._image_id < 0:
             raise ValueError(f"has {len(tiles)} images, but the model takes none")
 
+    def _check_videos(self, markers: int, videos: Sequence[Sequence[str]]) -> None:
+        if markers != len(videos):
+            raise ValueError(f"{markers} video markers but {len(videos)} videos")
+        if videos and not self._video_text:
+            raise ValueError(f"has {len(videos)} videos, which the chat template of {self.name} does not write with "
+                             f"the model's video token {self._video_id}; --prompt-format tokenizer takes them with "
+                             "the model's own tokenizer")
+
     def _tokenise(
-        self, rendered: Rendered, is_target: np.ndarray, tags: tuple[str, str], tiles: Sequence[int]
+        self, rendered: Rendered, is_target: np.ndarray, tags: tuple[str, str], tiles: Sequence[int],
+        videos: Sequence[Sequence[str]] = (),
     ) -> tuple[np.ndarray, np.ndarray]:
         """Tokenise a text with its images, and find the tokens that have a character where `is_target` is true.
 
         Raises:
             ValueError: the beginning or end of an answer lies inside a token.
         """
-        places = [re.escape(word) for word in (rendered.image, rendered.spelling) if word]
+        places = [re.escape(word) for word in (rendered.image, rendered.spelling, rendered.video) if word]
         pieces = re.split(f"({'|'.join(places)})", rendered.text) if places else [rendered.text]
         # The image token's name in a sample's own text must not become an image.
         spelled = self._image_text if rendered.spelling else ""
         backend, image, image_id = self._image_token("".join(pieces[::2]) + spelled, has_images=bool(tiles))
         texts: list[str] = []
         masks: list[np.ndarray] = []
-        start, images = 0, iter(tiles)
+        start, images, films = 0, iter(tiles), iter(videos)
         for number, piece in enumerate(pieces):
             target = is_target[start : start + len(piece)]
             start += len(piece)
             if number % 2 and piece == rendered.image:
                 piece = f"{tags[0]}{image * next(images)}{tags[1]}"
+                target = np.zeros(len(piece), bool)
+            elif number % 2 and piece == rendered.video:
+                piece = self._video_placeholders(next(films))
                 target = np.zeros(len(piece), bool)
             elif number % 2:
                 piece = self._image_text
@@ -321,10 +349,17 @@ class Tokenizer:
         if rendered.answers:
             _check_boundaries(text, offsets, np.concatenate(masks), mask)
         is_image = tokens == image_id
-        if is_image.sum() != sum(tiles):
-            raise ValueError(f"{self.name}: tokenising the text gives {is_image.sum()} image tokens, not {sum(tiles)}")
+        is_video = (tokens == self._video_id) & bool(self._video_text)
+        for found, expected, kind in ((is_image, sum(tiles), "image"), (is_video, sum(map(len, videos)), "video")):
+            if found.sum() != expected:
+                raise ValueError(f"{self.name}: tokenising the text gives {found.sum()} {kind} tokens, not {expected}")
         tokens[is_image] = self._image_id
-        return tokens, mask & ~is_image
+        return tokens, mask & ~is_image & ~is_video
+
+    def _video_placeholders(self, texts: Sequence[str]) -> str:
+        """Return the placeholders of a video, those with a text before them each between the template's tags."""
+        before, after = self._template.video_text.split(self._video_text)
+        return "".join(f"{text}{before}{self._video_text}{after}" if text else self._video_text for text in texts)
 
     def _image_token(self, text: str, *, has_images: bool) -> tuple[Any, str, int]:
         """Return a tokenizer for a text, the name of the image token in the text, and its id.
@@ -532,9 +567,10 @@ def _checked_turn(position: int, message: Any, *, own_lines: bool) -> Turn:
     if own_lines and isinstance(content, str):
         content = re.sub(f"\n?{IMAGE_MARKER}\n?", IMAGE_MARKER, content)
     parts = content_parts(content)
-    if role == "assistant" and None in parts:
-        raise ValueError(f"turn {position}: image in an answer")
-    if role != "tool" and not fields and not any(part is None or part.strip() for part in parts):
+    shown = next((part for part in parts if isinstance(part, Medium)), None)
+    if role == "assistant" and shown is not None:
+        raise ValueError(f"turn {position}: {shown.value} in an answer")
+    if role != "tool" and not fields and not any(isinstance(part, Medium) or part.strip() for part in parts):
         raise ValueError(f"turn {position} ({role}) is empty")
     return Turn(str(role), parts, fields)
 

@@ -18,6 +18,7 @@ from mimo.visual import ImageProcessingProvider as ImageProcessingProvider
 from mimo.visual import ImageProcessorProvider as ImageProcessorProvider
 from mimo.visual import ImageSize
 from mimo.visual import TokenGridProvider as TokenGridProvider
+from mimo.visual import VideoDataProvider as VideoDataProvider
 from mimo.visual import VideoProcessing as VideoProcessing
 from mimo.visual import VideoProcessingProvider as VideoProcessingProvider
 from mimo.visual import VideoProvider as VideoProvider
@@ -189,6 +190,7 @@ class DataRequest:
         seed: seed of the sample order; every lane of a run has the same.
         split: `train` or `valid`.
         sequence_multiple: a pack has to leave room for padding each of its samples to a multiple of so many tokens.
+        model: name of the model's family, for messages.
     """
 
     tokens: TokenSpec
@@ -199,6 +201,7 @@ class DataRequest:
     seed: int
     split: str = "train"
     sequence_multiple: int = 1
+    model: str = "the model"
 
 
 class LaneReader(Protocol):

@@ -72,7 +72,7 @@ class VideoProcessing:
         rule: the family whose processor chooses frames and their size.
         mean: mean of each channel, of pixels in 0..1.
         std: standard deviation of each channel, of pixels in 0..1.
-        fps: frames of a second that are sampled; 0: all frames.
+        fps: frames of a second that are sampled; 0: all frames, unless `num_frames` is given.
         min_frames: fewest sampled frames, as far as the video has them.
         max_frames: most sampled frames.
         min_pixels: fewest pixels, of each frame (qwen2_5_vl) or of all frames together (qwen3_vl).
@@ -81,6 +81,9 @@ class VideoProcessing:
         timestamps: whether each temporal patch is a video of its own for the model, behind text that says its time. If
             not, the whole video has one placeholder.
         resample: kernel with which frames are resized, always with antialiasing.
+        num_frames: frames that are sampled of each video, however long it is; 0: as `fps` says.
+        max_tokens: a further limit, which is the context whose nine tenths a video may fill (qwen2_5_vl), or the tokens
+            of a frame (qwen3_vl); 0: none.
         source: where these values were found, for messages.
     """
 
@@ -95,6 +98,8 @@ class VideoProcessing:
     temporal_patch_size: int
     timestamps: bool
     resample: Literal["bicubic", "bilinear"] = "bicubic"
+    num_frames: int = 0
+    max_tokens: int = 0
     source: str = field(default="", compare=False)
 
 
@@ -117,6 +122,27 @@ class ImageDataProvider(Protocol):
 
     def image_processing(self, config: Any, tokens: TokenSpec) -> ImageProcessing:
         """Describe how images become pixels, given flags whose values are all filled in."""
+        ...
+
+
+@runtime_checkable
+class VideoDataProvider(Protocol):
+    """A data set whose flags describe how its videos become pixels."""
+
+    def with_video_processing(self, config: Any, find: Callable[[], Sequence[VideoProcessing]]) -> Any:
+        """Return the flags, with the values that come from the model filled in; see `ImageDataProvider`.
+
+        Args:
+            config: the data set's flags.
+            find: reads what the model's processor files specify; empty if the model takes no videos.
+
+        Raises:
+            ValueError: there are flags of videos and the model takes none, or two values for one; or as `find`.
+        """
+        ...
+
+    def video_processing(self, config: Any, tokens: TokenSpec) -> VideoProcessing | None:
+        """Describe how videos become pixels, given flags that are filled in; None if the model takes none."""
         ...
 
 
@@ -207,6 +233,10 @@ class VideoProcessingProvider(Protocol):
 
     def video_processing(self, config: Any, folder: str = "") -> VideoProcessing | None:
         """Describe how the model's videos become pixels; arguments, result and errors as `image_processing`."""
+        ...
+
+    def write_video_processing(self, config: Any, folder: Path, processing: VideoProcessing) -> None:
+        """Make the files of an exported folder specify how the model was trained; arguments as in the others."""
         ...
 
 

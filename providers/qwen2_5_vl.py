@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mimo.observability.flops import FlopComponent
-from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing
+from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing, VideoProcessing
 from providers.common import hf_qwen_vl
 from providers.common.decoder import check_multimodal_decoder
 from providers.common.flops import decoder_components, qwen_vision_components
@@ -48,6 +48,10 @@ class Qwen25VlProvider(QwenVlProvider):
     # Images of 4 to 16,384 language tokens.
     processing = ImageProcessing("smart_resize", CLIP_MEAN, CLIP_STD, min_patches=16, max_patches=65536,
                                  source="the image processor of Qwen2.5-VL")
+    # The published models have no video processor: transformers takes all frames, with the limits of images.
+    of_videos = VideoProcessing(
+        "qwen2_5_vl", CLIP_MEAN, CLIP_STD, fps=0.0, min_frames=4, max_frames=768, min_pixels=3136, max_pixels=12845056,
+        temporal_patch_size=2, timestamps=False, source="the image processor of Qwen2.5-VL")
     processor = "Qwen2_5_VL"
     checks = (check_token_ids, check_multimodal_decoder, check_qwen_vision)
     cuts_videos = False

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mimo.observability.flops import FlopComponent
-from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing
+from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing, VideoProcessing
 from providers.common import hf_qwen3_vl
 from providers.common.checks import Problems
 from providers.common.decoder import check_multimodal_decoder
@@ -64,6 +64,9 @@ class Qwen3VlProvider(QwenVlProvider):
     # Images of 64 to 16,384 language tokens.
     processing = ImageProcessing("smart_resize", HALF, HALF, min_patches=256, max_patches=65536,
                                  source="the image processor of Qwen3-VL")
+    of_videos = VideoProcessing(
+        "qwen3_vl", HALF, HALF, fps=2.0, min_frames=4, max_frames=768, min_pixels=4096, max_pixels=25165824,
+        temporal_patch_size=2, timestamps=True, source="the video processor of Qwen3-VL")
     processor = "Qwen3VL"
     checks = (check_token_ids, check_qwen_vision, check_multimodal_decoder, check_levels)
     cuts_videos = True

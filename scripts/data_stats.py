@@ -199,6 +199,11 @@ def summary(keys: dict[str, Any]) -> str:
                          f"({tokens['target_share_of_text']:.1%} of text)"),
               ("images", f"{images['count']:,} in {images['samples_with_images']:,} samples")]
     lines += [(name, _spread(images[name])) for name in ("width", "height", "tiles", "patches") if images[name]]
+    videos = keys["videos"]
+    if videos["count"]:
+        lines += [("videos", f"{videos['count']:,} in {videos['samples_with_videos']:,} samples")]
+        lines += [(f"video {name.replace('_', ' ')}", _spread(videos[name]))
+                  for name in ("width", "height", "frames", "sampled_frames", "tokens")]
     chosen = keys["packing"]["chosen_buffer_size"]
     for packing in keys["packing"]["by_buffer_size"]:
         size = packing["buffer_size"]
@@ -209,7 +214,8 @@ def summary(keys: dict[str, Any]) -> str:
     lines += [("bad sample", f"{bad['shard']} {bad['key']}: {bad['reason']}") for bad in keys["bad_samples"][:5]]
     if len(keys["bad_samples"]) > 5:
         lines.append(("", f"and {len(keys['bad_samples']) - 5} more, on the page"))
-    return "\n".join(f"{name:<14}{text}" for name, text in lines)
+    width = max(14, *(len(name) + 2 for name, _ in lines))
+    return "\n".join(f"{name:<{width}}{text}" for name, text in lines)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -22,9 +22,10 @@ from data.conversation_files.sources import (
     conversation_of_record,
     sources_of,
 )
-from data.conversations import Conversation
+from data.conversations import Conversation, FrameList, is_video
 from data.energon.shards import Member, prepare_shards, write_shard
 from data.energon.task_encoder import open_image
+from data.video import probe
 
 # Keys of a turn that are read.
 TURN_KEYS = ("role", "content", "tool_calls", "name", "tool_call_id")
@@ -141,12 +142,22 @@ class _Writer:
 
 
 def _parts(conversation: Conversation) -> list[Member]:
-    """Return the parts of a sample. Raises ValueError for an image that is none."""
-    images = []
-    for number, (name, data) in enumerate(conversation.images):
-        kind = str(open_image(name, data).format)
-        images.append((f"{number}.{EXTENSIONS.get(kind, kind.lower())}", data))
-    content: dict[str, Any] = {"images": [name for name, _ in images]} if images else {}
+    """Return the parts of a sample. Raises ValueError for an image or a video that is none."""
+    images = [_image_part(str(number), *image) for number, image in enumerate(conversation.images)]
+    parts, videos = list(images), []
+    for number, (name, video) in enumerate(conversation.videos):
+        if isinstance(video, FrameList):
+            frames = [_image_part(f"video{number}.{place}", *frame) for place, frame in enumerate(video.frames)]
+            parts += frames
+            videos.append({"frames": [part for part, _ in frames], "fps": video.rate})
+            continue
+        probe(name, video)
+        part = f"video{number}.{name.rpartition('.')[2].lower() if is_video(name) else 'mp4'}"
+        parts.append((part, video.read_bytes() if isinstance(video, Path) else video))
+        videos.append(part)
+    content: dict[str, Any] = {"images": [name for name, _ in images]} if parts else {}
+    if videos:
+        content["videos"] = videos
     if conversation.messages is None:
         content["text"] = conversation.document
     else:
@@ -154,4 +165,10 @@ def _parts(conversation: Conversation) -> list[Member]:
                                if isinstance(turn, dict) else turn for turn in conversation.messages]
         if conversation.tools is not None:
             content["tools"] = conversation.tools
-    return [*images, ("json", json.dumps(content).encode())]
+    return [*parts, ("json", json.dumps(content).encode())]
+
+
+def _image_part(name: str, origin: str, data: bytes) -> Member:
+    """Return an image as a part of a sample. Raises ValueError, with its origin, if it is none."""
+    kind = str(open_image(origin, data).format)
+    return f"{name}.{EXTENSIONS.get(kind, kind.lower())}", data

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from data.conversations import from_data_url
+from data.conversations import Video, from_data_url
 
 if TYPE_CHECKING:
     import pyarrow
@@ -294,7 +294,7 @@ def _open(path: Path, size: int, modified: int) -> RecordFile:
 
 
 class MissingImageError(ValueError):
-    """A record names an image that is not there.
+    """A record names an image or a video that is not there.
 
     Attributes:
         place: the name in the record; empty if no file can have it.
@@ -306,7 +306,7 @@ class MissingImageError(ValueError):
 
 
 class FolderImages:
-    """Images of a record, each a file, bytes in the record itself, or a `data:` URL.
+    """Images and videos of a record, each a file, bytes in the record itself, or a `data:` URL.
 
     Attributes:
         folder: folder to which names are relative.
@@ -319,8 +319,16 @@ class FolderImages:
         """Return nothing: a record has the images that it names."""
         return []
 
-    def load(self, place: Any) -> tuple[str, bytes]:
+    def videos(self) -> list[tuple[str, Video]]:
+        """Return nothing: a record has the videos that it names."""
+        return []
+
+    def load(self, place: Any, kind: str = "image") -> tuple[str, bytes]:
         """Return name and bytes of an image.
+
+        Args:
+            place: its name, bytes or URL, or a mapping of `datasets` with them.
+            kind: `image` or `video`, for messages.
 
         Raises:
             ValueError: there is no such image.
@@ -334,22 +342,39 @@ class FolderImages:
         if isinstance(place, bytes):
             return "of the record", place
         if not isinstance(place, str):
-            raise ValueError(f"an image is {type(place).__name__}, expected the name of a file")
+            article = "an" if kind == "image" else "a"
+            raise ValueError(f"{article} {kind} is {type(place).__name__}, expected the name of a file")
         if place.startswith("data:"):
-            return from_data_url(place)
+            return from_data_url(place, kind)
         if re.match(r"[a-z][a-z0-9+.-]*://", place) and not place.startswith("file://"):
-            raise ValueError(f"image {place[:200]!r} is on the network, from where nothing is fetched; download it and "
-                             "give its folder as --image-folder")
+            raise ValueError(f"{kind} {place[:200]!r} is on the network, from where nothing is fetched; download it "
+                             "and give its folder as --image-folder")
         path = self.folder / place.removeprefix("file://")
         try:
             return place, path.read_bytes()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
-            raise MissingImageError(f"image {place[:200]!r}: there is no file {path}", place) from error
+            raise MissingImageError(f"{kind} {place[:200]!r}: there is no file {path}", place) from error
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG:
                 raise
-            raise MissingImageError(f"image {place[:60]!r}...: is too long for the name of a file; an image in base64 "
-                                    "needs `data:image/png;base64,` before it", "") from None
+            named, example = ("an image", "image/png") if kind == "image" else ("a video", "video/mp4")
+            raise MissingImageError(f"{kind} {place[:60]!r}...: is too long for the name of a file; {named} in base64 "
+                                    f"needs `data:{example};base64,` before it", "") from None
+
+    def load_video(self, place: Any) -> tuple[str, Video]:
+        """Return name and content of a video. A file stays on disk, of which a packing buffer may hold thousands.
+
+        Raises the errors of `load`.
+        """
+        name = place.get("path") if isinstance(place, Mapping) and not place.get("bytes") else place
+        if isinstance(name, str) and not name.startswith("data:"):
+            path = self.folder / name.removeprefix("file://")
+            try:
+                if path.is_file():
+                    return name, path
+            except OSError:
+                pass  # too long for the name of a file, of which `load` tells
+        return self.load(place, "video")
 
     def hint(self, place: str) -> str:
         """Name a folder near by that has a missing image, for the end of a message. It may take seconds."""

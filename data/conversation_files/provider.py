@@ -1,4 +1,4 @@
-"""Conversations about images in files as people publish them: JSONL, JSON, Parquet and folders of `datasets`.
+"""Conversations in files as people publish them, with images and videos: JSONL, JSON, Parquet, folders of `datasets`.
 
 The files become Energon data sets of their own kind (`data.conversation_files.sources`), so that lanes, packing, bad
 samples and checkpoints are those of shards.
@@ -24,8 +24,8 @@ class Config(energon.Config):
     valid_data_path: str = ""
     """Held-out samples, in the same forms. Default: the `val` split of --data-path, if it has one."""
     image_folder: str = ""
-    """Folder to which the names of images are relative. Default: --data-path if it is a folder, or else the folder of
-    the file."""
+    """Folder to which the names of images and videos are relative. Default: --data-path if it is a folder, or else the
+    folder of the file."""
 
 
 class ConversationsProvider(energon.EnergonProvider):
@@ -53,8 +53,8 @@ class ConversationsProvider(energon.EnergonProvider):
         """Return the fields that decide the samples. Files count by their sizes, and not by where they are."""
         from data.conversation_files.sources import digest
 
-        fields = {name: value for name, value in vars(config).items()
-                  if name not in (*energon.NOT_STREAMED, "image_folder")}
+        fields = energon.streamed_flags(config)
+        del fields["image_folder"]
         return fields | {"data_path": digest(config), "tokenizer": energon.tokenizer_digest(config)}
 
     def write_shards(self, config: Any, out: Path, samples_per_shard: int) -> str:

@@ -360,7 +360,7 @@ def parsed(images: FolderImages, sample: RawSampleData) -> ParsedSample:
 
 
 def conversation_of_record(record: Any, images: FolderImages) -> Conversation:
-    """Read a record and the images that `image` or `images` names. Raises ValueError if it cannot be used."""
+    """Read a record and the images and videos that it names. Raises ValueError if it cannot be used."""
     if not isinstance(record, Mapping):
         raise ValueError(f"is {type(record).__name__}, expected an object")
     both = [key for key in ("image", "images") if record.get(key) is not None]
@@ -431,7 +431,8 @@ def check_first_records(config: Config, split: str, encode: Callable[[ParsedSamp
             place = f"{flag} {file.path} {file.name(number)}"
             try:
                 conversation = conversation_of_record(file.parse(reader[number]["raw"]), images)
-                if takes_images or not conversation.images:
+                is_text = not conversation.images and not conversation.videos
+                if takes_images or is_text:
                     encode(ParsedSample(__key__=place, __restore_key__=(), __subflavors__=None, __sources__=(),
                                         conversation=conversation))
             except (ValueError, OSError) as error:
@@ -439,10 +440,11 @@ def check_first_records(config: Config, split: str, encode: Callable[[ParsedSamp
                 if isinstance(error, MissingImageError):
                     missing.append(errors[-1])
                 continue
-            if conversation.images and not takes_images:
-                raise ValueError(f"{place}: has an image, and the run has no encoder for it, because of --llm-only or "
+            if not is_text and not takes_images:
+                shown = "an image" if conversation.images else "a video"
+                raise ValueError(f"{place}: has {shown}, and the run has no encoder for it, because of --llm-only or "
                                  "a model for text; use a data set of text")
-            if conversation.images:  # a record of text does not show that images are there
+            if not is_text:  # a record of text does not show that images are there
                 missing.clear()
                 break
         if len(missing) >= MISSING_IMAGES:

@@ -31,7 +31,7 @@ from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from data.conversation_files import sources as conversation_files
 from data.conversation_files.provider import Config as FilesConfig
-from data.conversations import is_image, is_read
+from data.conversations import is_image, is_read, is_video
 from data.energon.provider import Config, check_path, path_of
 
 # Errors that Energon raises for a folder, a YAML or a split that it cannot use.
@@ -194,7 +194,8 @@ def image_part(source: Any) -> str:
         return f"its samples are of type {source.__sample_type__.__name__}"
     if source.__sample_type__ is not CrudeSample:
         return ""
-    part, folder = next(((part, folder) for part, folder in indexed_parts(source) if is_image(part)), ("", ""))
+    part, folder = next(((part, folder) for part, folder in indexed_parts(source) if is_image(part) or is_video(part)),
+                        ("", ""))
     return f"such as part {part} of {folder}" if part else ""
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from mimo.config.toml_file import flag_name
-from mimo.protocols import DataRequest, ImageProcessing, LaneReader, Question, TokenSpec
+from mimo.protocols import DataRequest, ImageProcessing, LaneReader, Question, TokenSpec, VideoProcessing
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,32 @@ class Config:
     image_std: tuple[float, ...] = ()
     """Standard deviation of each channel, of pixels in 0..1; one value serves all channels. Left out: as the model's
     processor."""
+    video_processing: Literal["auto", "qwen2_5_vl", "qwen3_vl"] = "auto"
+    """Family whose way of choosing frames and their size is followed. qwen2_5_vl: frames at a rate from the first one
+    on, limits for each frame. qwen3_vl: frames spread over the whole video, limits for all of them together. auto: as
+    the model's video processor (video_preprocessor_config.json, else preprocessor_config.json, in the folders of
+    --image-tiling auto) or else that of the family. The other flags of videos are taken from it where left out."""
+    video_fps: float | None = None
+    """Frames that are sampled of each second of a video; 0: all frames."""
+    video_num_frames: int | None = None
+    """Frames that are sampled of each video, in place of --video-fps; 0: as --video-fps says."""
+    video_min_frames: int | None = None
+    """Fewest frames that --video-fps samples, as far as a video has them."""
+    video_max_frames: int | None = None
+    """Most frames that --video-fps samples."""
+    video_min_pixels: int | None = None
+    """Fewest pixels of a frame (qwen2_5_vl) or of all frames of a video (qwen3_vl); smaller ones are enlarged."""
+    video_max_pixels: int | None = None
+    """Most pixels of a frame (qwen2_5_vl) or of all frames of a video (qwen3_vl); larger ones are reduced."""
+    video_max_tokens: int | None = None
+    """Further limit of pixels: the context length of which a video may take nine tenths (qwen2_5_vl), or the most
+    tokens of a frame (qwen3_vl); 0: none. It is max_video_tokens of a processor with cap_pixels_per_frame."""
+    video_resample: Literal["auto", "bicubic", "bilinear"] = "auto"
+    """Kernel that frames are resized with."""
+    video_mean: tuple[float, ...] = ()
+    """Mean of each channel of videos, of pixels in 0..1."""
+    video_std: tuple[float, ...] = ()
+    """Standard deviation of each channel of videos, of pixels in 0..1."""
     max_bad_samples: int = 100
     """Bad samples that a run may pass over, over all ranks and restarts; one more ends it. Each is reported with shard
     and key."""
@@ -87,6 +113,12 @@ class Config:
 
 # Fields that no train sample depends on.
 NOT_STREAMED = ("num_workers", "valid_data_path", "max_bad_samples")
+
+
+def streamed_flags(config: Config) -> dict[str, Any]:
+    """Return the flags that train samples depend on. Those of videos are left out for a model that takes none."""
+    return {name: value for name, value in vars(config).items() if name not in NOT_STREAMED
+            and not (name.startswith("video_") and config.video_processing == "auto")}
 
 
 def path_of(config: Config, split: str) -> tuple[str, str]:
@@ -233,6 +265,18 @@ class EnergonProvider:
         """Return the flags with the model's values filled in; see `with_image_flags`."""
         return with_image_flags(config, find)
 
+    def with_video_processing(self, config: Config, find: Callable[[], Sequence[VideoProcessing]]) -> Config:
+        """Return the flags with the model's way with videos filled in; see `data.energon.videos`."""
+        from data.energon.videos import with_video_flags
+
+        return with_video_flags(config, find)
+
+    def video_processing(self, config: Config, tokens: TokenSpec) -> VideoProcessing | None:
+        """Return how videos become pixels under flags that are filled in; None if the model takes none."""
+        from data.energon.videos import video_processing_of
+
+        return video_processing_of(config, tokens)
+
     def image_processing(self, config: Config, tokens: TokenSpec) -> ImageProcessing:
         """Return how images become pixels under flags that are filled in."""
         tiling, resample = config.image_tiling, config.image_resample
@@ -284,7 +328,7 @@ class EnergonProvider:
         """Return the fields that decide the samples, but not --num-workers: readers check its product with lanes."""
         from data.digests import content_of_data
 
-        return {name: value for name, value in vars(config).items() if name not in NOT_STREAMED} | {
+        return streamed_flags(config) | {
             "data_path": content_of_data(config.data_path), "tokenizer": tokenizer_digest(config)}
 
     def max_bad_samples(self, config: Any) -> int:

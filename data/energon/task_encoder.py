@@ -1,15 +1,17 @@
 """Turn WebDataset samples into rows, in Energon's workers.
 
 When a sample is read, it is parsed, written as a conversation and tokenised, and only the headers of its images are
-read, for their sizes. Pixels are decoded when a sample becomes part of a row. So a packing buffer holds compressed
-images, and each image is decoded once. An entry of a buffer depends only on its sample, because Energon restores it by
-key.
+read, for their sizes, and the packets and first frames of its videos. Other pixels are decoded when a sample becomes
+part of a row. So a packing buffer holds compressed images, and each image is decoded once. An entry of a buffer depends
+only on its sample, because Energon restores it by key.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import io
+import logging
+import math
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,16 +28,21 @@ from megatron.energon.wrappers.base import BaseWrapperDataset
 from PIL import Image
 
 from data.bad_samples import ErrorLog, reason_of, sample_name
+from data.conversations import FrameList, Video
 from data.energon import compat
 from data.energon.cookers import TextDecoder, conversation_of, cook
-from data.image_tiling import oriented_size, tile_image, tile_sizes, tiling_of
+from data.energon.videos import video_processing_of
+from data.image_tiling import oriented_size, tile_image, tile_sizes, tiling_of, upright_image
 from data.packing import select_balanced, select_packs
 from data.prompts import Tokenizer
-from mimo.protocols import DataRequest, Question, Sample
+from data.video import VideoInfo, probe, read_frames
+from data.video_frames import VideoPlan, plan_video, video_pixels
+from mimo.protocols import DataRequest, ImageSize, Question, Sample, VideoSize
 
 if TYPE_CHECKING:
     from data.energon.provider import Config
 
+logger = logging.getLogger("mimo.data")
 # --max-image-pixels is checked instead, and its error names the sample.
 Image.MAX_IMAGE_PIXELS = None
 # Formats whose decoder starts a program, such as EPS, are left out.
@@ -49,10 +56,10 @@ class Row(EnergonSample):
     """Row of a worker: one sample, or a pack of several. See `mimo.protocols.Sample`.
 
     Attributes:
-        tokens: int64 `[T]`, one placeholder for each image or tile.
+        tokens: int64 `[T]`, one placeholder for each image or tile, and for each video or temporal patch of one.
         target_mask: bool `[T]`.
-        image_sizes: height and width in pixels of each image or tile.
-        images: float32 `[C, height, width]` each.
+        image_sizes: height and width in pixels of each image or tile, and sizes of videos, as the placeholders come.
+        images: float32 `[C, height, width]` of each image, `[frames, C, height, width]` of each video.
         lengths: in a pack, the number of tokens of each sample; empty without packing.
         skipped: bad samples since the worker's last row.
         unbalanced_image_tokens: in a balanced pack, the image tokens of the pack in its place without balancing.
@@ -61,7 +68,7 @@ class Row(EnergonSample):
 
     tokens: torch.Tensor
     target_mask: torch.Tensor
-    image_sizes: tuple[tuple[int, int], ...]
+    image_sizes: tuple[ImageSize, ...]
     images: list[torch.Tensor]
     lengths: tuple[int, ...] = ()
     skipped: tuple[str, ...] = ()
@@ -85,10 +92,17 @@ def _unpack_row(fields: dict[str, Any], pixels: torch.Tensor | None) -> Row:
     sizes = fields["image_sizes"]
     if pixels is None:
         return Row(images=[], **fields)
-    areas = [height * width for height, width in sizes]
+    areas = [math.prod(pixel_shape(size, 1)) for size in sizes]
     channels = pixels.numel() // sum(areas)
     parts = pixels.split([channels * area for area in areas])
-    return Row(images=[part.view(channels, *size) for part, size in zip(parts, sizes, strict=True)], **fields)
+    images = [part.view(pixel_shape(size, channels)) for part, size in zip(parts, sizes, strict=True)]
+    return Row(images=images, **fields)
+
+
+def pixel_shape(size: ImageSize, channels: int) -> tuple[int, ...]:
+    """Return the shape of the pixels of an image or a video."""
+    height, width = size[:2]
+    return (size.frames, channels, height, width) if isinstance(size, VideoSize) else (channels, height, width)
 
 
 def to_sample(row: Row) -> Sample:
@@ -105,6 +119,16 @@ def to_sample(row: Row) -> Sample:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class PlannedVideo:
+    """A video whose frames are chosen and not decoded: its name, content, header and frames."""
+
+    name: str
+    content: Video
+    info: VideoInfo
+    plan: VideoPlan
+
+
 @edataclass
 class EncodedSample(EnergonSample):
     """Tokenised sample with compressed images, as an entry of a packing buffer.
@@ -113,15 +137,17 @@ class EncodedSample(EnergonSample):
         tokens: int64 `[T]`, one placeholder for each image or tile.
         target_mask: bool `[T]`.
         images: name and compressed bytes of each image.
-        image_sizes: height and width in pixels of each image or tile.
+        videos: the videos.
+        image_sizes: sizes of images or tiles and of videos, as the placeholders come.
         length: tokens once images are expanded.
-        image_tokens: how many of them are image tokens.
+        image_tokens: how many of them are tokens of images and videos.
     """
 
     tokens: np.ndarray
     target_mask: np.ndarray
     images: list[tuple[str, bytes]]
-    image_sizes: tuple[tuple[int, int], ...]
+    videos: list[PlannedVideo]
+    image_sizes: tuple[ImageSize, ...]
     length: int
     image_tokens: int
 
@@ -168,6 +194,8 @@ class VlmTaskEncoder(TaskEncoder):
         self._request = request
         self.errors = errors
         self._tiling = tiling_of(config, request.tokens) if request.tokens.image_token_id >= 0 else None
+        self._video = video_processing_of(config, request.tokens)
+        self._sound_is_told = False
 
     def _image_sizes(self, name: str, data: Any) -> list[tuple[int, int]]:
         """Return the sizes of the tiles of an image, from its header."""
@@ -201,42 +229,103 @@ class VlmTaskEncoder(TaskEncoder):
         except UNDECODABLE as error:
             raise ValueError(f"undecodable image {name}: {reason_of(error)}") from error
 
+    def _planned(self, name: str, content: Video) -> PlannedVideo:
+        """Choose the frames of a video, from its header."""
+        if self._video is None:
+            raise ValueError(f"has video {name}, but {self._request.model} takes no videos; "
+                             "--model-provider qwen2_5_vl and qwen3_vl do")
+        info = self._frame_list_info(name, content) if isinstance(content, FrameList) else probe(name, content)
+        limit = self._config.max_image_pixels
+        if info.height * info.width > limit:
+            raise ValueError(f"video {name} has frames of {info.height}x{info.width} pixels, more than "
+                             f"--max-image-pixels {limit}")
+        # One worker of the run says so, once.
+        if info.has_sound and not self._sound_is_told and WorkerConfig.active_worker_config is not None:
+            self._sound_is_told = True
+            if global_worker_id() == 0:
+                logger.info("videos have sound, such as %s: it is not read", name)
+        try:
+            plan = plan_video(info, self._video, self._request.tokens.size_multiple,
+                              sampled=isinstance(content, FrameList))
+        except ValueError as error:
+            raise ValueError(f"video {name}: {error}") from error
+        return PlannedVideo(name, content, info, plan)
+
+    def _frame_list_info(self, name: str, video: FrameList) -> VideoInfo:
+        """Describe a video of images, which have to be of one size."""
+        sizes = {oriented_size(open_image(*frame)) for frame in video.frames}
+        if len(sizes) > 1:
+            raise ValueError(f"video {name}: the images have different sizes, such as "
+                             f"{' and '.join(f'{height}x{width}' for height, width in sorted(sizes)[:2])}")
+        ((height, width),) = sizes
+        return VideoInfo(height, width, len(video.frames), video.rate, has_sound=False, times=(), key_times=())
+
     @stateless
     def preencode_sample(self, sample: EnergonSample) -> EncodedSample:
         """Tokenise a sample and read the headers of its images. Raises ValueError if it cannot be used."""
         conversation = conversation_of(sample)
         tiles = [self._image_sizes(name, data) for name, data in conversation.images]
+        videos = [self._planned(name, content) for name, content in conversation.videos]
         counts = [len(sizes) for sizes in tiles]
         if conversation.messages is not None:
-            tokens, mask = self.tokenizer.encode(conversation.messages, counts, conversation.tools)
+            tokens, mask = self.tokenizer.encode(conversation.messages, counts, conversation.tools,
+                                                 [video.plan.texts for video in videos])
         else:
             tokens, mask = self.tokenizer.encode_document(conversation.document, counts)
-        image_sizes = tuple(size for sizes in tiles for size in sizes)
+        parts: list[ImageSize] = [size for video in videos for size in video.plan.sizes]
+        image_sizes = tuple(self._as_shown(tokens, [size for sizes in tiles for size in sizes], parts))
         image_tokens = sum(self._request.num_image_tokens(*size) for size in image_sizes)
         length = len(tokens) - len(image_sizes) + image_tokens
         if length > self._request.seq_length:
+            films = f" and {len(videos)} videos" if videos else ""
+            advice = "; --video-fps, --video-max-frames and --video-max-pixels make fewer" if videos else ""
             raise ValueError(
-                f"{length} tokens, {image_tokens} of them from {len(tiles)} images, are more than --seq-length "
-                f"{self._request.seq_length}"
+                f"{length} tokens, {image_tokens} of them from {len(tiles)} images{films}, are more than --seq-length "
+                f"{self._request.seq_length}{advice}"
             )
         return EncodedSample.derive_from(
             sample,
             tokens=tokens,
             target_mask=mask,
             images=conversation.images,
+            videos=videos,
             image_sizes=image_sizes,
             length=length,
             image_tokens=image_tokens,
         )
 
+    def _as_shown[T](self, tokens: np.ndarray, images: Sequence[T], videos: Sequence[T]) -> list[T]:
+        """Return something for each image and each part of a video in the order of the placeholders in `tokens`."""
+        spec, left = self._request.tokens, (iter(images), iter(videos))
+        return [next(left[token == spec.video_token_id]) for token in tokens.tolist()
+                if token in (spec.image_token_id, spec.video_token_id) and token >= 0]
+
+    def _frames(self, video: PlannedVideo) -> Iterator[np.ndarray]:
+        """Decode the chosen frames of a video."""
+        if not isinstance(video.content, FrameList):
+            yield from read_frames(video.name, video.content, video.info, video.plan.indices)
+            return
+        for index in video.plan.indices:
+            name, data = video.content.frames[index]
+            try:
+                yield np.asarray(upright_image(open_image(name, data), num_channels=3))
+            except UNDECODABLE as error:
+                raise ValueError(f"undecodable image {name} of video {video.name}: {reason_of(error)}") from error
+
     @stateless
     def postencode_sample(self, sample: EncodedSample) -> Row:
-        """Decode the images of a sample. Raises ValueError if one cannot be decoded."""
+        """Decode the images and videos of a sample. Raises ValueError if one cannot be decoded."""
         images: list[torch.Tensor] = []
         for name, data in sample.images:
             images += [torch.from_numpy(tile) for tile in self.pixels(name, data)]
-        sizes = tuple(tuple(image.shape[1:]) for image in images)
-        assert sizes == sample.image_sizes, (sample.__key__, sizes, sample.image_sizes)
+        videos: list[torch.Tensor] = []
+        for video in sample.videos:
+            assert self._video is not None
+            videos += map(torch.from_numpy, video_pixels(self._frames(video), video.plan, self._video))
+        images = self._as_shown(sample.tokens, images, videos)
+        shapes = [tuple(image.shape) for image in images]
+        expected = [pixel_shape(size, self._request.tokens.num_channels) for size in sample.image_sizes]
+        assert shapes == expected, (sample.__key__, shapes, expected)
         self.errors.row_made()
         row = Row.derive_from(
             sample,

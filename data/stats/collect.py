@@ -15,7 +15,16 @@ from megatron.energon.errors import FatalSampleError
 from data.energon.open import split_sizes
 from data.energon.provider import Config, check
 from data.energon.reader import Encoding, EnergonReader
-from data.energon.task_encoder import EncodedSample, ErrorLog, Row, VlmTaskEncoder, open_image, reason_of, sample_name
+from data.energon.task_encoder import (
+    EncodedSample,
+    ErrorLog,
+    PlannedVideo,
+    Row,
+    VlmTaskEncoder,
+    open_image,
+    reason_of,
+    sample_name,
+)
 from data.image_tiling import Size, oriented_size, tile_sizes, tiling_of
 from data.prompts import IMAGE_TOKENS, load_tokenizer
 from mimo.protocols import DataRequest
@@ -37,6 +46,17 @@ class ImageRecord:
 
 
 @dataclass(frozen=True)
+class VideoRecord:
+    """A video: size of its frames before and after, frames in it and frames sampled, and the tokens they become."""
+
+    size: Size
+    resized: Size
+    num_frames: int
+    sampled: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Record:
     """One sample's share of the model's input.
 
@@ -44,9 +64,10 @@ class Record:
         source: data set that it is from: path, and subflavors as JSON.
         name: shard and key.
         text_tokens: tokens without placeholders.
-        image_tokens: language tokens that images become.
+        image_tokens: language tokens that images and videos become.
         target_tokens: tokens to learn.
         images: its images, in order.
+        videos: its videos, in order.
     """
 
     source: tuple[str, str]
@@ -55,6 +76,7 @@ class Record:
     image_tokens: int
     target_tokens: int
     images: tuple[ImageRecord, ...]
+    videos: tuple[VideoRecord, ...] = ()
 
     @property
     def length(self) -> int:
@@ -128,11 +150,17 @@ class RecordingEncoder(VlmTaskEncoder):
             image_tokens=sample.image_tokens,
             target_tokens=int(sample.target_mask.sum()),
             images=tuple(self._image(size) for size in images),
+            videos=tuple(self._film(video) for video in sample.videos),
         ))
         rows = self._collected.rows.setdefault(source, [])
         if len(rows) < KEPT_ROWS:
             rows.append((len(self._collected.records) - 1, row))
         return row
+
+    def _film(self, video: PlannedVideo) -> VideoRecord:
+        plan = video.plan
+        return VideoRecord((video.info.height, video.info.width), plan.sizes[0][:2], video.info.num_frames,
+                           len(plan.indices), sum(self._num_image_tokens(*size) for size in plan.sizes))
 
     def _image(self, size: Size) -> ImageRecord:
         assert self._tile is not None, "images of a model that takes none are bad samples"

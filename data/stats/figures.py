@@ -102,6 +102,7 @@ def figures(collected: Collected, packings: Sequence[Packing], chosen: int, patc
     """
     records = collected.records
     images = [image for record in records for image in record.images]
+    videos = [video for record in records for video in record.videos]
     total = sum(record.length for record in records)
     targets = sum(record.target_tokens for record in records)
     text = sum(record.text_tokens for record in records)
@@ -134,6 +135,15 @@ def figures(collected: Collected, packings: Sequence[Packing], chosen: int, patc
             "width": spread([image.size[1] for image in images]),
             "tiles": spread([len(image.tiles) for image in images]),
             "patches": spread([image.patches(patch_size) for image in images]) if patch_size else {},
+        },
+        "videos": {
+            "count": len(videos),
+            "samples_with_videos": sum(bool(record.videos) for record in records),
+            "height": spread([video.size[0] for video in videos]),
+            "width": spread([video.size[1] for video in videos]),
+            "frames": spread([video.num_frames for video in videos]),
+            "sampled_frames": spread([video.sampled for video in videos]),
+            "tokens": spread([video.tokens for video in videos]),
         },
         "packing": {"chosen_buffer_size": chosen, "by_buffer_size": [asdict(packing) for packing in packings]},
         "bad_samples": [

@@ -153,6 +153,22 @@ def images_html(report: Report) -> str:
                    f"{number(len(images))} images in {number(count)} of {number(len(report.records))} samples.")
 
 
+def videos_html(report: Report) -> str:
+    """Chart the frames and sizes of videos; empty without videos."""
+    videos = [video for record in report.records for video in record.videos]
+    if not videos:
+        return ""
+    shown = [
+        ("Frames", integer_bars([video.num_frames for video in videos]), "frames in a video"),
+        ("Sampled frames", integer_bars([video.sampled for video in videos]), "frames that the model gets"),
+        ("Height", integer_bars([video.resized[0] for video in videos]), "pixels, as the model gets it"),
+        ("Tokens", integer_bars([video.tokens for video in videos]), "language tokens of a video"),
+    ]
+    count = report.figures["videos"]["samples_with_videos"]
+    return section("Videos", [histogram(title, bars, axis, "image", "videos") for title, bars, axis in shown],
+                   f"{number(len(videos))} videos in {number(count)} of {number(len(report.records))} samples.")
+
+
 def _buffer_name(packing: Packing) -> str:
     return f"buffer of {packing.buffer_size:,}" if packing.buffer_size else "no packing"
 
@@ -224,7 +240,8 @@ def page_html(report: Report) -> str:
         keys_html(report),
     ]
     if report.records:
-        body += [sources_html(report), tokens_html(report), images_html(report), packing_html(report)]
+        body += [sources_html(report), tokens_html(report), images_html(report), videos_html(report),
+                 packing_html(report)]
     body.append(bad_html(report))
     if report.records:
         body.append(samples_html(report))

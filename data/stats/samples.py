@@ -13,12 +13,13 @@ from PIL import Image
 
 from data.energon.task_encoder import Row
 from data.image_tiling import Tiling, fixed_grid
-from data.stats.collect import Collected, ImageRecord, Record
+from data.stats.collect import Collected, ImageRecord, Record, VideoRecord
 from mimo.report.summary import number
 
 NUM_SHOWN = 8
 MAX_IMAGES = 12  # of a sample
 MAX_TOKENS = 2000  # of a sample
+MAX_FRAMES = 6  # of a video
 # So many tokens may share a character: one for each of its bytes, at most four, and some around them.
 MAX_SHARED = 8
 # Pixels on the page: the least of the shorter side, unless the longer one gets too long; the most of the longer side;
@@ -84,6 +85,25 @@ def image_html(position: int, image: ImageRecord, tiles: Sequence[np.ndarray], t
             f"&rarr; {made}; {number(tokens)} tokens</figcaption></figure>")
 
 
+def video_html(position: int, video: VideoRecord, frames: Sequence[np.ndarray], tiling: Tiling) -> str:
+    """Return a video: some of its sampled frames, spread over it.
+
+    Args:
+        position: among the videos of the sample, from 1.
+        video: its sizes.
+        frames: float32 `[C, height, width]` each.
+        tiling: how images are normalised.
+    """
+    shown = [frames[round(place)] for place in np.linspace(0, len(frames) - 1, min(len(frames), MAX_FRAMES))]
+    scale = min(THUMBNAIL / video.resized[0], 1)
+    cells = "".join(_tile(frame, tiling, scale) for frame in shown)
+    grid = f'<div class="tiles" style="grid-template-columns:repeat({len(shown)},max-content)">{cells}</div>'
+    (height, width), (rows, columns) = video.size, video.resized
+    return (f'<figure><div class="shown">{grid}</div><figcaption><b>video {position}</b> {number(video.num_frames)} '
+            f"frames of {width} x {height} pixels &rarr; {number(video.sampled)} of {columns} x {rows}; "
+            f"{number(video.tokens)} tokens</figcaption></figure>")
+
+
 def pieces(tokenizer: Any, ids: Sequence[int]) -> Iterator[tuple[str, int]]:
     """Yield the text of each token; tokens that share a character are one piece, with their number."""
     start = 0
@@ -134,7 +154,7 @@ def text_html(tokenizer: Any, row: Row, record: Record, image_token_id: int) -> 
 def sample_html(tokenizer: Any, record: Record, row: Row, tiling: Tiling | None, image_token_id: int) -> str:
     """Return one sample; `tiling` is None for a model that takes no images."""
     figures, start = [], 0
-    tiles = [tile.numpy() for tile in row.images]
+    tiles = [tile.numpy() for tile in row.images if tile.ndim == 3]
     for position, image in enumerate(record.images, 1):
         end = start + len(image.tiles)
         if position <= MAX_IMAGES and tiling is not None:
@@ -142,6 +162,11 @@ def sample_html(tokenizer: Any, record: Record, row: Row, tiling: Tiling | None,
         start = end
     if len(record.images) > MAX_IMAGES:
         figures.append(f'<p class="more">and {len(record.images) - MAX_IMAGES} more images</p>')
+    if tiling is not None:
+        frames = [frame for part in row.images if part.ndim == 4 for frame in part.numpy()]
+        for position, video in enumerate(record.videos, 1):
+            figures.append(video_html(position, video, frames[: video.sampled], tiling))
+            del frames[: video.sampled]
     shard, _, key = record.name.partition(" ")
     facts = (f"{number(record.length)} tokens: {number(record.text_tokens)} of text, {number(record.image_tokens)} of "
              f"images; {number(record.target_tokens)} to learn")

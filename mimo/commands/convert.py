@@ -30,7 +30,15 @@ from mimo.config.cli import config_files, parse, to_toml, typed_providers
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import check_allowed_differences
 from mimo.grid.dry_run import counted, format_bytes, parse_bytes
-from mimo.protocols import LANGUAGE, ImageDataProvider, ImageProcessingProvider, ModelProvider, SizesProvider
+from mimo.protocols import (
+    LANGUAGE,
+    ImageDataProvider,
+    ImageProcessingProvider,
+    ModelProvider,
+    SizesProvider,
+    VideoDataProvider,
+    VideoProcessingProvider,
+)
 from mimo.weights import hub
 from mimo.weights.configuration import CONFIG_JSON, read_config_json
 from mimo.weights.export import ExportOptions, export_checkpoint
@@ -218,14 +226,20 @@ def export(flags: ExportFlags, run_flags: list[str]) -> int:
 
 
 def _write_image_processing(config: RunConfig, provider: ModelProvider, folder: Path) -> str:
-    """Make the folder specify the pixels that the model was trained on; returns a note where it cannot."""
+    """Make the folder specify the pixels of images and videos in training; returns a note where it cannot."""
     if not provider.encoders(config.model_family) or not isinstance(provider, ImageProcessingProvider):
         return ""
     dataset = None if config.dataset is None else config.find_dataset(config.data.dataset_provider)
     if not isinstance(dataset, ImageDataProvider):
         return "how images became pixels in training is not known: see that servers do the same"
-    chosen = dataset.image_processing(config.dataset, provider.token_spec(config.model_family))
-    return provider.write_image_processing(config.model_family, folder, chosen)
+    tokens = provider.token_spec(config.model_family)
+    chosen = dataset.image_processing(config.dataset, tokens)
+    note = provider.write_image_processing(config.model_family, folder, chosen)
+    if isinstance(provider, VideoProcessingProvider) and isinstance(dataset, VideoDataProvider):
+        videos = dataset.video_processing(config.dataset, tokens)
+        if videos is not None:
+            provider.write_video_processing(config.model_family, folder, videos)
+    return note
 
 
 def _check_out(out: Path, *, force: bool) -> None:

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Protocol, get_args, runtime_checkable
@@ -24,7 +24,15 @@ from mimo import registry
 from mimo.config import toml_file
 from mimo.config.flag_hints import hint_for, refuse_foreign_flags
 from mimo.config.trainer import RunConfig
-from mimo.protocols import ImageDataProvider, ImageProcessing, ImageProcessingProvider, StagedProvider
+from mimo.protocols import (
+    ImageDataProvider,
+    ImageProcessing,
+    ImageProcessingProvider,
+    StagedProvider,
+    VideoDataProvider,
+    VideoProcessing,
+    VideoProcessingProvider,
+)
 from mimo.weights import hub
 
 DESCRIPTION = """Train a multimodal model whose encoder and language model live on separate process grids.
@@ -115,7 +123,7 @@ def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, descriptio
         if _prints():
             print(to_toml(config), end="")
         raise SystemExit(0)
-    return with_image_processing(with_tokenizer(with_training_stage(with_local_folders(config))))
+    return with_video_processing(with_image_processing(with_tokenizer(with_training_stage(with_local_folders(config)))))
 
 
 def with_local_folders[C: RunConfig](config: C) -> C:
@@ -193,18 +201,37 @@ def with_image_processing[C: RunConfig](config: C) -> C:
     dataset = config.find_dataset(config.data.dataset_provider)
     if not isinstance(dataset, ImageDataProvider) or not provider.encoders(config.model_family):
         return config
-    family, flags = config.model_family, config.checkpoint
 
     def find() -> list[ImageProcessing]:
-        if not isinstance(provider, ImageProcessingProvider):
-            return []
-        folders = dict.fromkeys([vars(family).get("hf_config", ""), flags.load_hf, flags.load_vision_from])
-        read = [provider.image_processing(family, folder) for folder in folders if folder]
-        found = [each for each in read if each is not None]
-        own = provider.image_processing(family)
-        return found or ([] if own is None else [own])
+        return _processings(config, provider.image_processing) if isinstance(provider, ImageProcessingProvider) else []
 
     return dataclasses.replace(config, dataset=dataset.with_image_processing(config.dataset, find))
+
+
+def with_video_processing[C: RunConfig](config: C) -> C:
+    """Fill in the data set's flags of videos from the model, as `with_image_processing` does those of images.
+
+    Raises:
+        ValueError: a file cannot be followed, two files disagree, or the model takes no videos and there are flags.
+    """
+    provider = registry.model_provider(config.model.model_provider)
+    dataset = config.find_dataset(config.data.dataset_provider)
+    if not isinstance(dataset, VideoDataProvider) or not provider.encoders(config.model_family):
+        return config
+
+    def find() -> list[VideoProcessing]:
+        return _processings(config, provider.video_processing) if isinstance(provider, VideoProcessingProvider) else []
+
+    return dataclasses.replace(config, dataset=dataset.with_video_processing(config.dataset, find))
+
+
+def _processings[P](config: RunConfig, read: Callable[..., P | None]) -> list[P]:
+    """Return what the processor files of the model's folders specify, or else the family's own processor."""
+    family, flags = config.model_family, config.checkpoint
+    folders = dict.fromkeys([vars(family).get("hf_config", ""), flags.load_hf, flags.load_vision_from])
+    found = [each for folder in folders if folder and (each := read(family, folder)) is not None]
+    own = None if found else read(family)
+    return found if own is None else [own]
 
 
 def to_toml(config: RunConfig) -> str:

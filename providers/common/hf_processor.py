@@ -13,6 +13,8 @@ from mimo.protocols import ImageProcessing
 IMAGE_TOKEN = "<image>"
 # Files in which transformers looks for an image processor. The first has it under `image_processor`, and has priority.
 PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
+# The video processor is under `video_processor` of the first, else in this file, else that of images.
+VIDEO_PREPROCESSOR = "video_preprocessor_config.json"
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 SIGLIP_MEAN, SIGLIP_STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 CLIP = ImageProcessing("crop", CLIP_MEAN, CLIP_STD, source="CLIPImageProcessor")
@@ -75,10 +77,11 @@ def read_processing(folder: str, side: int, *, any_size: bool) -> ImageProcessin
     return ImageProcessing(tiling, mean, std, RESAMPLE[values["resample"]], source=str(path))
 
 
-def allow_value(path: Path, key: str, value: Any, is_allowed: bool, supported: str) -> None:
+def allow_value(path: Path, key: str, value: Any, is_allowed: bool, supported: str,
+                flags: str = "--image-tiling, --image-resample, --image-mean and --image-std") -> None:
     if not is_allowed:
         raise ValueError(f"{path}: {key} = {value!r} is not supported; supported: {supported}. To do without the file "
-                         "give --image-tiling, --image-resample, --image-mean and --image-std")
+                         f"give {flags}")
 
 
 def _tiling(path: Path, kind: str, values: dict[str, Any], side: int) -> Literal["stretch", "crop", "pad"]:
@@ -108,10 +111,12 @@ def three(values: Sequence[float]) -> list[float]:
     return list(values) if len(values) == 3 else [values[0]] * 3
 
 
-def read_file(folder: Path) -> tuple[Path, dict[str, Any] | None]:
-    """Find the image processor of a folder as transformers does. Return it and its file, or None."""
+def read_file(folder: Path, key: Literal["image_processor", "video_processor"] = "image_processor") -> (
+        tuple[Path, dict[str, Any] | None]):
+    """Find the image or video processor of a folder as transformers does. Return it and its file, or None."""
     folder = folder.parent if folder.name.endswith(".json") else folder
-    for path in (folder / PROCESSOR, folder / PREPROCESSOR):
+    others = (PREPROCESSOR,) if key == "image_processor" else (VIDEO_PREPROCESSOR, PREPROCESSOR)
+    for path in (folder / name for name in (PROCESSOR, *others)):
         if not path.is_file():
             continue
         try:
@@ -119,7 +124,7 @@ def read_file(folder: Path) -> tuple[Path, dict[str, Any] | None]:
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is not JSON: {error}") from error
         if path.name == PROCESSOR and isinstance(values, dict):
-            values = values.get("image_processor")
+            values = values.get(key)
         if isinstance(values, dict):
             return path, values
     return folder / PREPROCESSOR, None

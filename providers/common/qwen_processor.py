@@ -1,4 +1,4 @@
-"""Read and write the image processor files of the Qwen-VL families (`Qwen2VLImageProcessor`)."""
+"""Read and write the image and video processor files of the Qwen-VL families."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from mimo.protocols import ImageProcessing
+from mimo.protocols import ImageProcessing, VideoProcessing
 from providers.common.hf_processor import (
     CLIP_MEAN,
     CLIP_STD,
     PREPROCESSOR,
     PROCESSOR,
     RESAMPLE,
+    SIGLIP_MEAN,
+    SIGLIP_STD,
+    VIDEO_PREPROCESSOR,
     WITHOUT_EFFECT,
     allow_value,
     made_up_tokenizer,
@@ -33,6 +36,23 @@ DEFAULTS: dict[str, Any] = {
 }
 # Limits of pixels as earlier releases of transformers spell them.
 LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+# The classes of video processors by the rule that they follow, and their defaults.
+VIDEO_KINDS: dict[Literal["qwen2_5_vl", "qwen3_vl"], str] = {
+    "qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor"}
+_VIDEO_DEFAULTS: dict[str, Any] = {key: DEFAULTS[key] for key in (
+    "do_resize", "resample", "do_rescale", "rescale_factor", "do_normalize", "merge_size", "temporal_patch_size")} | {
+    "min_frames": 4, "max_frames": 768, "num_frames": None, "cap_pixels_per_frame": None}
+VIDEO_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": _VIDEO_DEFAULTS | {
+        "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}, "image_mean": CLIP_MEAN,
+        "image_std": CLIP_STD, "patch_size": 14, "do_sample_frames": False, "fps": None, "max_video_tokens": 128000},
+    "qwen3_vl": _VIDEO_DEFAULTS | {
+        "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}, "image_mean": SIGLIP_MEAN,
+        "image_std": SIGLIP_STD, "patch_size": 16, "do_sample_frames": True, "fps": 2, "max_video_tokens": 768},
+}
+VIDEO_FLAGS = "--video-processing and all other --video-... flags"
+# Keys of video processors that change no pixel.
+WITHOUT_VIDEO_EFFECT = WITHOUT_EFFECT | {"video_processor_type", "return_metadata"}
 
 
 class PatchSizes(Protocol):
@@ -130,6 +150,92 @@ def write_qwen_processing(folder: Path, config: PatchSizes, processing: ImagePro
     if has_nested:
         path.write_text(json.dumps(outer, indent=2) + "\n", encoding="utf-8")
     return note
+
+
+def read_qwen_video_processing(folder: str, config: PatchSizes, rule: Literal["qwen2_5_vl", "qwen3_vl"]) -> (
+        VideoProcessing | None):
+    """Read how a folder's video processor makes pixels.
+
+    Args:
+        folder: a Hugging Face folder or the config.json in it.
+        config: the encoder.
+        rule: the family.
+
+    Returns:
+        The processing, or None if the folder has no video processor. Without one, transformers takes the limits of the
+        image processor for videos of Qwen2.5-VL.
+
+    Raises:
+        ValueError: the file is not JSON, or has a value that is not supported; the message names file, key and value.
+    """
+    path, values = read_file(Path(folder), "video_processor")
+    of_images = values is not None and "image_processor_type" in values
+    if values is None or (of_images and rule == "qwen3_vl"):
+        return None
+
+    def allow(key: str, value: Any, is_allowed: bool, supported: str) -> None:
+        allow_value(path, key, value, is_allowed, supported, VIDEO_FLAGS)
+
+    kind, defaults = VIDEO_KINDS[rule], VIDEO_DEFAULTS[rule]
+    name = values.get("video_processor_type", kind)
+    allow("video_processor_type", name, name == kind, kind)
+    limits = LIMITS if rule == "qwen2_5_vl" else {}
+    for key in values.keys() - defaults.keys() - limits.keys() - WITHOUT_VIDEO_EFFECT:
+        allow(key, values[key], values[key] is None or values[key] is False, "null")
+    found = {key: default if values.get(key) is None else values[key] for key, default in defaults.items()}
+    for key, expected in (
+            ("do_resize", True), ("do_rescale", True), ("patch_size", config.vision_patch_size),
+            ("temporal_patch_size", config.vision_temporal_patch_size),
+            ("merge_size", config.vision_spatial_merge_size)):
+        allow(key, found[key], found[key] == expected, f"{expected}, as the model has it")
+    allow("rescale_factor", found["rescale_factor"],
+          math.isclose(found["rescale_factor"], 1 / 255, rel_tol=1e-6), f"{1 / 255}")
+    allow("resample", found["resample"], found["resample"] in RESAMPLE, "2 (bilinear), 3 (bicubic)")
+    if not found["do_normalize"]:
+        found |= {"image_mean": (0.0,) * 3, "image_std": (1.0,) * 3}
+    pixels = {}
+    for key, name in LIMITS.items():
+        given = values.get(key) if key in limits else None
+        pixels[key] = found["size"].get(name) if given is None else given
+        allow(key, pixels[key], isinstance(pixels[key], int) and pixels[key] > 0, "a number of pixels")
+    samples = bool(found["do_sample_frames"])
+    number = int(found["num_frames"] or 0) if samples else 0
+    return VideoProcessing(
+        rule, tuple(map(float, found["image_mean"])), tuple(map(float, found["image_std"])),
+        float(found["fps"] or 0) if samples and not number else 0.0, found["min_frames"], found["max_frames"],
+        **pixels, temporal_patch_size=found["temporal_patch_size"], timestamps=rule == "qwen3_vl",
+        resample=RESAMPLE[found["resample"]], num_frames=number,
+        max_tokens=found["max_video_tokens"] if found["cap_pixels_per_frame"] else 0, source=str(path))
+
+
+def write_qwen_video_processing(folder: Path, config: PatchSizes, processing: VideoProcessing) -> None:
+    """Write a video processor that chooses these frames and makes these pixels, unless the folder has it."""
+    rule = processing.rule
+    try:
+        if read_qwen_video_processing(str(folder), config, rule) == processing:
+            return
+    except ValueError:
+        pass  # an unsupported processor is not the one of training either
+    samples = bool(processing.fps or processing.num_frames)
+    values = VIDEO_DEFAULTS[rule] | {
+        "video_processor_type": VIDEO_KINDS[rule],
+        "size": {"shortest_edge": processing.min_pixels, "longest_edge": processing.max_pixels},
+        "resample": next(number for number, name in RESAMPLE.items() if name == processing.resample),
+        "image_mean": list(processing.mean), "image_std": list(processing.std),
+        "patch_size": config.vision_patch_size, "temporal_patch_size": config.vision_temporal_patch_size,
+        "merge_size": config.vision_spatial_merge_size, "min_frames": processing.min_frames,
+        "max_frames": processing.max_frames, "do_sample_frames": samples,
+        "cap_pixels_per_frame": bool(processing.max_tokens)}
+    if samples:
+        values |= {"fps": processing.fps or None, "num_frames": processing.num_frames or None}
+    if processing.max_tokens:
+        values["max_video_tokens"] = processing.max_tokens
+    (folder / VIDEO_PREPROCESSOR).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    path = folder / PROCESSOR
+    if path.is_file():
+        outer = json.loads(path.read_text(encoding="utf-8"))
+        if outer.pop("video_processor", None) is not None:
+            path.write_text(json.dumps(outer | {"video_processor": values}, indent=2) + "\n", encoding="utf-8")
 
 
 # Special tokens of the family's processors -> fields of a provider's `Config`.

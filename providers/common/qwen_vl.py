@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from mimo.data.positions import TokenGrid
-from mimo.protocols import ImageProcessing, ParameterShape, TokenSpec, VideoSize
+from mimo.protocols import ImageProcessing, ParameterShape, TokenSpec, VideoProcessing, VideoSize
 from providers.common import hf
 from providers.common.checks import Problems
 from providers.common.decoder import MultimodalDecoderConfig, check_decoder_grid, decoder_shapes
 from providers.common.qwen_processor import (
     check_special_tokens,
     read_qwen_processing,
+    read_qwen_video_processing,
     write_qwen,
     write_qwen_processing,
+    write_qwen_video_processing,
 )
 from providers.common.qwen_vision import (
     QwenVisionConfig,
@@ -58,6 +60,7 @@ class QwenVlProvider(VisionLanguageProvider):
 
     Attributes:
         processing: the image processor of the published models.
+        of_videos: the video processor of the published models.
         processor: name of the image processor's class in transformers, without its end.
         cuts_videos: whether each temporal patch of a video has a placeholder of its own.
         grid_of_video: returns the language tokens of a video as a grid, or raises ValueError.
@@ -67,6 +70,7 @@ class QwenVlProvider(VisionLanguageProvider):
 
     Config: ClassVar[type]
     processing: ClassVar[ImageProcessing]
+    of_videos: ClassVar[VideoProcessing]
     processor: ClassVar[Literal["Qwen2_5_VL", "Qwen3VL"]]
     cuts_videos: ClassVar[bool]
     grid_of_video: ClassVar[Callable[[Any, VideoSize], TokenGrid]]
@@ -135,6 +139,16 @@ class QwenVlProvider(VisionLanguageProvider):
     def write_image_processing(self, config: Any, folder: Path, processing: ImageProcessing) -> str:
         """Write preprocessor_config.json, or return the reason why no processor makes the pixels of training."""
         return write_qwen_processing(folder, self.resolved(config), processing)
+
+    def video_processing(self, config: Any, folder: str = "") -> VideoProcessing | None:
+        """Return how videos become pixels: as a folder's files say, or as in the published models."""
+        if not folder:
+            return self.of_videos
+        return read_qwen_video_processing(folder, self.resolved(config), self.of_videos.rule)
+
+    def write_video_processing(self, config: Any, folder: Path, processing: VideoProcessing) -> None:
+        """Write video_preprocessor_config.json."""
+        write_qwen_video_processing(folder, self.resolved(config), processing)
 
     def check_processor(self, config: Any) -> None:
         """Raise ValueError unless the special tokens of the family's processor are ids of the vocabulary."""

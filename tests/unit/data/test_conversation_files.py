@@ -125,6 +125,7 @@ def said(*texts: Any) -> list[dict[str, Any]]:
     return [{"from": ("human", "gpt")[place % 2], "value": text} for place, text in enumerate(texts)]
 
 
+VIDEO_URL = "data:video/mp4;base64,AAAA"
 DATA_URL = "data:image/png;base64," + base64.b64encode(png(7)).decode()
 TEXT = {"type": "text", "text": "or"}
 
@@ -251,11 +252,19 @@ BAD = {
     "missing": ({"image": "x.png", "caption": "a"}, "line:2: image 'x.png': there is no file "),
     "plain base64": ({"image": DATA_URL.partition(",")[2] * 9, "caption": "a"}, "line:2: image 'iVBORw0KGgo"),
     "network": ({"image": "https://a.b/c.png", "caption": "a"}, "line:2: image 'https://a.b/c.png' is on the network"),
-    "video": ({"video": "a.mp4", "conversations": said("<video>", "b")}, "line:2: video 'a.mp4': videos are not read"),
-    "video part": ({"messages": turns([{"type": "video", "video": "a.mp4"}], "b")},
-                   "line:2: the content shows a video"),
-    "untyped video": ({"messages": turns([{"video": "a.mp4"}, TEXT], "b")}, "line:2: the content shows a video"),
-    "video marker": ({"conversations": said("<video>\nwhat?", "b")}, "line:2: the text has the marker <video>: videos"),
+    "no video": ({"video": "a.mp4", "conversations": said("<video>", "b")}, "line:2: video 'a.mp4': there is no file "),
+    "video": ({"video": VIDEO_URL, "conversations": said("<video>", "b")},
+              "line:2: has video of a data: URL, but the model takes no videos; --model-provider qwen2_5_vl and"),
+    "video part": ({"messages": turns([{"type": "video", "video": VIDEO_URL}], "b")},
+                   "line:2: has video of a data: URL, but"),
+    "untyped video": ({"messages": turns([{"video": VIDEO_URL}, TEXT], "b")}, "line:2: has video of a data: URL, but"),
+    "video marker": ({"conversations": said("<video>\nwhat?", "b")},
+                     "line:2: the text has the marker <video>, and there is no video"),
+    "sampling": ({"messages": turns([{"type": "video", "video": VIDEO_URL, "fps": 1}], "b")},
+                 "line:2: a content part of type video has video (str), fps (int): a video is"),
+    "no rate": ({"video": ["1.png", "2.png"], "conversations": said("<video>", "b")},
+                "line:2: a video of 2 images has fps None: say how many of the images a second has"),
+    "two keys": ({"video": "a.mp4", "videos": ["a.mp4"], "text": "a"}, "line:2: has both video and videos"),
     "weight": ({"messages": [*turns("a"), {"role": "assistant", "content": "b", "weight": 0}]},
                "line:2: turn 2: weight '0' is not read"),
     "weight of from": ({"conversations": [*said("a"), {"from": "gpt", "value": "b", "weight": 0}]},

@@ -305,7 +305,7 @@ BAD = {
              "a content part of type image has image (str), path (str): an image is"),
     "base64": ({"json": talk([url("data:image/png;base64,?")])}, "is a data: URL whose content is not base64"),
     "plain": ({"json": talk([url("data:image/svg+xml,<svg>")])}, "is a data: URL without base64 content"),
-    "video": ({"a.mp4": b"0", "txt": b"a cat"}, "part a.mp4 is a video: videos are not read"),
+    "video": ({"a.mp4": b"0", "txt": b"a cat"}, "has video a.mp4, but the model takes no videos; --model-provider"),
     "vector": ({"svg": b"<svg>", "json": talk("<image>")}, "undecodable image svg: no header of PNG"),
     "surrogate": ({"json": b'{"text": "a cat \\ud83d here"}'},
                   "the text holds the lone surrogate U+D83D after 'a cat ', which is half a character"),

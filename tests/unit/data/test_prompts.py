@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from data.chat_template import Medium
 from data.prompt_formats import IMAGE_TAGS, PROMPT_FORMATS
 from data.prompts import Tokenizer, content_parts
 from mimo.protocols import TokenSpec
@@ -474,7 +475,8 @@ def test_a_text_model_takes_no_image(folder):
 
 
 def test_string_content_is_cut_at_its_markers():
-    assert content_parts("<image>a<image><image>b") == ["", None, "a", None, "", None, "b"]
+    image = Medium.IMAGE
+    assert content_parts("<image>a<image><image>b") == ["", image, "a", image, "", image, "b"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,92 @@
+"""The flags of videos: those left out come from the model's video processor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mimo.config.toml_file import flag_name
+from mimo.protocols import TokenSpec, VideoProcessing
+
+if TYPE_CHECKING:
+    from data.energon.provider import Config
+
+# Fields of `VideoProcessing` that are flags, beside `rule`, and values of the flags that leave them to the model.
+FIELDS = ("fps", "num_frames", "min_frames", "max_frames", "min_pixels", "max_pixels", "max_tokens", "resample", "mean",
+          "std")
+OPEN = (None, "auto", ())
+
+
+def with_video_flags(config: Config, find: Callable[[], Sequence[VideoProcessing]]) -> Config:
+    """Return the flags with the settings of videos that they leave to the model filled in.
+
+    Args:
+        config: the flags.
+        find: returns what the model's files specify, one entry a folder; empty for a model that takes no videos.
+
+    Raises:
+        ValueError: the model takes no videos and there are such flags, two folders disagree, or `find` raised it.
+    """
+    given = {name: value for name, value in vars(config).items() if name.startswith("video_") and value not in OPEN}
+    if len(given) == len(FIELDS) + 1:
+        return config
+    found = find()
+    if not found:
+        if given:
+            name, value = next(iter(given.items()))
+            raise ValueError(f"{flag_name(name)} {value}: the model takes no videos; --model-provider qwen2_5_vl and "
+                             "qwen3_vl do")
+        return config
+    first, *others = (_filled(config, processing) for processing in found)
+    for other, processing in zip(others, found[1:], strict=True):
+        names = [name for name, value in vars(first).items() if vars(other)[name] != value]
+        if names:
+            raise ValueError(f"two video processors disagree: {found[0].source} has {flag_name(names[0])} "
+                             f"{vars(first)[names[0]]}, {processing.source} has {vars(other)[names[0]]}; give "
+                             f"{' and '.join(map(flag_name, names))}")
+    return first
+
+
+def _filled(config: Config, processing: VideoProcessing) -> Config:
+    """Return the flags with the open ones filled in from one processor."""
+    values: dict[str, Any] = {f"video_{name}": getattr(processing, name) for name in FIELDS}
+    if config.video_num_frames and config.video_fps is None:
+        values["video_fps"] = 0.0
+    elif config.video_fps and config.video_num_frames is None:
+        values["video_num_frames"] = 0
+    rule = processing.rule if config.video_processing == "auto" else config.video_processing
+    return replace(config, video_processing=rule, **{name: value for name, value in values.items()
+                                                     if vars(config)[name] in OPEN})
+
+
+def video_processing_of(config: Config, tokens: TokenSpec) -> VideoProcessing | None:
+    """Return how videos become pixels under flags that are filled in; None if the model takes none.
+
+    Raises:
+        ValueError: the flags cannot work, or were not filled in; the message names them and their values.
+    """
+    if tokens.video_token_id < 0 or tokens.image_token_id < 0:
+        return None
+    values = {name: vars(config)[f"video_{name}"] for name in FIELDS}
+    rule = config.video_processing
+    for name, value in values.items():
+        if rule == "auto" or value in OPEN:
+            raise ValueError(f"{flag_name(f'video_{name}')} {value}: not filled in from the model")
+    for name in ("fps", "num_frames", "max_tokens"):
+        if values[name] < 0:
+            raise ValueError(f"{flag_name(f'video_{name}')} {values[name]}: must not be negative")
+    if values["fps"] and values["num_frames"]:
+        raise ValueError(f"--video-fps {values['fps']} --video-num-frames {values['num_frames']}: give one of them")
+    for unit in ("frames", "pixels"):
+        least, most = values[f"min_{unit}"], values[f"max_{unit}"]
+        if not 1 <= least <= most:
+            raise ValueError(f"--video-min-{unit} {least} --video-max-{unit} {most}: need 1 <= min <= max")
+    for name in ("mean", "std"):
+        if len(values[name]) != tokens.num_channels:
+            raise ValueError(f"{flag_name(f'video_{name}')} {' '.join(map(str, values[name]))}: the encoder takes "
+                             f"{tokens.num_channels} channels")
+    if min(values["std"]) <= 0:
+        raise ValueError(f"--video-std {' '.join(map(str, values['std']))}: must be positive")
+    return VideoProcessing(rule=rule, temporal_patch_size=tokens.temporal_patch_size, timestamps=rule == "qwen3_vl",
+                           source="the flags of the data", **values)

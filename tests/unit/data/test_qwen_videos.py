@@ -1,0 +1,404 @@
+"""Tokens, frames, pixels and positions of videos are those of the Qwen-VL families' processors in transformers."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer
+from transformers import (
+    AutoProcessor,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLProcessor,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+from transformers.models.qwen2_vl import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+from transformers.video_utils import VideoMetadata
+
+from data.conversation_files.provider import provider as conversations
+from data.energon.provider import Config as EnergonConfig
+from data.energon.provider import provider as energon
+from mimo.commands.main import main
+from mimo.config.cli import parse
+from mimo.data.collate import PatchOrder, Placeholders, collate_text, expand_images, packed_patches
+from mimo.grid.layout import build_layout
+from mimo.protocols import DataRequest, Sample, VideoProcessing
+from mimo.registry import model_provider
+from mimo.visual import count_tokens
+from providers.common import qwen_processor
+from providers.common.vision_language import VISION
+from tests.support.chat_templates import QWEN2_VL
+from tests.support.small_tokenizer import write_tokenizer
+from tests.support.videos import all_frames, write_video
+
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+IDS = {"vision_start_token_id": 5, "vision_end_token_id": 6, "image_token_id": 7, "video_token_id": 8}
+FLAGS = [f"--{name.replace('_', '-')}={number}" for name, number in IDS.items()]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:multiprocessing", "ignore:This DataLoader will create:UserWarning")
+RATES = [2, 5, 10, 24, 25, 30, Fraction(30000, 1001), Fraction(25, 2)]
+PATCH = {"qwen2_5_vl": 14, "qwen3_vl": 16}
+# Small limits, so that some videos are reduced and others enlarged. Sampled and not sampled.
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "qwen2_5_vl": [
+        {"size": {"shortest_edge": 8 * 28 * 28, "longest_edge": 30 * 28 * 28}},
+        {"size": {"shortest_edge": 3136, "longest_edge": 20 * 28 * 28}, "do_sample_frames": True, "fps": 2.0,
+         "min_frames": 2, "max_frames": 9},
+        {"size": {"shortest_edge": 3136, "longest_edge": 40 * 28 * 28}, "do_sample_frames": True, "num_frames": 4,
+         "cap_pixels_per_frame": True, "max_video_tokens": 60},
+    ],
+    "qwen3_vl": [
+        {"size": {"shortest_edge": 4096, "longest_edge": 60 * 32 * 32}},
+        {"size": {"shortest_edge": 64 * 32 * 32, "longest_edge": 256 * 32 * 32}, "fps": 3.5, "min_frames": 5,
+         "max_frames": 11, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]},
+        {"size": {"shortest_edge": 4096, "longest_edge": 256 * 32 * 32}, "cap_pixels_per_frame": True,
+         "max_video_tokens": 6, "resample": 2},
+    ],
+}
+SEQ_LENGTH = 4096
+
+
+def write_processor(folder: Path, family: str, settings: dict[str, Any]) -> Any:
+    """Save a family's processor, whose files this project reads too."""
+    write_tokenizer(folder, special=SPECIAL, chat_template=QWEN2_VL, bos=False)
+    whole, videos = {"qwen2_5_vl": (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor),
+                     "qwen3_vl": (Qwen3VLProcessor, Qwen3VLVideoProcessor)}[family]
+    images = Qwen2VLImageProcessor(patch_size=PATCH[family], size={
+        "shortest_edge": 4 * PATCH[family]**2, "longest_edge": 64 * PATCH[family]**2})
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.no_truncation()
+    backend.no_padding()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", extra_special_tokens={
+            "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_bos_token": "<|vision_start|>",
+            "vision_eos_token": "<|vision_end|>"})
+    whole(images, tokenizer, videos(**settings), chat_template=QWEN2_VL).save_pretrained(folder)
+    return AutoProcessor.from_pretrained(folder)
+
+
+def config_of(family: str, folder: Path, *flags: str) -> Any:
+    return parse(["--model-provider", family, "--dataset-provider", "conversations", "--load-hf", str(folder),
+                  "--tokenizer", str(folder), "--data-path", str(folder / "train.jsonl"), "--vocab-size", "400",
+                  "--num-workers", "0", "--no-shuffle", *FLAGS, *flags])
+
+
+def request_of(config: Any, lanes: int = 1, seq_length: int = SEQ_LENGTH) -> DataRequest:
+    provider = model_provider(config.model.model_provider)
+    return DataRequest(provider.token_spec(config.model_family),
+                       partial(count_tokens, provider, config.model_family, VISION), lanes, 1, seq_length, 3,
+                       model="Qwen25VlProvider")
+
+
+def read(config: Any, count: int, asks: DataRequest | None = None, lanes: Sequence[int] = (0,)) -> list[Sample]:
+    asks = asks or request_of(config)
+    conversations.validate(config.dataset, asks)
+    reader = conversations.reader(config.dataset, asks, lanes)
+    reader.start()
+    try:
+        return [reader.read(lane) for _ in range(count) for lane in lanes]
+    finally:
+        reader.close()
+
+
+def videos_of(count: int) -> list[tuple[bytes, Fraction | int]]:
+    """Videos of random lengths, sizes and rates."""
+    rng = np.random.default_rng(1)
+    made = []
+    for seed in range(count):
+        height, width = (2 * int(side) for side in rng.integers(8, 90, 2))
+        rate = RATES[int(rng.integers(len(RATES)))]
+        made.append((write_video(int(rng.integers(4, 40)), height, width, rate, seed=seed), rate))
+    return made
+
+
+def placeholders_of(config: Any) -> Placeholders:
+    layout = build_layout(config.layout, 2, (VISION,))
+    return Placeholders.of(model_provider(config.model.model_provider), config.model_family, layout)
+
+
+def positions_of(config: Any, row: Sample) -> np.ndarray:
+    batch = collate_text([row], images=placeholders_of(config), seq_length=SEQ_LENGTH, vocab_size=400, pad_token_id=0)
+    return batch.position_ids[:, 0].numpy()
+
+
+def positions_of_transformers(family: str, inputs: Any) -> np.ndarray:
+    """Return what `get_rope_index` of a tiny model gives."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen3VLConfig, Qwen3VLModel
+
+    kind, model = {"qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLModel), "qwen3_vl": (Qwen3VLConfig, Qwen3VLModel)}[family]
+    text = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1,
+            "intermediate_size": 16, "vocab_size": 400, "head_dim": 8}
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 16,
+              "tokens_per_second": 2} | ({"deepstack_visual_indexes": [0]} if family == "qwen3_vl" else {})
+    tiny = model(kind(text_config=text, vision_config=vision, **IDS))
+    extra = {"second_per_grid_ts": torch.tensor(inputs["second_per_grid_ts"])} if family == "qwen2_5_vl" else {}
+    positions, _ = tiny.get_rope_index(
+        torch.tensor(inputs["input_ids"]), video_grid_thw=torch.tensor(inputs["video_grid_thw"]),
+        mm_token_type_ids=torch.tensor(inputs["mm_token_type_ids"]),
+        attention_mask=torch.tensor(inputs["attention_mask"]), **extra)
+    return positions[:, 0].numpy()
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("family", "setting"), [(family, number) for family in SETTINGS for number in range(3)])
+def test_videos_become_what_transformers_makes_of_them(tmp_path, family, setting, count, record_property):
+    processor = write_processor(tmp_path, family, SETTINGS[family][setting])
+    made = videos_of(count)
+    with (tmp_path / "train.jsonl").open("w") as file:
+        for number, (content, _) in enumerate(made):
+            (tmp_path / f"{number}.mp4").write_bytes(content)
+            file.write(json.dumps({"messages": [
+                {"role": "user", "content": f"<video>\nwhat is in picture {number}?"},
+                {"role": "assistant", "content": "a red cat"}], "videos": [f"{number}.mp4"]}) + "\n")
+    config = config_of(family, tmp_path, "--vision-tokens-per-second=2" if family == "qwen2_5_vl" else "--seed=1")
+    asks, order = request_of(config), PatchOrder(PATCH[family], 2, 2)
+    std = max(processor.video_processor.image_std)
+    other_positions = 0
+    for number, row in enumerate(read(config, count, asks)):
+        content, rate = made[number]
+        frames = all_frames(content)
+        text = processor.apply_chat_template([
+            {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": f"what is in picture {number}?"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "a red cat"}]}], tokenize=False)
+        theirs = processor(
+            text=[text], videos=[frames], return_tensors="np", video_metadata=[
+                VideoMetadata(total_num_frames=len(frames), fps=float(rate), frames_indices=list(range(len(frames))))])
+        ours = expand_images(row, placeholders_of(config))
+        assert ours.tokens.tolist() == theirs["input_ids"][0].tolist(), number
+        patches = packed_patches(row.images, row.image_sizes, order, torch.float32)
+        expected = theirs["pixel_values_videos"]
+        assert patches["pixel_values"][0].shape == expected.shape
+        assert np.abs(patches["pixel_values"][0].numpy() - expected).max() * 255 * std < 1e-2, number
+        positions = positions_of(config, row)[:, : len(ours.tokens)]
+        their_positions = positions_of_transformers(family, theirs)
+        last = int(np.flatnonzero(ours.tokens == IDS["video_token_id"])[-1])
+        # Behind the video of Qwen2.5-VL, later releases of transformers go on in another way than vLLM.
+        assert np.array_equal(positions[:, : last + 1], their_positions[:, : last + 1]), number
+        other_positions += not np.array_equal(positions, their_positions)
+    record_property("videos on whose positions transformers and vLLM disagree", other_positions)
+    assert family == "qwen2_5_vl" or not other_positions
+
+
+SHORT = {"size": {"shortest_edge": 4096, "longest_edge": 40 * 32 * 32}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-VL processor and a few videos: two short ones, one with sound, and six images."""
+    folder = tmp_path_factory.mktemp("videos")
+    write_processor(folder, "qwen3_vl", SHORT)
+    for name, sound in (("a", False), ("b", True)):
+        (folder / f"{name}.mp4").write_bytes(write_video(30, 64, 96, 10, sound=sound, seed=ord(name)))
+    for number, frame in enumerate(all_frames((folder / "a.mp4").read_bytes())[:6]):
+        Image.fromarray(frame).save(folder / f"{number}.png")
+    return folder
+
+
+def asked(content: Any, answer: str = "a cat") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+
+
+def said(question: str) -> list[dict[str, str]]:
+    return [{"from": "human", "value": question}, {"from": "gpt", "value": "a cat"}]
+
+
+def write(folder: Path, records: Sequence[Any]) -> None:
+    (folder / "train.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+
+def same(one: Sample, other: Sample) -> bool:
+    assert one.images is not None and other.images is not None
+    return (np.array_equal(one.tokens, other.tokens) and list(one.image_sizes) == list(other.image_sizes)
+            and all(map(np.array_equal, one.images, other.images)))
+
+
+def forms(folder: Path) -> list[Any]:
+    """The same conversation about `a.mp4` in every form."""
+    url = f"data:video/mp4;base64,{base64.b64encode((folder / 'a.mp4').read_bytes()).decode()}"
+    text = {"type": "text", "text": "what?"}
+    return [
+        {"video": "a.mp4", "conversations": said("<video>\nwhat?")},
+        {"video": "a.mp4", "conversations": said("<image>\nwhat?")},  # LLaVA-Video's marker
+        {"videos": ["a.mp4"], "messages": asked("<video>what?")},
+        {"videos": [{"path": "a.mp4"}], "messages": asked([{"type": "video"}, text])},
+        {"messages": asked([{"type": "video", "video": "a.mp4"}, text])},
+        {"messages": asked([{"video": f"file://{folder}/a.mp4"}, {"text": "what?"}])},
+        {"messages": asked([{"type": "video_url", "video_url": {"url": url}}, text])},
+        {"video": "a.mp4", "question": "what?", "answer": "a cat"},
+        {"video": "a.mp4", "texts": [{"user": "what?", "assistant": "a cat"}]},
+    ]
+
+
+def test_every_form_of_a_record_shows_its_video(folder):
+    records = forms(folder)
+    write(folder, records)
+    first, *others = read(config_of("qwen3_vl", folder), len(records))
+    assert [size.frames for size in first.image_sizes] == [2] * 3 and first.images[0].shape[:2] == (2, 3)
+    for number, row in enumerate(others, 2):
+        assert same(first, row), number
+    write(folder, [{"video": "a.mp4", "caption": "a cat"}])
+    (caption,) = read(config_of("qwen3_vl", folder), 1)
+    assert np.array_equal(np.concatenate(caption.images), np.concatenate(first.images))
+
+
+def test_images_and_videos_keep_the_order_of_the_text(folder):
+    write(folder, [{"images": ["0.png", "1.png"], "videos": ["a.mp4"],
+                    "messages": asked("<image> and <video> and <image>")}])
+    (row,) = read(config_of("qwen3_vl", folder, "--video-num-frames", "4"), 1)
+    assert [len(size) for size in row.image_sizes] == [2, 4, 4, 2]
+    shown = row.tokens[np.isin(row.tokens, [7, 8])].tolist()
+    assert shown == [7, 8, 8, 7] and [image.ndim for image in row.images] == [3, 4, 4, 3]
+
+
+def test_images_with_a_rate_are_a_video(folder):
+    frames = [f"{number}.png" for number in range(5)]
+    write(folder, [{"video": frames, "fps": 2, "messages": asked("<video>what?")},
+                   {"messages": asked([{"type": "video", "video": frames, "sample_fps": 2.0},
+                                       {"type": "text", "text": "what?"}])}])
+    config = config_of("qwen3_vl", folder)
+    one, other = read(config, 2)
+    assert same(one, other) and len(one.image_sizes) == 3, "the last of five frames is repeated"
+    text = conversations.decode(config.dataset, one.tokens[one.tokens < 400].tolist())
+    assert re.findall(r"<([\d.]+) seconds>", text) == ["0.2", "1.2", "2.0"]
+    assert np.array_equal(one.images[2][0], one.images[2][1])
+
+
+def test_flags_choose_the_frames(folder):
+    write(folder, [{"video": "a.mp4", "messages": asked("<video>what?")}])
+    for flags, frames in ((["--video-fps", "4"], 12), (["--video-num-frames", "6"], 6),
+                          (["--video-fps", "9", "--video-max-frames", "8"], 8)):
+        (row,) = read(config_of("qwen3_vl", folder, *flags), 1)
+        assert sum(size.frames for size in row.image_sizes) == frames, flags
+    (row,) = read(config_of("qwen3_vl", folder, "--video-max-tokens", "4"), 1)
+    assert {size[:2] for size in row.image_sizes} == {(32, 64)}
+    for flags, message in (
+            (["--video-fps", "1", "--video-num-frames", "4"], "--video-fps 1.0 --video-num-frames 4: give one of them"),
+            (["--video-min-pixels", "10", "--video-max-pixels", "5"], "--video-min-pixels 10 --video-max-pixels 5"),
+            (["--video-fps", "-1"], "--video-fps -1.0: must not be negative")):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            read(config_of("qwen3_vl", folder, *flags), 1)
+    with pytest.raises(ValueError, match=re.escape("--video-fps 1.0: the model takes no videos; --model-provider")):
+        parse(["--model-provider", "mock", "--dataset-provider", "conversations", "--video-fps", "1"])
+
+
+def test_bad_videos_are_passed_over_by_name(tmp_path, folder, caplog):
+    write_processor(tmp_path, "qwen3_vl", SHORT)
+    bad = {
+        "empty.mp4": (b"", "video empty.mp4 is empty"),
+        "text.mp4": (b"no video" * 99, "undecodable video text.mp4: Invalid data found"),
+        "cut.mp4": ((folder / "a.mp4").read_bytes()[:900], "undecodable video cut.mp4: Invalid data found"),
+        "one.mp4": (write_video(1, 64, 64), "video one.mp4: is too short: it has 1 frame, and the model takes 2 at"),
+        "long.mp4": (write_video(400, 64, 64, 2), "tokens, "),
+        "large.mp4": (write_video(4, 64, 512), "video large.mp4 has frames of 64x512 pixels, more than --max-image-pi"),
+        "none.mp4": (None, "video 'none.mp4': there is no file"),
+    }
+    for name, (content, _) in bad.items():
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+    (tmp_path / "good.mp4").write_bytes((folder / "b.mp4").read_bytes())
+    write(tmp_path, [{"video": name, "messages": asked("<video>what?")} for name in ("good.mp4", *bad, "good.mp4")])
+    config = config_of("qwen3_vl", tmp_path, "--max-image-pixels", "20000")
+    with caplog.at_level(logging.INFO, "mimo.data"):
+        first, second = read(config, 2, request_of(config, seq_length=500))
+    assert same(first, second)
+    for message, (name, (_, reason)) in zip(second.skipped, bad.items(), strict=True):
+        assert reason in message, name
+    assert "--video-fps, --video-max-frames and --video-max-pixels make fewer" in second.skipped[4]
+    assert caplog.text.count("videos have sound, such as good.mp4: it is not read") == 1
+
+
+def test_lanes_share_the_batch_and_go_on_where_they_stopped(folder):
+    write(folder, [{"video": f"{'ab'[number % 2]}.mp4", "messages": asked("<video>what?", f"number {number}")}
+                   for number in range(12)])
+    flags = ["--packing-buffer-size", "3", "--video-num-frames", "2", "--num-workers", "1"]
+    config = config_of("qwen3_vl", folder, *flags)
+    asks = request_of(config, lanes=2, seq_length=300)
+    together = read(config, 4, asks, lanes=(0, 1))
+    apart = [read(config, 4, asks, lanes=(lane,)) for lane in (0, 1)]
+    for place, row in enumerate(together):
+        assert same(row, apart[place % 2][place // 2]) and row.lengths == apart[place % 2][place // 2].lengths
+    reader = conversations.reader(config.dataset, asks, (0,))
+    reader.start()
+    for _ in range(2):
+        reader.read(0)
+    states = reader.state_dict(reader.mark())
+    reader.close()
+    again = conversations.reader(config.dataset, asks, (0,))
+    again.load_state_dict(states)
+    again.start()
+    try:
+        assert all(same(again.read(0), row) for row in apart[0][2:])
+    finally:
+        again.close()
+
+
+def test_shards_hold_the_videos_of_the_files(tmp_path, folder, capsys):
+    frames = [f"{number}.png" for number in range(4)]
+    records = [*forms(folder), {"video": frames, "fps": 2, "image": "5.png", "messages": asked("<image><video>what?")}]
+    write(folder, [*records, {"video": "train.jsonl", "messages": asked("<video>what?")}])
+    config = config_of("qwen3_vl", folder)
+    expected = read(config, len(records))
+    out = tmp_path / "shards"
+    assert main(["convert-data", str(folder / "train.jsonl"), str(out)]) == 0
+    assert f"line:{len(records) + 1}: undecodable video train.jsonl" in capsys.readouterr().out
+    shards = EnergonConfig(**{field.name: getattr(config.dataset, field.name) for field in fields(EnergonConfig)})
+    reader = energon.reader(replace(shards, data_path=str(out)), request_of(config), [0])
+    reader.start()
+    try:
+        assert all(same(reader.read(0), row) for row in expected)
+    finally:
+        reader.close()
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"patch_size": 14}, "patch_size = 14 is not supported; supported: 16, as the model has it"),
+    ({"do_resize": False}, "do_resize = False is not supported"),
+    ({"video_processor_type": "LlavaVideoProcessor"}, "video_processor_type = 'LlavaVideoProcessor' is not supported"),
+    ({"crop_size": {"height": 5}}, "To do without the file give --video-processing and all other --video-... flags"),
+])
+def test_what_a_file_asks_for_and_is_not_done_is_refused_by_name(tmp_path, change, message):
+    (tmp_path / "video_preprocessor_config.json").write_text(
+        json.dumps({"video_processor_type": "Qwen3VLVideoProcessor", **change}))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model_provider("qwen3_vl").video_processing(model_provider("qwen3_vl").Config(), str(tmp_path))
+
+
+def test_class_defaults_are_those_of_transformers():
+    for rule, kind in (("qwen2_5_vl", Qwen2VLVideoProcessor), ("qwen3_vl", Qwen3VLVideoProcessor)):
+        theirs = kind()
+        for key, value in qwen_processor.VIDEO_DEFAULTS[rule].items():
+            found = getattr(theirs, key, None)
+            found = dict(found) if key == "size" else tuple(found) if isinstance(found, list) else found
+            assert found == value, key
+
+
+@pytest.mark.parametrize("family", SETTINGS)
+@pytest.mark.parametrize("setting", range(3))
+def test_an_export_has_the_processor_of_training(tmp_path, family, setting):
+    """The files that this project writes give transformers and this project what those of transformers do."""
+    theirs = write_processor(tmp_path, family, SETTINGS[family][setting]).video_processor
+    config = config_of(family, tmp_path)
+    provider = model_provider(family)
+    videos: VideoProcessing | None = conversations.video_processing(config.dataset, request_of(config).tokens)
+    assert videos is not None and videos == provider.video_processing(config.model_family, str(tmp_path))
+    (tmp_path / "new").mkdir()
+    provider.write_video_processing(config.model_family, tmp_path / "new", videos)
+    assert provider.video_processing(config.model_family, str(tmp_path / "new")) == videos
+    ours = type(theirs).from_pretrained(tmp_path / "new")
+    for key in ("size", "fps", "num_frames", "min_frames", "max_frames", "do_sample_frames", "image_mean", "resample"):
+        if theirs.do_sample_frames or key not in ("fps", "num_frames"):
+            found, expected = getattr(ours, key, None), getattr(theirs, key, None)
+            assert found == expected or (family == "qwen2_5_vl" and not found and not expected), key
