@@ -35,6 +35,10 @@ FOREIGN_FLAGS = {
     "--check-for-nan-in-loss-and-grad": "use --check-for-nan-in-loss, which is on by default",
     "--calculate-per-token-loss": "always on: the loss is the mean over the target tokens of the global batch; leave "
                                   "it out",
+    "--cross-entropy-loss-fusion": "Transformer Engine's cross entropy is used with its layers; leave it out, or use "
+                                   "--logits-chunk-size to save memory",
+    "--cross-entropy-fusion-impl": "Transformer Engine's cross entropy is used with its layers; leave it out, or use "
+                                   "--logits-chunk-size to save memory",
     # Grids.
     "--tensor-model-parallel-size": "use --llm-tp and --encoder-tp",
     "--pipeline-model-parallel-size": "use --llm-pp and --encoder-pp",

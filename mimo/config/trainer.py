@@ -280,6 +280,10 @@ class ModelConfig:
     encoder_recompute_modules: str = ""
     """With --encoder-recompute selective, parts of each layer to recompute, separated by commas: core_attn, mlp and
     layernorm. Default: core_attn."""
+    logits_chunk_size: int | None = None
+    """Tokens whose logits a rank has in memory at a time, for losses, evaluation, log-probs and entropies. The backward
+    pass computes them again. For long rows and large vocabularies. Default: all
+    tokens of a microbatch."""
     moe_permute_fusion: bool = True
     """Sort tokens by expert and back with Transformer Engine's fused kernels; --no-moe-permute-fusion uses several
     PyTorch kernels, as do --deterministic-mode and local layers."""
@@ -371,7 +375,7 @@ class ModelConfig:
             refuse("shared_experts" in self.recomputed_modules(LANGUAGE), "--moe-shared-expert-overlap with "
                    f"--recompute-modules {self.recompute_modules}: shared experts that run while tokens travel "
                    "cannot be recomputed by themselves; use moe")
-        refuse_below(self, {"recompute_num_layers": 1})
+        refuse_below(self, {"recompute_num_layers": 1, "logits_chunk_size": 1})
         refuse(self.recompute_num_layers is not None and self.recompute != "full",
                f"--recompute-num-layers {self.recompute_num_layers} needs --recompute full, it is {self.recompute}")
 

@@ -256,6 +256,9 @@ def _check_sequence(config: RunConfig) -> None:
     train = config.train
     refuse(config.layout.cp_comm_type != LayoutConfig.cp_comm_type and config.layout.llm_cp == 1,
            f"--cp-comm-type {config.layout.cp_comm_type} needs --llm-cp above 1; leave it out")
+    chunk = config.model.logits_chunk_size
+    refuse(chunk is not None and chunk < train.micro_batch_size, f"--logits-chunk-size {chunk} is below "
+           f"--micro-batch-size {train.micro_batch_size}: it holds a token of every row at least")
     tp = config.layout.llm_tp
     refuse(config.layout.sequence_parallel and train.seq_length % tp != 0,
            f"--seq-length {train.seq_length} is not divisible by --llm-tp {tp}, which --sequence-parallel needs; "

@@ -18,6 +18,7 @@ from mimo.config.trainer import RunConfig
 from mimo.grid.groups import Grids
 from mimo.model.fp8 import use_fp8
 from mimo.model.layer_ops import accumulate_into_main_grad, call_norm_kernels, install_packed_rotary, install_split
+from mimo.model.language import PaddedVocabulary
 from mimo.model.mimo_model import HeteroModel
 from mimo.model.moe import install_padded_routing
 from mimo.model.packed_experts import choose_grouped_gemm
@@ -165,6 +166,13 @@ def build_model(
         spans or Spans(),
         lambda name: _seed(config.train.seed, grids, name, platform),
     )
+    chunk = config.model.logits_chunk_size
+    if chunk is not None and model.language_model is not None:
+        if not isinstance(model.language_model, PaddedVocabulary):
+            raise ValueError(f"--logits-chunk-size {chunk}: --model-provider {config.model.model_provider} builds "
+                             f"{type(model.language_model).__name__}, which is no mimo.model.language.PaddedVocabulary "
+                             "and has the logits of all tokens at once; leave it out")
+        model.language_model.logits_chunk = chunk
     freeze(model, config.model.frozen)
     if impl == "transformer_engine":
         call_norm_kernels(model)

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.mimo.config.role import RankRole
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe.router import TopKRouter
 
 OVERRIDDEN = {
@@ -131,3 +133,14 @@ def set_tensor_parallel_group(layer: Any, group: Any) -> None:
     """
     if vars(layer).get("_tp_group", group) is None:
         layer._tp_group = group
+
+
+def accumulate_weight_gradient(inputs: torch.Tensor, of_outputs: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """Add the weight gradient of a product, `[tokens, in]` and `[tokens, out]`, to `main_grad` in one kernel of apex.
+
+    `tensor_parallel.layers.fused_weight_gradient_mlp_cuda`, which Megatron Core imports where it is installed.
+    """
+    kernels = layers.fused_weight_gradient_mlp_cuda
+    accumulate = (kernels.wgrad_gemm_accum_fp32 if main_grad.dtype is torch.float32
+                  else kernels.wgrad_gemm_accum_fp16)
+    accumulate(inputs, of_outputs, main_grad)

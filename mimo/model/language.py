@@ -42,6 +42,7 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from mimo.model.layer_specs import IMPLS, norm_builder
 from mimo.model.moe import LocalMoELayer
 from mimo.model.mtp import MtpBlock, MtpInputs
+from mimo.model.output_layer import OutputLayer, TokenFunction
 from mimo.model.packed_attention import ContextParallelAttention, PackedDotProductAttention
 from mimo.model.torch_layers.norms import Norm
 
@@ -56,11 +57,35 @@ class PaddedVocabulary(LanguageModule):
     vocab_size: int
     true_vocab_size: int
     mtp_process: bool
+    logits_chunk: int | None = None
+    """Most tokens whose logits are in memory at a time; None: all tokens of a microbatch."""
 
     def set_true_vocab_size(self, true_vocab_size: int) -> None:
         """Say how many rows stand for tokens, at most `vocab_size`, which counts the padding rows too."""
         assert 0 < true_vocab_size <= self.vocab_size, f"{true_vocab_size} tokens in {self.vocab_size} rows"
         self.true_vocab_size = true_vocab_size
+        if self.post_process:
+            OutputLayer.widen(self.output_layer)
+
+    def token_values(self, hidden: torch.Tensor, function: TokenFunction) -> tuple[torch.Tensor, ...]:
+        """Apply a function to the logits of all tokens, `logits_chunk` of them at a time.
+
+        Args:
+            hidden: what the layers return, `[s, b, h]`; with sequence parallelism this rank's part of `s`.
+            function: what to compute.
+        """
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        scaled = replace(function, compute=lambda logits, *inputs: function.compute(self._scale_logits(logits), *inputs))
+        found: tuple[torch.Tensor, ...] = self.output_layer(hidden, weight, function=scaled, chunk=self.logits_chunk)
+        return found
+
+    def token_losses(self, labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each token, `[b, s]`, from labels `[b, s]` and hidden states."""
+        return self.token_values(hidden, TokenFunction(self.losses_of_logits, (labels,)))[0]
+
+    def losses_of_logits(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor]:
+        """Return the loss of each token, as a `TokenFunction` does."""
+        return (self.compute_language_model_loss(labels.t(), logits).t(),)
 
     def _scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
         # The one place that loss and returned logits have in common.
@@ -155,6 +180,23 @@ class LanguageModel(PaddedVocabulary, GPTModel):
                 self.config.kv_channels, self.rotary_base, self.config.mrope_section, interleaved=interleaved_sections)
         self.set_true_vocab_size(true_vocab_size)
 
+    def forward(self, *, labels: torch.Tensor | None = None, function: TokenFunction | None = None,
+                **inputs: Any) -> Any:
+        """Do as Megatron Core's method does, with the logits of `logits_chunk` tokens at a time.
+
+        Args:
+            labels: int64 `[b, s]`; the result is the loss of each token.
+            function: without labels, the result is this function's, instead of the logits of all tokens.
+            inputs: further arguments of `GPTModel.forward`.
+        """
+        if labels is not None:
+            return super().forward(**inputs, output_processor=lambda hidden_states, **_: self.token_losses(
+                labels, hidden_states))
+        if function is not None:
+            return super().forward(**inputs, output_processor=lambda hidden_states, **_: self.token_values(
+                hidden_states, function))
+        return super().forward(**inputs)
+
 
 class HybridLanguageModel(PaddedVocabulary, HybridModel):
     """A decoder whose layers follow a pattern of Mamba-2, attention, MoE and dense layers.
@@ -188,36 +230,38 @@ class HybridLanguageModel(PaddedVocabulary, HybridModel):
             self.mtp_process = True
         super().setup_embeddings_and_output_layer()
 
-    def forward(self, *, labels: torch.Tensor | None = None, packed_seq_params: PackedSeqParams | None = None,
-                mtp_inputs: MtpInputs | None = None, decoder_input: torch.Tensor | None = None,
-                **inputs: Any) -> torch.Tensor:
+    def forward(self, *, labels: torch.Tensor | None = None, function: TokenFunction | None = None,
+                packed_seq_params: PackedSeqParams | None = None, mtp_inputs: MtpInputs | None = None,
+                decoder_input: torch.Tensor | None = None, padding_mask: torch.Tensor | None = None,
+                **inputs: Any) -> Any:
         """Do as Megatron Core's method does; without labels, multi-token prediction does not run.
 
         Args:
-            labels: int64 `[b, s]`; None: the result is logits.
+            labels: int64 `[b, s]`; the result is the loss of each token.
+            function: without labels, the result is this function's, instead of the logits of all tokens.
             packed_seq_params: where the sequences of a packed row start.
             mtp_inputs: tokens for multi-token prediction, given with `labels` to a stage that has it.
             decoder_input: embeddings `[s, b, h]` on the first stage.
-            inputs: further arguments of `HybridModel.forward`, all without effect on a stage with multi-token
-                prediction.
+            padding_mask: tokens that routers leave out.
+            inputs: further arguments of `HybridModel.forward`, all without effect on the last stage.
         """
-        if not self.mtp_process:
+        if not self.post_process:
             return super().forward(labels=labels, packed_seq_params=packed_seq_params, decoder_input=decoder_input,
-                                   **inputs)
-        hidden = self.decoder(hidden_states=decoder_input, attention_mask=None, packed_seq_params=packed_seq_params)
-        if labels is None:
-            return self._logits(hidden).transpose(0, 1).contiguous()
-        assert mtp_inputs is not None, "multi-token prediction reads the tokens"
-        predictions = self.mtp(hidden, mtp_inputs, self.embedding, packed_seq_params)
-        hidden = self.mtp.attach_losses(hidden, predictions, mtp_inputs, self._losses)
-        return self._losses(labels, hidden)
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        return self._scale_logits(self.output_layer(hidden, weight=weight)[0])
-
-    def _losses(self, labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        return self.compute_language_model_loss(labels, self._logits(hidden))
+                                   padding_mask=padding_mask, **inputs)
+        # Layers of a hybrid decoder take no position embeddings.
+        hidden = self.decoder(hidden_states=decoder_input, attention_mask=None, packed_seq_params=packed_seq_params,
+                              padding_mask=padding_mask)
+        if labels is not None:
+            if self.mtp_process:
+                assert mtp_inputs is not None, "multi-token prediction reads the tokens"
+                predictions = self.mtp(hidden, mtp_inputs, self.embedding, packed_seq_params)
+                hidden = self.mtp.attach_losses(hidden, predictions, mtp_inputs, self.token_losses)
+            return self.token_losses(labels, hidden)
+        if function is not None:
+            return self.token_values(hidden, function)
+        logits, _ = self.output_layer(hidden, self.shared_embedding_or_output_weight()
+                                      if self.share_embeddings_and_output_weights else None)
+        return self._scale_logits(logits).transpose(0, 1).contiguous()
 
 
 # Layers of a hybrid decoder (Mamba-2, attention, experts, dense MLP), with Transformer Engine or in plain PyTorch.

@@ -22,8 +22,9 @@ from mimo.bridge.colocated import ColocatedBridge
 from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.grid.groups import Grids
 from mimo.model import compat
-from mimo.model.language import HybridLanguageModel
+from mimo.model.language import HybridLanguageModel, PaddedVocabulary
 from mimo.model.mtp import MtpBlock, MtpInputs
+from mimo.model.output_layer import TokenFunction
 from mimo.model.packed_attention import packed_seq_params
 from mimo.model.submodule import FeatureQueue
 from mimo.observability.spans import Kind, Spans, Trace
@@ -45,6 +46,10 @@ class FeatureWindows(Protocol):
     def destroy(self) -> None:
         """Release their process groups."""
         ...
+
+
+FunctionOfText = Callable[[TextBatch], TokenFunction]
+"""Makes the `TokenFunction` of a microbatch from its language side, on the device."""
 
 
 class _SumGradients(torch.autograd.Function):
@@ -141,31 +146,33 @@ class HeteroModel(MimoModel):
         if self.windows is not None:
             self.windows.destroy()
 
-    def forward(self, batch: Microbatch, with_labels: bool = True) -> torch.Tensor | dict[str, torch.Tensor]:
+    def forward(self, batch: Microbatch, with_labels: bool = True, function: FunctionOfText | None = None) -> Any:
         """Run one microbatch through the modules of this rank.
 
         Args:
             batch: this rank's side of the microbatch, on the device.
             with_labels: whether the last language stage returns losses instead of logits.
+            function: what the last language stage returns instead of either.
 
         Returns:
             `{module: activations}` on ranks whose output goes to another rank; on the last language stage the loss of
-            each token, float32 `[b, s]`, or vocabulary-parallel logits `[b, s, vocab / tp]`.
+            each token, float32 `[b, s]`, vocabulary-parallel logits of all tokens `[b, s, vocab / tp]`, or the tensors
+            of `function`, `[b, s]`.
         """
         received, self.input_tensors = self.input_tensors, None
         received = received or {}
         if self.windows is not None:
-            output = self._language(batch, {**received, **self.windows.before_forward()}, with_labels)
+            output = self._language(batch, {**received, **self.windows.before_forward()}, with_labels, function)
             self.windows.after_forward()
             return output
         if not self.grids.bridged and self.grids.layout.encoders:
             rows = {name: self._encode(name, side, None) for name, side in batch.encoders.items()}
             for (name, _), bridge in self.colocated_comms.items():
                 rows[name] = bridge.communicate(rows[name])
-            return self._language(batch, {**received, **rows}, with_labels)
+            return self._language(batch, {**received, **rows}, with_labels, function)
         if self.role.has_modality_modules:
             return {name: self._encode(name, side, received.get(name)) for name, side in batch.encoders.items()}
-        return self._language(batch, received, with_labels)
+        return self._language(batch, received, with_labels, function)
 
     def _encode(self, name: str, side: EncoderBatch, hidden: torch.Tensor | None) -> torch.Tensor:
         """One encoder on this rank: `[rows, hidden]` on its last stage, hidden states before."""
@@ -187,8 +194,9 @@ class HeteroModel(MimoModel):
         return output
 
     def _language(
-        self, batch: Microbatch, received: Mapping[str, torch.Tensor], with_labels: bool
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        self, batch: Microbatch, received: Mapping[str, torch.Tensor], with_labels: bool,
+        function: FunctionOfText | None,
+    ) -> Any:
         text = batch.text
         assert text is not None, "language ranks hold text"
         packed, length = text.packed, text.input_ids.shape[1]
@@ -205,6 +213,14 @@ class HeteroModel(MimoModel):
         embeddings, labels, _, _ = self._shard_language_inputs(embeddings, labels, text.loss_mask)
         if embeddings is None:
             unwrap_model(self.language_model).set_input_tensor(received[LANGUAGE])
+        is_last, with_labels = self.role.is_last_stage(LANGUAGE), with_labels and function is None
+        further: dict[str, Any] = {}
+        if self.mtp is not None and with_labels:
+            further["mtp_inputs"] = MtpInputs.of(text)
+        # A provider's own language model may know nothing of such functions.
+        reduces = isinstance(unwrap_model(self.language_model), PaddedVocabulary)
+        if function is not None and is_last and reduces:
+            further["function"] = function(text)
         output = self.language_model(
             input_ids=None,
             position_ids=text.own(text.position_ids),
@@ -213,9 +229,11 @@ class HeteroModel(MimoModel):
             labels=labels if with_labels else None,
             packed_seq_params=packed_seq_params(packed, text.part),
             padding_mask=self._padding(text),
-            **({"mtp_inputs": MtpInputs.of(text)} if self.mtp is not None and with_labels else {}),
+            **further,
         )
-        return output if self.role.is_last_stage(LANGUAGE) else {LANGUAGE: output}
+        if function is not None and is_last and not reduces:
+            return function(text).of(output.transpose(0, 1))
+        return output if is_last else {LANGUAGE: output}
 
     def _padding(self, text: TextBatch) -> torch.Tensor | None:
         """Padding in this rank's part of the rows, bool `[b, s / cp / tp]`, that routers leave out; None for none."""

@@ -18,6 +18,7 @@ from mimo.config.precision import FP8_MULTIPLES
 from mimo.config.rl import RlConfig
 from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.model.build import KINDS, params_dtype, set_training
+from mimo.model.output_layer import TokenFunction
 from mimo.protocols import LANGUAGE
 from mimo.rl.batching import plan_microbatches
 from mimo.rl.images import EncoderSide, ImageTokens
@@ -102,7 +103,7 @@ class FixedLogProbs:
         return replace(self, old=self.old[first:last], reference=reference)
 
 
-Consume = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor, Any]]
+Consume = Callable[[int, tuple[torch.Tensor, ...]], tuple[torch.Tensor, torch.Tensor, Any]]
 
 
 @dataclass
@@ -222,7 +223,7 @@ class PolicyTrainer:
         # however the policy loss is averaged.
         num_tokens = sum(each.length for each in completions)
         scale = LossScale(*torch.tensor([1 / count, 1 / num_tokens], device=self.parts.platform.device))
-        self._run(microbatches, partial(self._loss, microbatches, fixed, scores, totals), scale)
+        self._run(microbatches, self._values, partial(self._loss, microbatches, fixed, scores, totals), scale)
         everywhere = self._over_world(totals)
         assert everywhere.sums["loss_count"].item() == count, (everywhere.sums["loss_count"], count)
         update = update_weights(
@@ -264,14 +265,17 @@ class PolicyTrainer:
         found: list[torch.Tensor] = []
         shard = self._shard if temperature is None else replace(self._shard, temperature=temperature)
 
-        def collect(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-            found.append(log_probs(logits, microbatches[index].labels, shard)[0].detach())
-            return found[-1].sum(), torch.ones((), dtype=torch.int32, device=logits.device), None
+        def compute(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor]:
+            return (log_probs(logits, labels, shard),)
+
+        def collect(index: int, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, None]:
+            found.append(values[0][0].detach())
+            return found[-1].sum(), torch.ones((), dtype=torch.int32, device=found[-1].device), None
 
         model = self.parts.built.model
         set_training(model, False)
         with torch.no_grad(), self.parts.watchdog.waiting("log-probs before the update", is_work=True):
-            self._run(microbatches, collect)
+            self._run(microbatches, compute, collect)
         set_training(model, True)
         return found
 
@@ -308,28 +312,37 @@ class PolicyTrainer:
             figures["kl_penalty"] = sum(penalties) / len(penalties)
         return advantages(rewards, [each.prompt for each in completions], self.config.advantage), figures
 
-    def _run(self, microbatches: Sequence[PolicyMicrobatch], consume: Consume, scale: LossScale | None = None) -> None:
-        """Run all microbatches through the schedule. The last stage's logits `[1, t, vocab / tp]` go to `consume`.
+    def _run(self, microbatches: Sequence[PolicyMicrobatch], compute: Callable[..., tuple[torch.Tensor, ...]],
+             consume: Consume, scale: LossScale | None = None) -> None:
+        """Run all microbatches through the schedule.
 
-        Backward passes run if there is a scale of the losses.
+        On the last stage, `compute` turns logits and labels into numbers of each token, `[1, t]`, which go to
+        `consume`. Backward passes run if there is a scale of the losses.
         """
         numbers = itertools.count()
 
         def step(batches: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
-            return model(next(batches), with_labels=False), partial(consume, next(numbers))
+            index = next(numbers)
+            function = TokenFunction(compute, (microbatches[index].labels,))
+            return model(next(batches), function=lambda text: function), partial(consume, index)
 
         run_schedule(self.parts, [each.batch for each in microbatches], step, forward_only=scale is None,
                      loss_scale=scale)
 
+    def _values(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute what the loss needs of the logits: log-probs and entropies."""
+        normaliser = log_normaliser(logits, self._shard)
+        return log_probs(logits, labels, self._shard, normaliser), entropy(logits, self._shard, normaliser)
+
     def _loss(self, microbatches: Sequence[PolicyMicrobatch], fixed: FixedLogProbs, scores: torch.Tensor,
-              totals: list[Totals], index: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Totals]:
+              totals: list[Totals], index: int, values: tuple[torch.Tensor, ...]
+              ) -> tuple[torch.Tensor, torch.Tensor, Totals]:
+        (policy,), (entropies,) = values
         own, old = microbatches[index], fixed.old[index]
         reference = None if fixed.reference is None else fixed.reference[index]
-        normaliser = log_normaliser(logits, self._shard)
-        policy = log_probs(logits, own.labels, self._shard, normaliser)[0]
         weights, clipped = importance_weights(self.config, own.sampled, old, own.rollout_log_probs)
         batch = PolicyBatch(own.sampled, own.spread(scores), old, reference, weights)
-        total, count, figures = policy_loss(self.config, batch, policy, entropy(logits, self._shard, normaliser)[0])
+        total, count, figures = policy_loss(self.config, batch, policy, entropies)
         totals.append(figures | clipped)
         return total, count, figures
 

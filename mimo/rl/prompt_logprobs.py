@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
-from mimo.data.batch import Microbatch
+from mimo.data.batch import Microbatch, TextBatch
 from mimo.data.loader import StepLoader
 from mimo.data.sources import StepSamples
 from mimo.grid.lanes import needs_of
 from mimo.model.build import set_training
-from mimo.protocols import ModelProvider, Sample
-from mimo.training.evaluate import forward_logits
+from mimo.model.output_layer import TokenFunction
+from mimo.protocols import LANGUAGE, ModelProvider, Sample
+from mimo.training.evaluate import forward_values, whole_rows
 from mimo.training.step import TrainerParts, run_schedule
 
 
@@ -66,18 +67,23 @@ def target_logprobs(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> 
     """
     found: dict[str, torch.Tensor] = {}
 
-    def collect(batch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def losses(text: TextBatch) -> TokenFunction:
+        language: Any = unwrap_model(parts.built.model.language_model)
+        return TokenFunction(
+            lambda logits, labels: (language.compute_language_model_loss(labels.t(), logits).t(),),
+            (text.own(text.labels),))
+
+    def collect(batch: Microbatch, values: tuple[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         text = batch.text
         assert text is not None, "logits are computed where text is"
-        model: Any = unwrap_model(parts.built.model.language_model)
-        losses = model.compute_language_model_loss(text.labels, logits.transpose(0, 1).contiguous())
-        rows = [-own[mask > 0].float().cpu() for own, mask in zip(losses, text.loss_mask, strict=True)]
+        whole = whole_rows(text, values[0], parts.grids.collections[LANGUAGE].cp)
+        rows = [-own[mask > 0].float().cpu() for own, mask in zip(whole, text.loss_mask, strict=True)]
         found.update(zip(text.keys, rows, strict=True))
-        zero = torch.zeros((), device=logits.device)
+        zero = torch.zeros((), device=whole.device)
         return zero, zero.to(torch.int), zero
 
     set_training(parts.built.model, False)
-    run_schedule(parts, microbatches, partial(forward_logits, consume=collect), forward_only=True)
+    run_schedule(parts, microbatches, partial(forward_values, function=losses, consume=collect), forward_only=True)
     by_rank: list[Any] = [None] * parts.grids.layout.world_size
     dist.all_gather_object(by_rank, found, group=parts.grids.host)
     return {key: values for own in by_rank for key, values in own.items()}

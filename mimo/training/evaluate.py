@@ -18,6 +18,8 @@ from mimo.config.trainer import RunConfig
 from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.data.collate import PatchOrder, unpatchify
 from mimo.model.build import set_training
+from mimo.model.mimo_model import FunctionOfText
+from mimo.model.output_layer import TokenFunction
 from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.training.step import TrainerParts, run_schedule
 
@@ -72,29 +74,39 @@ def whole_rows(text: TextBatch, own: torch.Tensor, group: dist.ProcessGroup) -> 
     return whole
 
 
+def _loss_and_choice(model: Any, groups: ProcessGroupCollection | None, text: TextBatch) -> TokenFunction:
+    """Return what evaluation reads of the logits: each token's loss and the most likely token."""
+    assert groups is not None, "logits are computed on the language grid"
+    language, tp = unwrap_model(model.language_model), groups.tp
+
+    def compute(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # The loss may overwrite the logits.
+        chosen = vocabulary_argmax(logits, tp)
+        return language.compute_language_model_loss(labels.t(), logits).t(), chosen
+
+    return TokenFunction(compute, (text.own(text.labels),))
+
+
 def _score(
-    model: Any,
     groups: ProcessGroupCollection | None,
     counted: Iterator[list[bool]],
     batch: Microbatch,
-    logits: torch.Tensor,
+    values: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the schedule's loss triple for one microbatch.
 
     The report is `[loss sum, target tokens, exactly matched samples, samples]`. `counted` yields, for each microbatch
-    in order, which of its samples count.
+    in order, which of its samples count; `values` are those of `_loss_and_choice`.
     """
     text = batch.text
     assert text is not None and groups is not None, "logits are computed where text is, on the language grid"
     labels, targets = text.own(text.labels), text.own(text.loss_mask)
-    losses = unwrap_model(model.language_model).compute_language_model_loss(
-        labels, logits.transpose(0, 1).contiguous()
-    )
-    keep = torch.tensor(next(counted), device=logits.device)
+    losses, chosen = values
+    keep = torch.tensor(next(counted), device=losses.device)
     mask = targets * keep[:, None]
     # A sample without a target has nothing to match.
     keep = keep & (text.loss_mask > 0).any(dim=1)
-    matched = ((vocabulary_argmax(logits, groups.tp) == labels) | (targets == 0)).all(dim=1).int()
+    matched = ((chosen == labels) | (targets == 0)).all(dim=1).int()
     counts_samples = groups.cp.rank() == 0
     if groups.cp.size() > 1:
         # A sample matches if every rank's part of it does.
@@ -110,15 +122,19 @@ def _score(
     return report[0], report[1].to(torch.int), report
 
 
-def forward_logits(
-    batches: Iterator[Microbatch], model: Any, consume: Callable[[Microbatch, torch.Tensor], Any]
+def forward_values(
+    batches: Iterator[Microbatch], model: Any, function: FunctionOfText | None, consume: Callable[[Microbatch, Any], Any]
 ) -> Any:
-    """Run a forward step (Megatron Core's `forward_step_func`) and pass the last stage's logits to `consume`.
+    """Run a forward step (Megatron Core's `forward_step_func`) and pass numbers of the last stage's tokens on.
 
-    `consume` returns the schedule's loss triple.
+    Args:
+        batches: microbatches.
+        model: the model.
+        function: what is computed of the logits; None: the logits of all tokens themselves.
+        consume: takes the microbatch and the result; returns the schedule's loss triple.
     """
     batch = next(batches)
-    return model(batch, with_labels=False), partial(consume, batch)
+    return model(batch, with_labels=False, function=function), partial(consume, batch)
 
 
 def evaluate(parts: TrainerParts, steps: Iterable[list[Microbatch]], num_samples: int | None) -> Evaluation:
@@ -144,7 +160,8 @@ def evaluate(parts: TrainerParts, steps: Iterable[list[Microbatch]], num_samples
                 indices = [position + layout.num_lanes * sample for sample in samples]
                 plan.append([num_samples is None or index < num_samples for index in indices])
                 position += layout.num_lanes * len(samples)
-            score = partial(forward_logits, consume=partial(_score, model, groups, iter(plan)))
+            score = partial(forward_values, function=partial(_loss_and_choice, model, groups),
+                            consume=partial(_score, groups, iter(plan)))
             with parts.watchdog.waiting("evaluation", is_work=True):
                 reports = run_schedule(parts, microbatches, score, forward_only=True)
             if parts.counts_losses:
@@ -209,14 +226,18 @@ def next_tokens(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> torc
     found: list[torch.Tensor] = []
     groups = parts.grids.collections.get(LANGUAGE)
 
-    def collect(batch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def choose(text: TextBatch) -> TokenFunction:
         assert groups is not None, "logits are computed on the language grid"
-        assert batch.text is not None, "logits are computed where text is"
-        found.append(whole_rows(batch.text, vocabulary_argmax(logits, groups.tp), groups.cp))
-        zero = torch.zeros((), device=logits.device)
+        tp = groups.tp
+        return TokenFunction(lambda logits: (vocabulary_argmax(logits, tp),))
+
+    def collect(batch: Microbatch, chosen: tuple[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        assert batch.text is not None and groups is not None, "logits are computed where text is"
+        found.append(whole_rows(batch.text, chosen[0], groups.cp))
+        zero = torch.zeros((), device=found[-1].device)
         return zero, zero.to(torch.int), zero
 
-    run_schedule(parts, microbatches, partial(forward_logits, consume=collect), forward_only=True)
+    run_schedule(parts, microbatches, partial(forward_values, function=choose, consume=collect), forward_only=True)
     if groups is None:
         return torch.empty(0)
     text = microbatches[0].text

@@ -65,10 +65,11 @@ LAYOUTS = {
     "encoder-dp2-llm-cp2": (4, "--encoder-dp 2 --micro-batch-size 2 --llm-cp 2 --encoder-run-ahead 1"),
     "llm-cp2-unsharded-optimizer": (3, "--llm-cp 2 --no-use-distributed-optimizer"),
     "colocated-llm-cp2": (2, "--layout colocated --encoder-dp 2 --llm-cp 2"),
-    "colocated-llm-cp2-tp2": (4, "--layout colocated --encoder-dp 4 --llm-cp 2 --llm-tp 2 --sequence-parallel"),
+    "colocated-llm-cp2-tp2": (4, "--layout colocated --encoder-dp 4 --llm-cp 2 --llm-tp 2 --sequence-parallel "
+                                  "--logits-chunk-size 5"),
     "colocated-encoder-tp2-dp2-llm-cp2-dp2": (
         4, "--layout colocated --encoder-tp 2 --encoder-dp 2 --llm-cp 2 --llm-dp 2 --encoder-window 1 "
-           "--overlap-grad-reduce --overlap-param-gather"),
+           "--overlap-grad-reduce --overlap-param-gather --logits-chunk-size 3"),
     "colocated-llm-cp2-pp2": (4, "--layout colocated --encoder-dp 4 --llm-cp 2 --llm-pp 2"),
     "colocated-llm-cp2-ep2": (2, "--layout colocated --encoder-dp 2 --llm-cp 2 --llm-ep 2"),
     "colocated-llm-cp2-dp2-ep4": (4, "--layout colocated --encoder-dp 4 --llm-cp 2 --llm-dp 2 --llm-ep 4"),
@@ -78,7 +79,9 @@ LAYOUTS = {
     "homogeneous-cp2": (2, "--layout homogeneous --llm-cp 2"),
     "homogeneous-cp2-tp2": (4, "--layout homogeneous --llm-cp 2 --llm-tp 2 --sequence-parallel"),
     "homogeneous-cp4": (4, "--layout homogeneous --llm-cp 4 --micro-batch-size 2"),
-    "homogeneous-cp2-pp2": (4, "--layout homogeneous --llm-cp 2 --llm-pp 2 --micro-batch-size 3"),
+    "homogeneous-cp2-pp2": (
+        4, "--layout homogeneous --llm-cp 2 --llm-pp 2 --micro-batch-size 3 --logits-chunk-size 20"),
+    "tp2-logits-by-9": (3, "--llm-tp 2 --logits-chunk-size 9"),
 }
 MODELS = {"dense": DENSE, "moe": MOE}
 FAST = [("dense", "encoder-dp1-llm-dp2"), ("dense", "encoder-tp2-llm-tp2"), ("dense", "colocated-encoder-dp2-llm-tp2"),

@@ -83,6 +83,97 @@ def test_padding_changes_no_loss_and_gets_no_gradient(pool: WorkerPool, tied: bo
     assert len(padded[0]["gradients"]) == (1 if tied else 2)
 
 
+LONG, LARGE = 32, 512
+
+
+def reduced(rank: int, tied: bool, sequence_parallel: bool, tp: int, chunk: int | None, fused: bool = False
+            ) -> dict[str, Any]:
+    """Losses, log-probs, entropies and choices of two rows, all gradients, and the elements of the largest tensor.
+
+    Gradients are those of the losses, with half of the log-probs and entropies. With `fused`, the output layer adds its
+    weight gradient to `main_grad`, as apex's kernel does.
+    """
+    import dataclasses
+    from types import SimpleNamespace
+    from unittest import mock
+
+    import torch
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer.spec_utils import build_module
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from mimo.grid.groups import Grids
+    from mimo.model.output_layer import TokenFunction
+    from mimo.platform import current_platform
+    from mimo.rl.logprobs import VocabShard, entropy, log_probs
+    from mimo.training.evaluate import vocabulary_argmax
+    from tests.support.provider_cases import context_of
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, (list, tuple)) else [result]:
+                if isinstance(tensor, torch.Tensor):
+                    self.elements = max(self.elements, tensor.numel())
+            return result
+
+    language = GridSpec(LANGUAGE, tp=tp)
+    config = dataclasses.replace(SMALL, vocab_size=LARGE - 3, untie_embeddings_and_output_weights=not tied,
+                                 max_position_embeddings=LONG)
+    with Grids(Layout("disjoint", tp, (), language), "gloo") as grids:
+        current_platform().seed(7, tp_rank=rank, ep_rank=0, expt_tp_rank=0)
+        context = dataclasses.replace(context_of(grids, LANGUAGE, LONG), sequence_parallel=sequence_parallel)
+        model = build_module(causal_lm.provider.language_spec(config, context))
+        model.logits_chunk, weight = chunk, model.shared_embedding_or_output_weight() if tied else None
+        weight = model.output_layer.weight if weight is None else weight
+        shard = VocabShard(config.vocab_size, grids.collections[LANGUAGE].tp, 0.7)
+        if fused:
+            model.output_layer.gradient_accumulation_fusion = True
+            weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
+        hidden = torch.randn(LONG, 2, config.hidden_size, generator=torch.Generator().manual_seed(3))
+        hidden = hidden.chunk(tp)[rank].contiguous() if sequence_parallel else hidden
+        hidden.requires_grad_()
+        labels = torch.arange(2 * LONG).view(2, LONG) * 7 % config.vocab_size
+
+        def compute(logits: Any, wanted: Any) -> Any:
+            chosen = vocabulary_argmax(logits, shard.group)
+            return log_probs(logits, wanted, shard), entropy(logits, shard), chosen
+
+        kernels = SimpleNamespace(wgrad_gemm_accum_fp32=lambda inputs, of_outputs, main_grad: main_grad.add_(
+            of_outputs.t().matmul(inputs)))
+        with Largest() as largest, mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", kernels, create=True):
+            losses = model.token_losses(labels, hidden)
+            policy, entropies, chosen = model.token_values(hidden, TokenFunction(compute, (labels,)))
+            (losses.sum() + 0.5 * (policy * torch.arange(LONG)).sum() + 0.5 * entropies.sum()).backward()
+        gradient = weight.main_grad if fused else weight.grad
+        assert not fused or weight.grad_added_to_main_grad
+        return {"values": [values.detach() for values in (losses, policy, entropies, chosen)],
+                "gradients": [hidden.grad, gradient], "largest": largest.elements}
+
+
+@pytest.mark.parametrize(("tied", "sequence_parallel", "tp", "fused"), [
+    (False, False, 1, False), (True, True, 2, False), (False, False, 2, True)])
+def test_logits_of_some_tokens_at_a_time_give_the_same_values(pool: WorkerPool, tied: bool, sequence_parallel: bool,
+                                                              tp: int, fused: bool) -> None:
+    import torch
+
+    whole = pool.run(reduced, tied, sequence_parallel, tp, None, world_size=tp)
+    # 14 tokens are 7 of each row; the last chunk is smaller.
+    parts = pool.run(reduced, tied, sequence_parallel, tp, 14, fused, world_size=tp)
+    for expected, found in zip(whole, parts, strict=True):
+        for values, others in zip(expected["values"][:3], found["values"][:3], strict=True):
+            torch.testing.assert_close(others, values, rtol=1e-6, atol=1e-6)
+        assert torch.equal(found["values"][3], expected["values"][3])
+        for values, others in zip(expected["gradients"], found["gradients"], strict=True):
+            assert values.abs().max() > 1e-2
+            torch.testing.assert_close(others, values, rtol=1e-5, atol=1e-6 * values.abs().max().item())
+        assert expected["largest"] >= 2 * LONG * LARGE // tp
+        # Nothing is larger than the weight or the logits of one chunk.
+        assert found["largest"] <= max(LARGE // tp * SMALL.hidden_size, 14 * LARGE // tp)
+
+
 def rotary_errors(rank: int) -> dict[str, float]:
     """Largest differences from transformers of the cosines and sines of positions of three axes."""
     import torch

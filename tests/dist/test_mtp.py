@@ -26,11 +26,11 @@ MODELS = {
 # name -> (ranks, flags)
 LAYOUTS = {
     "one-process": (1, "--micro-batch-size 2"),
-    "pp2": (2, "--llm-pp 2"),
+    "pp2": (2, "--llm-pp 2 --logits-chunk-size 7"),
     "tp2": (2, "--llm-tp 2 --sequence-parallel"),
     "dp2-ep2": (2, "--llm-dp 2 --llm-ep 2"),
     "cp2": (2, "--llm-cp 2"),
-    "cp2-tp2": (4, "--llm-cp 2 --llm-tp 2 --sequence-parallel --micro-batch-size 2"),
+    "cp2-tp2": (4, "--llm-cp 2 --llm-tp 2 --sequence-parallel --micro-batch-size 2 --logits-chunk-size 9"),
     "recomputed-tp2-pp2": (4, "--llm-tp 2 --llm-pp 2 --sequence-parallel --recompute full"),
     "overlapped-dp2-pp2": (4, "--llm-dp 2 --llm-pp 2 --overlap-grad-reduce --overlap-param-gather"),
 }

@@ -25,8 +25,8 @@ IN_REWARD = dataclasses.replace(CONFIG, kl_in="reward", kl_type="k1")
 # name -> ranks, flags, tokens of a microbatch, microbatches of each rank
 LAYOUTS = {
     "more-microbatches": (1, "", 20, 4),
-    "dp2-ep2": (2, "--llm-dp 2 --llm-ep 2", 24, 2),
-    "tp2": (2, "--llm-tp 2 --sequence-parallel", 24, 4),
+    "dp2-ep2": (2, "--llm-dp 2 --llm-ep 2 --logits-chunk-size 5", 24, 2),
+    "tp2": (2, "--llm-tp 2 --sequence-parallel --logits-chunk-size 7", 24, 4),
     "pp2": (2, "--llm-pp 2", 24, 4),
 }
 

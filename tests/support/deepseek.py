@@ -129,7 +129,7 @@ def logits_of(rank: int, flags: tuple[str, ...], world_size: int, out: str) -> t
     """Logits of `token_ids` with the vocabulary's padding cut off; None before the last stage. Exports to `out`."""
     from mimo.model.build import set_training
     from mimo.registry import model_provider
-    from mimo.training.evaluate import forward_logits
+    from mimo.training.evaluate import forward_values
     from mimo.training.step import run_schedule
     from tests.support.export_live import export_model
 
@@ -146,7 +146,7 @@ def logits_of(rank: int, flags: tuple[str, ...], world_size: int, out: str) -> t
         return zero, zero.int(), zero
 
     with torch.no_grad():
-        run_schedule(parts, [batch()], partial(forward_logits, consume=collect), forward_only=True)
+        run_schedule(parts, [batch()], partial(forward_values, function=None, consume=collect), forward_only=True)
     export_model(parts.built, parts.grids, model_provider("deepseek_v3"), parts.config.model_family, out)
     close(parts)
     return found[0] if found else None

@@ -260,7 +260,7 @@ def logits_of(rank: int, name: str, folder: str, layout: tuple[str, ...], world_
         Logits `[s, padded vocabulary]` of this rank's samples by key; empty where it has none.
     """
     from mimo.model.build import set_training
-    from mimo.training.evaluate import forward_logits
+    from mimo.training.evaluate import forward_values
     from mimo.training.step import run_schedule
     from mimo.weights.export import ExportOptions
     from tests.support.export_live import export_model
@@ -281,7 +281,7 @@ def logits_of(rank: int, name: str, folder: str, layout: tuple[str, ...], world_
         load(parts, model=folder)
         set_training(parts.built.model, False)
         with torch.no_grad():
-            run_schedule(parts, _batches(rank, flags, world_size), partial(forward_logits, consume=collect),
+            run_schedule(parts, _batches(rank, flags, world_size), partial(forward_values, function=None, consume=collect),
                          forward_only=True)
         if out:
             provider = model_provider(parts.config.model.model_provider)

@@ -158,7 +158,7 @@ def watched_update(rank: int, flags: tuple[str, ...], world_size: int, config: R
     def note_passes(model: Any, arguments: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             seen.passes += "F"
-            (tensor,) = output.values() if isinstance(output, dict) else (output,)
+            tensor = next(iter(output.values())) if isinstance(output, dict) else output[0]
             tensor.register_hook(note_backward)
 
     def note_backward(gradient: torch.Tensor) -> None:

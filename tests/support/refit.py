@@ -84,7 +84,7 @@ def change(parts: Any, step: int) -> None:
 @torch.no_grad()
 def logprobs_of(parts: Any, batches: list[Microbatch], vocab_size: int) -> dict[str, torch.Tensor]:
     """Log-probs `[s - 1]` of every token but a sample's first, by key; on ranks with the last stage."""
-    from mimo.training.evaluate import forward_logits
+    from mimo.training.evaluate import forward_values
     from mimo.training.step import run_schedule
 
     found: dict[str, torch.Tensor] = {}
@@ -100,7 +100,7 @@ def logprobs_of(parts: Any, batches: list[Microbatch], vocab_size: int) -> dict[
         zero = torch.zeros((), device=logits.device)
         return zero, zero.int(), zero
 
-    run_schedule(parts, batches, partial(forward_logits, consume=collect), forward_only=True)
+    run_schedule(parts, batches, partial(forward_values, function=None, consume=collect), forward_only=True)
     return found
 
 

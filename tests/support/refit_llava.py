@@ -202,7 +202,7 @@ def _prompt(tokens: list[int], images: list[tuple[Any, int]]) -> dict[str, Any]:
 @torch.no_grad()
 def _log_probabilities(parts: Any, batches: list[Microbatch]) -> dict[str, torch.Tensor]:
     """Log-probs `[s, vocab]` of every next token by sample; on ranks with the last stage."""
-    from mimo.training.evaluate import forward_logits
+    from mimo.training.evaluate import forward_values
     from mimo.training.step import run_schedule
 
     found: dict[str, torch.Tensor] = {}
@@ -217,7 +217,7 @@ def _log_probabilities(parts: Any, batches: list[Microbatch]) -> dict[str, torch
         zero = torch.zeros((), device=logits.device)
         return zero, zero.int(), zero
 
-    run_schedule(parts, batches, partial(forward_logits, consume=collect), forward_only=True)
+    run_schedule(parts, batches, partial(forward_values, function=None, consume=collect), forward_only=True)
     return found
 
 

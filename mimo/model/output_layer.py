@@ -1,0 +1,157 @@
+"""The output layer and what is computed from its logits, for all tokens at once or a few at a time.
+
+With a vocabulary of 150,000 entries, the logits of a row need far more memory than the row's hidden states. Losses,
+log-probs and entropies are a number for each token, so the logits of some tokens can be computed, reduced to these
+numbers and dropped. The backward pass computes them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch.autograd.function import once_differentiable
+
+from mimo.model import compat
+
+
+@dataclass(frozen=True)
+class TokenFunction:
+    """Numbers that are computed from each token's logits.
+
+    Attributes:
+        compute: takes vocabulary-parallel logits `[s, b, vocab / tp]`, whose scale is already applied, and the inputs
+            as `[s, b]`. Returns one or more tensors `[s, b]`. Every token is computed by itself; collectives over the
+            tensor-parallel group are allowed in the forward pass only.
+        inputs: tensors `[b, s]`, such as labels. `s` counts this rank's tokens where rows are shared by
+            context-parallel ranks.
+    """
+
+    compute: Callable[..., tuple[torch.Tensor, ...]]
+    inputs: tuple[torch.Tensor, ...] = ()
+
+    def of(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Apply it to logits of all tokens, `[s, b, vocab / tp]`. Returns tensors `[b, s]`."""
+        found = self.compute(logits, *(values.t() for values in self.inputs))
+        return tuple(values.t().contiguous() for values in found)
+
+
+class OutputLayer(ColumnParallelLinear):
+    """Megatron Core's output layer, which can also apply a `TokenFunction` to the logits of a few tokens at a time."""
+
+    @classmethod
+    def widen(cls, layer: ColumnParallelLinear) -> None:
+        """Make an existing layer one of this class, in place. Megatron Core's models construct their own."""
+        assert type(layer) is ColumnParallelLinear, type(layer)
+        layer.__class__ = cls
+
+    def forward(self, input_: torch.Tensor, weight: torch.Tensor | None = None,
+                runtime_gather_output: bool | None = None, *, function: TokenFunction | None = None,
+                chunk: int | None = None) -> Any:
+        """Return logits and no bias, as Megatron Core's method does, or the result of `function`.
+
+        Args:
+            input_: hidden states `[s, b, h]`; with sequence parallelism this rank's part of `s`.
+            weight: another weight than the layer's own, for tied embeddings.
+            runtime_gather_output: as in Megatron Core.
+            function: applied to unscaled logits; its result is a tuple of tensors `[b, s]`.
+            chunk: most tokens whose logits are in memory at a time, at least one of each row; None: all.
+        """
+        if function is None:
+            return super().forward(input_, weight, runtime_gather_output)
+        if chunk is None:
+            return function.of(super().forward(input_, weight, runtime_gather_output)[0])
+        assert self.bias is None, "output layers have no bias"
+        inputs = [values.t() for values in function.inputs]
+        found = _Chunked.apply(input_, self.weight if weight is None else weight, self,
+                               max(chunk // input_.shape[1], 1), function.compute, *inputs)
+        return tuple(values.t().contiguous() for values in found)
+
+
+class _Chunked(torch.autograd.Function):
+    """`compute` of the logits of `chunk` tokens of each row at a time, for all tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, layer: OutputLayer, chunk: int,
+                compute: Callable[..., tuple[torch.Tensor, ...]], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(hidden, weight, *inputs)
+        ctx.layer, ctx.chunk, ctx.compute = layer, chunk, compute
+        # As Megatron Core's linear layers do: a layer that multi-token prediction calls too runs several times.
+        ctx.main_grad = weight.main_grad if layer.gradient_accumulation_fusion and hasattr(weight, "main_grad") else None
+        # A result without gradient, such as an entropy that is only reported, then costs no backward pass.
+        ctx.set_materialize_grads(False)
+        whole, parts = _whole(hidden, layer), []
+        for rows in _chunks(len(whole), chunk):
+            parts.append(compute(torch.matmul(whole[rows], weight.t()), *(values[rows] for values in inputs)))
+        found = tuple(torch.cat(values) for values in zip(*parts, strict=True))
+        ctx.mark_non_differentiable(*(values for values in found if not values.is_floating_point()))
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, *inputs = ctx.saved_tensors
+        layer: OutputLayer = ctx.layer
+        whole = _whole(hidden, layer)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        of_hidden = torch.zeros_like(whole) if needs_hidden else None
+        # Summed in float32: each chunk's part would otherwise be rounded to bfloat16 once more than without chunks.
+        of_weight = None
+        if needs_weight and ctx.main_grad is None:
+            of_weight = torch.zeros(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32),
+                                    device=weight.device)
+        kept = [index for index, grad in enumerate(grads) if grad is not None]
+        for rows in _chunks(len(whole), ctx.chunk) if kept else ():
+            of_logits = _gradient_of_logits(torch.matmul(whole[rows], weight.t()), ctx.compute,
+                                            [values[rows] for values in inputs],
+                                            {index: grads[index][rows] for index in kept})  # type: ignore[index]
+            if of_hidden is not None:
+                of_hidden[rows] = torch.matmul(of_logits, weight)
+            flat = of_logits.flatten(0, 1), whole[rows].flatten(0, 1)
+            if of_weight is not None:
+                of_weight += flat[0].t().matmul(flat[1])
+            elif needs_weight:
+                compat.accumulate_weight_gradient(flat[1], flat[0], ctx.main_grad)
+        if of_weight is not None:
+            of_weight = of_weight.to(weight.dtype)
+        elif needs_weight:
+            weight.grad_added_to_main_grad = True
+            # Hooks of the gradient reduction wait for a gradient. It counts only for embeddings that share the weight.
+            of_weight = torch.zeros_like(weight)
+        if of_hidden is not None and layer.tp_group.size() > 1:
+            reduce = (reduce_scatter_to_sequence_parallel_region if layer.sequence_parallel
+                      else reduce_from_tensor_model_parallel_region)
+            of_hidden = reduce(of_hidden, group=layer.tp_group)
+        return (of_hidden, of_weight, None, None, None, *(None for _ in inputs))
+
+
+def _whole(hidden: torch.Tensor, layer: OutputLayer) -> torch.Tensor:
+    """Gather the hidden states that sequence parallelism has split."""
+    if not layer.sequence_parallel:
+        return hidden
+    gathered: torch.Tensor = gather_from_sequence_parallel_region(hidden, group=layer.tp_group)
+    return gathered
+
+
+def _chunks(length: int, chunk: int) -> Iterator[slice]:
+    for start in range(0, length, chunk):
+        yield slice(start, min(start + chunk, length))
+
+
+def _gradient_of_logits(logits: torch.Tensor, compute: Callable[..., tuple[torch.Tensor, ...]],
+                        inputs: list[torch.Tensor], grads: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Return the gradient of a chunk's logits; `grads` are those of some of the results, by their position."""
+    with torch.enable_grad():
+        # A clone would double the memory. The leaf itself is never read again, so losses may write to it.
+        leaf = logits.detach().requires_grad_()
+        found = compute(leaf.view_as(leaf), *inputs)
+        (gradient,) = torch.autograd.grad([found[index] for index in grads], leaf, list(grads.values()))
+    return gradient
