@@ -250,6 +250,7 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
     if cp > 1:
         lines.append(f"context parallelism: each of {cp} ranks computes {train.seq_length // cp} of the "
                      f"{train.seq_length} tokens of a row, chunks r and {2 * cp - 1} - r of {2 * cp} on rank r")
+    lines += logits_lines(config, layout, provider)
     if not layout.encoders:
         return lines
     images = describe_images(config, provider)
@@ -281,6 +282,17 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
         lines.append(f"encoder run-ahead: activations of up to {counted(kept, 'microbatch', 'es')} on each rank of an "
                      f"encoder's first stage ({usual} without)")
     return lines
+
+
+def logits_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> list[str]:
+    """Say what --logits-chunk-size saves on a rank of the last language stage."""
+    chunk, tokens = config.model.logits_chunk_size, config.text_tokens[0] // layout.language.cp
+    if chunk is None:
+        return []
+    shapes, chunk = provider.parameter_shapes(config.model_family, LANGUAGE), min(chunk, tokens)
+    each = 6 * max(shape.shape[0] for shape in shapes if shape.stage != "layer") // layout.language.tp
+    return [f"logits: of {chunk} tokens at a time (--logits-chunk-size), about {format_bytes(chunk * each)} on a rank "
+            f"instead of {format_bytes(tokens * each)}"]
 
 
 def _prefetch_lines(config: RunConfig, layout: Layout, provider: ModelProvider, encoder: GridSpec,

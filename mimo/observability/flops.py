@@ -104,6 +104,7 @@ class FlopComponent:
         parallel_linear: whether its products with weights are Megatron's linear layers, which in plain PyTorch always
             compute the gradient of their input.
         recomputed: whether `--recompute full` computes it twice.
+        makes_logits: whether `--logits-chunk-size` computes it twice.
         tokens_per_token: number of tokens inside that become one token outside, such as patches of an image token.
         extra_tokens: number of further tokens of each sequence, such as class and register tokens.
     """
@@ -120,6 +121,7 @@ class FlopComponent:
     opens_part: bool = False
     parallel_linear: bool = True
     recomputed: bool = False
+    makes_logits: bool = False
     tokens_per_token: float = 1.0
     extra_tokens: float = 0.0
 
@@ -179,14 +181,15 @@ class FlopsCounter:
         recompute: activation recomputation in the language model.
         recomputed_share: share of its layers that `full` recomputes.
         encoder_recompute: activation recomputation in the encoders, `none` or `full`.
+        logits_again: whether the backward pass computes the logits again.
         fused: whether layers are Transformer Engine's; otherwise they are plain PyTorch.
     """
 
     def __init__(self, components: Sequence[FlopComponent], *, frozen: frozenset[str] = frozenset(),
                  recompute: Recompute = "none", recomputed_share: float = 1.0, encoder_recompute: Recompute = "none",
-                 fused: bool = True) -> None:
+                 logits_again: bool = False, fused: bool = True) -> None:
         self.components = tuple(components)
-        self.frozen, self.fused = frozen, fused
+        self.frozen, self.fused, self.logits_again = frozen, fused, logits_again
         self.recompute, self.recomputed_share, self.encoder_recompute = recompute, recomputed_share, encoder_recompute
 
     def model_flops(self, sums: Mapping[str, SequenceSums]) -> dict[str, float]:
@@ -244,6 +247,8 @@ class FlopsCounter:
             language = component.module == LANGUAGE
             again = {"none": 0.0, "selective": forward.attention, "full": forward.total}
             total += (again[self.recompute] * self.recomputed_share if language else again[self.encoder_recompute])
+        if hardware and self.logits_again and component.makes_logits:
+            total += forward.total
         return total
 
 

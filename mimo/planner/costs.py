@@ -207,7 +207,8 @@ class Costs:
         modules = (*self.encoders, LANGUAGE)
         described: Any = self.provider
         self.counter = FlopsCounter([each for each in described.flop_components(family) if each.module in modules],
-                                    frozen=config.model.frozen)
+                                    frozen=config.model.frozen,
+                                    logits_again=config.model.logits_chunk_size is not None)
         self.shapes: dict[str, list[ParameterShape]] = {
             module: self.provider.parameter_shapes(family, module) for module in modules}
         self.hidden_size = self.provider.hidden_size(family)
@@ -283,10 +284,11 @@ class Costs:
             backward_s = max(layers[1] / rate / self.num_layers, host_backward_s) + 3 * moved + dispatch
         kept = tokens * self._kept_bytes(LANGUAGE, self.hidden_size) / self.num_layers / tp
         vocabulary = max((shape.shape[0] for shape in self.shapes[LANGUAGE] if shape.stage != "layer"), default=0)
+        logits = min(tokens, self.config.model.logits_chunk_size or tokens) * vocabulary / tp
         return LanguageCost(
             forward_s * ratios.forward, backward_s * ratios.backward,
             ends[0] / ends_rate * ratios.ends_forward, ends[1] / ends_rate * ratios.ends_backward,
-            kept * ratios.bytes, tokens * self.hidden_size * 2 / tp, 6.0 * tokens * vocabulary / tp * ratios.ends_bytes)
+            kept * ratios.bytes, tokens * self.hidden_size * 2 / tp, 6.0 * logits * ratios.ends_bytes)
 
     def _layers_with_experts(self) -> float:
         return max((shape.count / self.num_experts for shape in self.shapes[LANGUAGE] if shape.split == "expert"),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from mimo import registry
 from mimo.config.rl import RolloutConfig
 from mimo.config.rl_run import RlRunConfig
-from mimo.grid.dry_run import counted, grid_parts
+from mimo.grid.dry_run import counted, grid_parts, logits_lines
 from mimo.grid.spec import Layout
 from mimo.protocols import ModelProvider
 from mimo.rl.batching import plan_microbatches
@@ -149,8 +149,8 @@ def dry_run_report(config: RlRunConfig, layout: Layout, provider: ModelProvider)
     # Imported late, as a run does not need it.
     from mimo.planner.memory import state_lines
 
-    parts = [*grid_parts(config, layout, provider), _engine_lines(config, layout), _batch_lines(config, layout),
-             state_lines(config, layout)]
+    parts = [*grid_parts(config, layout, provider), _engine_lines(config, layout),
+             [*_batch_lines(config, layout), *logits_lines(config, layout, provider)], state_lines(config, layout)]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 

@@ -129,6 +129,7 @@ class FlopsMeter:
         counter = FlopsCounter(components, frozen=config.model.frozen, recompute=_counted(config, LANGUAGE),
                                recomputed_share=_recomputed_share(config, layout),
                                encoder_recompute=_counted(config, "encoder"),
+                               logits_again=config.model.logits_chunk_size is not None,
                                fused=impl == "transformer_engine")
         return cls(counter, layout.world_size, config.observe.peak_tflops or peak_tflops(device_name),
                    # In a homogeneous layout every context-parallel rank encodes all images of its lane.

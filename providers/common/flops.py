@@ -39,7 +39,7 @@ def scores(query_channels: int, value_channels: int) -> float:
 
 def output_layer(config: DecoderConfig | HybridConfig) -> FlopComponent:
     """Count the logits of every token, over the vocabulary with its padding rows."""
-    return FlopComponent(name="output layer", module=LANGUAGE, part=LANGUAGE,
+    return FlopComponent(name="output layer", module=LANGUAGE, part=LANGUAGE, makes_logits=True,
                          linear=linear((config.hidden_size, config.padded_vocab_size())))
 
 

@@ -53,6 +53,13 @@ def test_context_parallel_ranks_and_what_they_get():
     assert "  each of the 2 context-parallel ranks of a lane gets all 256 B and takes" in text
 
 
+def test_the_logits_of_some_tokens_at_a_time():
+    # A vocabulary of 16 rows, over two ranks.
+    assert ("logits: of 10 tokens at a time (--logits-chunk-size), about 480 B on a rank instead of 3,072 B (3.0 KiB)"
+            in report("--llm-tp 2 --logits-chunk-size 10 --seq-length 64"))
+    assert "of 64 tokens at a time" in report("--logits-chunk-size 100 --seq-length 64")
+
+
 def test_a_homogeneous_layout_has_no_bridge():
     text = report("--layout homogeneous --llm-pp 2")
     assert "layout homogeneous, 2 ranks, 1 lane\n" in text and "bridge" not in text

@@ -50,6 +50,15 @@ def test_frozen_parts_cost_no_weight_gradients(frozen, expected):
     assert passes(sum(FlopsCounter(MODEL, frozen=counter.frozen).hardware_flops(ONE_TOKEN).values())) == expected
 
 
+def test_logits_of_some_tokens_at_a_time_are_computed_again() -> None:
+    logits = replace(OUTPUT, makes_logits=True)
+    for frozen, times in (("", 4), (LANGUAGE, 3), (f"vision,projector,{LANGUAGE}", 1)):
+        counter = FlopsCounter((PATCHES, ENCODER, PROJECTOR, DECODER, logits), frozen=frozenset(frozen.split(",")),
+                               logits_again=True)
+        assert passes(sum(counter.hardware_flops(ONE_TOKEN).values()))[-1] == times
+        assert passes(sum(counter.model_flops(ONE_TOKEN).values()))[-1] == times - (times > 1)
+
+
 def test_products_of_activations_need_the_gradients_of_both_even_where_weights_are_frozen():
     layers = replace(DECODER, linear=0.0, attention=1.0, causal=True, scan=100.0)
     sums = {"vision": SequenceSums(), LANGUAGE: SequenceSums.of([10])}

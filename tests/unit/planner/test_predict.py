@@ -405,5 +405,12 @@ def test_the_plan_of_a_run_says_how_much_memory_it_takes() -> None:
         f"{found.encoder_gib:.3g} GiB of them for images; see mimo plan")
     assert line("10b-even", "--recompute", "selective") != line("10b-even", "--recompute", "selective",
                                                                 "--recompute-modules", "mlp")
+
+    def needed(*flags: str) -> float:
+        return predicted("10b-even", " ".join(flags), Profile(GPUS["H200"])).memory_gib
+
+    # The last stage is not the fullest with encoder windows.
+    whole = needed("--layout", "homogeneous", "--llm-dp", "2")
+    assert needed("--layout", "homogeneous", "--llm-dp", "2", "--logits-chunk-size", "64") < whole - 0.5
     assert line("10b-even", "--layout", "colocated", "--encoder-dp", "2", "--llm-cp", "2") == (
         "memory: not estimated: mimo plan does not support --llm-cp 2, only 1")
