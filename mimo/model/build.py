@@ -17,8 +17,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from mimo.config.trainer import RunConfig
 from mimo.grid.groups import Grids
 from mimo.model.fp8 import use_fp8
-from mimo.model.layer_ops import accumulate_into_main_grad, call_norm_kernels, install_packed_rotary, install_split
 from mimo.model.language import PaddedVocabulary
+from mimo.model.layer_ops import accumulate_into_main_grad, call_norm_kernels, install_packed_rotary, install_split
 from mimo.model.mimo_model import HeteroModel
 from mimo.model.moe import install_padded_routing
 from mimo.model.packed_experts import choose_grouped_gemm

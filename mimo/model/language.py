@@ -75,7 +75,8 @@ class PaddedVocabulary(LanguageModule):
             function: what to compute.
         """
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        scaled = replace(function, compute=lambda logits, *inputs: function.compute(self._scale_logits(logits), *inputs))
+        scaled = replace(function, compute=lambda logits, *inputs: function.compute(self._scale_logits(logits),
+                                                                                    *inputs))
         found: tuple[torch.Tensor, ...] = self.output_layer(hidden, weight, function=scaled, chunk=self.logits_chunk)
         return found
 

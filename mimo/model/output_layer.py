@@ -85,7 +85,7 @@ class _Chunked(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, *inputs)
         ctx.layer, ctx.chunk, ctx.compute = layer, chunk, compute
         # As Megatron Core's linear layers do: a layer that multi-token prediction calls too runs several times.
-        ctx.main_grad = weight.main_grad if layer.gradient_accumulation_fusion and hasattr(weight, "main_grad") else None
+        ctx.main_grad = vars(weight).get("main_grad") if layer.gradient_accumulation_fusion else None
         # A result without gradient, such as an entropy that is only reported, then costs no backward pass.
         ctx.set_materialize_grads(False)
         whole, parts = _whole(hidden, layer), []

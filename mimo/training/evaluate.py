@@ -65,10 +65,10 @@ def whole_rows(text: TextBatch, own: torch.Tensor, group: dist.ProcessGroup) -> 
     """Gather the values of whole rows `[b, s]` from those of each context-parallel rank's tokens `[b, s / cp]`."""
     if text.part is None:
         return own
-    values = [torch.empty_like(own) for _ in range(group.size())]
-    places = [torch.empty_like(text.part.index) for _ in range(group.size())]
+    index = text.part.index.to(own.device)
+    values, places = ([torch.empty_like(each) for _ in range(group.size())] for each in (own, index))
     dist.all_gather(values, own.contiguous(), group=group)
-    dist.all_gather(places, text.part.index, group=group)
+    dist.all_gather(places, index, group=group)
     whole = own.new_empty(text.input_ids.shape)
     whole[:, torch.cat(places)] = torch.cat(values, dim=1)
     return whole
@@ -123,7 +123,8 @@ def _score(
 
 
 def forward_values(
-    batches: Iterator[Microbatch], model: Any, function: FunctionOfText | None, consume: Callable[[Microbatch, Any], Any]
+    batches: Iterator[Microbatch], model: Any, function: FunctionOfText | None,
+    consume: Callable[[Microbatch, Any], Any],
 ) -> Any:
     """Run a forward step (Megatron Core's `forward_step_func`) and pass numbers of the last stage's tokens on.
 

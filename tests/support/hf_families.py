@@ -281,8 +281,8 @@ def logits_of(rank: int, name: str, folder: str, layout: tuple[str, ...], world_
         load(parts, model=folder)
         set_training(parts.built.model, False)
         with torch.no_grad():
-            run_schedule(parts, _batches(rank, flags, world_size), partial(forward_values, function=None, consume=collect),
-                         forward_only=True)
+            run_schedule(parts, _batches(rank, flags, world_size),
+                         partial(forward_values, function=None, consume=collect), forward_only=True)
         if out:
             provider = model_provider(parts.config.model.model_provider)
             export_model(parts.built, parts.grids, provider, parts.config.model_family, out,
