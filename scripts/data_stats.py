@@ -79,8 +79,12 @@ def parse_flags(arguments: list[str] | None) -> StatsRunConfig:
         raise ValueError(f"--dataset-provider {name}: this program looks at the data sets of energon and conversations")
     if stats.samples < 1:
         raise ValueError(f"--samples {stats.samples}: must be at least 1")
-    if stats.out.is_dir() or not stats.out.absolute().parent.is_dir():
-        raise ValueError(f"--out {stats.out}: name a file in a folder that exists")
+    if stats.out.is_dir():
+        raise ValueError(f"--out {stats.out}: is a folder; name a file")
+    try:
+        stats.out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {stats.out}: its folder cannot be made: {error.strerror}") from error
     return replace(run, dataset=replace(run.dataset, data_path=stats.source or run.dataset.data_path))
 
 

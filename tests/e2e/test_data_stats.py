@@ -262,7 +262,7 @@ def test_files_of_conversations_are_shown_too(main, folder, capsys, tmp_path):
     ("blend.yaml", ("--seq-length", "4"), "leaves no room in --seq-length 4"),
     ("blend.yaml", ("--packing-balance",), "--packing-balance"),
     ("blend.yaml", ("--samples", "0"), "--samples 0"),
-    ("blend.yaml", ("--out", "nowhere/page.html"), "--out nowhere/page.html"),
+    ("blend.yaml", ("--out", "."), "--out .: is a folder"),
 ])
 def test_errors_are_one_line_with_the_flag(main, folder, capsys, name, flags, message):
     assert main(line(folder, name, *flags)) == 2
