@@ -85,3 +85,12 @@ def test_an_error_of_an_engine_that_quotes_a_lost_connection_is_a_cause_of_its_o
     for error in (RuntimeError(quoted), dist.DistBackendError(quoted)):
         assert format_error("rank 1", error) == (
             "rank 1 stops: another rank has ended; its message, if it left one, says why\n")
+
+
+def test_out_of_memory_names_what_needs_less() -> None:
+    class OutOfMemoryError(RuntimeError):
+        """Stands for torch's, whose name it has."""
+
+    text = format_error("rank 0", OutOfMemoryError("CUDA out of memory"))
+    assert text.splitlines()[1].startswith("what needs less memory: --micro-batch-size 1, --recompute full")
+    assert "what needs less memory" not in format_error("rank 0", RuntimeError("CUDA error"))

@@ -1,0 +1,84 @@
+"""Prompts of files of conversations: what supervised training shows before the last answer, and that answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data import character_tokenizer
+from data.conversation_files.prompts import provider
+from data.energon.task_encoder import ErrorLog, VlmTaskEncoder
+from mimo.protocols import DataRequest, TokenSpec
+
+TOKENS = TokenSpec(vocab_size=128, image_token_id=120, image_size=8, num_channels=3)
+RECORDS: list[dict[str, Any]] = [
+    {"image": "0.png", "conversations": [{"from": "human", "value": "<image>\nwhat?"},
+                                         {"from": "gpt", "value": "a cat"}]},
+    {"messages": [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "1"},
+                  {"role": "user", "content": "two?"}, {"role": "assistant", "content": "2"}]},
+    {"image": ["0.png", "1.png"], "question": "which is larger?", "answer": "the second"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return character_tokenizer.write(tmp_path_factory.mktemp("tokenizer"))
+
+
+def config_for(folder: Path, tokenizer: Path, records: list[dict[str, Any]]) -> Any:
+    rng = np.random.default_rng(0)
+    for number in range(2):
+        Image.fromarray(rng.integers(0, 256, (11, 17, 3), np.uint8)).save(folder / f"{number}.png")
+    (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return provider.Config(data_path=str(folder), tokenizer=str(tokenizer), prompt_format="plain", image_tiling="crop",
+                           image_resample="bicubic", image_mean=(0.4, 0.5, 0.6), image_std=(0.2, 0.3, 0.4))
+
+
+def test_prompts_are_what_training_shows_before_the_last_answer(tmp_path: Path, tokenizer: Path) -> None:
+    config = config_for(tmp_path, tokenizer, RECORDS)
+    provider.validate(config, TOKENS)
+    prompts = provider.open(config, TOKENS, "train", 3)
+    found = {prompt.ground_truth: prompt for prompt in map(prompts.prompt, range(3))}
+    assert {name: len(prompt.image_sizes) for name, prompt in found.items()} == {"a cat": 1, "2": 0, "the second": 2}
+    assert {prompt.key.rsplit(" ")[-1] for prompt in found.values()} == {"line:1", "line:2", "line:3"}
+    request = DataRequest(tokens=TOKENS, num_image_tokens=lambda height, width: 1, num_lanes=1, micro_batch_size=1,
+                          seq_length=99, seed=0)
+    tokenize = VlmTaskEncoder(config, request, ErrorLog(0)).tokenizer.encode
+    tokens, mask = tokenize(RECORDS[1]["messages"])
+    end = len(tokens) - int(np.argmin(mask[::-1]))
+    assert found["2"].token_ids == tuple(tokens[:end]) and "one?" in found["2"].text
+    assert prompts.decode([*tokens[end:]]) == "2" and tokens[-1] == prompts.end_token_id
+    for prompt in found.values():
+        assert prompt.token_ids.count(120) == len(prompt.image_sizes) == len(prompt.pictures())
+
+
+def test_pictures_are_the_pixels_of_training_in_eight_bits(tmp_path: Path, tokenizer: Path) -> None:
+    config = config_for(tmp_path, tokenizer, RECORDS[2:])
+    prompts = provider.open(config, TOKENS, "train", 0)
+    request = DataRequest(tokens=TOKENS, num_image_tokens=lambda height, width: 1, num_lanes=1, micro_batch_size=1,
+                          seq_length=99, seed=0)
+    encoder = VlmTaskEncoder(config, request, ErrorLog(0))
+    for number, picture in enumerate(prompts.prompt(0).pictures()):
+        (trained,) = encoder.pixels("image", (tmp_path / f"{number}.png").read_bytes())
+        np.testing.assert_allclose(prompts.normalisation.apply(picture), trained, atol=0.5 / 255 / 0.2 + 1e-5)
+
+
+def test_each_pass_has_every_record_once_in_an_order_of_its_own(tmp_path: Path, tokenizer: Path) -> None:
+    records = [{"question": f"{number}?", "answer": str(number)} for number in range(20)]
+    prompts = provider.open(config_for(tmp_path, tokenizer, records), TOKENS, "train", 1)
+    passes = [[prompts.prompt(20 * epoch + place).ground_truth for place in range(20)] for epoch in range(2)]
+    assert sorted(passes[0], key=int) == sorted(passes[1], key=int) == [str(number) for number in range(20)]
+    assert passes[0] != passes[1]
+    prompts.leave_out({prompts.prompt(0).key})
+    assert prompts.num_prompts == 19 and passes[0][0] not in {prompts.prompt(place).ground_truth for place in range(19)}
+
+
+def test_errors_name_file_and_line(tmp_path: Path, tokenizer: Path) -> None:
+    config = config_for(tmp_path, tokenizer, [{"messages": [{"role": "user", "content": "why?"}]}])
+    with pytest.raises(ValueError, match=r"--data-path .*train\.jsonl line:1: has no answer at its end"):
+        provider.validate(config, TOKENS)
