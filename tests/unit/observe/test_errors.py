@@ -88,6 +88,8 @@ def test_an_error_of_an_engine_that_quotes_a_lost_connection_is_a_cause_of_its_o
 
 
 def test_out_of_memory_names_what_needs_less() -> None:
+    from mimo.watchdog.process_exit import format_error
+
     class OutOfMemoryError(RuntimeError):
         """Stands for torch's, whose name it has."""
 
