@@ -311,9 +311,10 @@ class ModelConfig:
     """Scales of --encoder-fp8-format."""
     moe_gemm: Literal["auto", "packed", "cutlass", "separate"] = "auto"
     """How Transformer Engine's layers multiply by the weights of a layer's experts. packed: one cuBLASLt product for
-    all experts, also for weight gradients (bfloat16, Hopper or newer, cuBLASLt 13.4 or newer); cutlass: one CUTLASS
-    kernel where Transformer Engine has one, which leaves out weight gradients; separate: one cuBLAS kernel for each
-    expert. auto: packed where it can run, else cutlass; separate with --deterministic-mode. Local layers ignore it."""
+    all experts, also for weight gradients (bfloat16, Hopper or newer, cuBLASLt 13.4 or newer; FP8, Hopper, cuBLASLt
+    13.5, blockwise 13.6, or newer); cutlass: one CUTLASS kernel where Transformer Engine has one, which leaves out
+    weight gradients and FP8; separate: one cuBLAS kernel for each expert. auto: packed where it can run, else cutlass,
+    in FP8 separate; separate with --deterministic-mode. Local layers ignore it."""
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -363,9 +364,9 @@ class ModelConfig:
                    "blockwise")
             refuse(recipe != "tensorwise" and vars(self)[f"{prefix}fp8_format"] == "none",
                    f"{name} {recipe} needs {flag_name(f'{prefix}fp8_format')} e4m3 or hybrid")
-        refuse(self.fp8_format != "none" and self.moe_gemm in ("packed", "cutlass"),
-               f"--moe-gemm {self.moe_gemm} with --fp8-format {self.fp8_format}: it multiplies in bfloat16 only; leave "
-               "one of them out")
+        refuse(self.fp8_format != "none" and self.moe_gemm == "cutlass",
+               f"--moe-gemm cutlass with --fp8-format {self.fp8_format}: it multiplies in bfloat16 only; leave one of "
+               "them out")
         refuse(self.moe_token_dispatcher_type == "flex", "--moe-token-dispatcher-type flex is not supported: DeepEP "
                "and HybridEP have no package that could be installed, and NCCL EP needs NCCL 2.30.4, newer than "
                "PyTorch's; use alltoall or allgather")

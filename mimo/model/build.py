@@ -193,10 +193,8 @@ def build_model(
             else:
                 model.modality_submodules[name] = wrapped[name]
     if impl == "transformer_engine" and model.language_model is not None:
-        # Packed and CUTLASS products take bfloat16 operands.
-        choice = config.model.moe_gemm if config.model.fp8_format == "none" else "separate"
-        choose_grouped_gemm(choice, model.language_model, params_dtype(config),
-                            deterministic=config.train.deterministic_mode)
+        choose_grouped_gemm(config.model.moe_gemm, model.language_model, params_dtype(config),
+                            deterministic=config.train.deterministic_mode, fp8=config.model.fp8(LANGUAGE))
     return BuiltModel(model, wrapped, trainable, params_dtype(config))
 
 

@@ -144,3 +144,43 @@ def accumulate_weight_gradient(inputs: torch.Tensor, of_outputs: torch.Tensor, m
     accumulate = (kernels.wgrad_gemm_accum_fp32 if main_grad.dtype is torch.float32
                   else kernels.wgrad_gemm_accum_fp16)
     accumulate(inputs, of_outputs, main_grad)
+
+
+def fp8_quantizers(linear: Any) -> tuple[Any, Any, Any]:
+    """Return what makes FP8 rows, weights and, where gradients are enabled, gradients of rows of a grouped layer.
+
+    `GroupedLinear._get_quantizers`: one of each for each expert, all alike, as the entered recipe says.
+    """
+    linear.init_fp8_metadata(num_gemms=linear.num_gemms)
+    rows, weights, _, _, _, gradients = linear._get_quantizers()
+    return rows[0], weights[0], gradients[0]
+
+
+def fp8_copies(linear: Any) -> dict[str, Any]:
+    """Return the dict in which a layer of Transformer Engine keeps FP8 copies of its weights; see `mimo.model.fp8`.
+
+    `TransformerEngineBaseModule._fp8_workspaces`: the public way to renew them, `is_first_microbatch`, also overwrites
+    the buffer of gradients.
+    """
+    copies: dict[str, Any] = linear._fp8_workspaces
+    return copies
+
+
+def reordered_grouped_tensor(tensor: Any, order: Any, offsets: Any, shape: tuple[int, int]) -> Any:
+    """Describe quantised matrices of one shape, with a scale each, in another order than that of their memory.
+
+    `GroupedTensorStorage._with_gemm_swizzled_scales`: how the scales lie has no public name.
+
+    Args:
+        tensor: Transformer Engine's grouped tensor.
+        order: int64 `[matrices]`, the place in memory of each matrix.
+        offsets: int64 `[matrices + 1]`, the elements before each matrix, and of all.
+        shape: of a matrix.
+    """
+    count = len(order)
+    scales = [None if each is None else each[order] for each in (tensor.scale_inv, tensor.columnwise_scale_inv)]
+    return type(tensor)(
+        shape=(count * shape[0], shape[1]), dtype=tensor.fake_dtype, num_tensors=count, shapes=[shape] * count,
+        quantizer=tensor.quantizer, data=tensor.rowwise_data, columnwise_data=tensor.columnwise_data,
+        scale_inv=scales[0], columnwise_scale_inv=scales[1], tensor_offsets=offsets,
+        with_gemm_swizzled_scales=tensor._with_gemm_swizzled_scales)

@@ -4,13 +4,16 @@ Quantised are the products of a layer's linear parts with weights: attention, ML
 projections. Embeddings, norms, routers, the attention core, Mamba's scan, projectors and the output layer keep the
 model's precision, and so do the weights that are stored, saved and exported.
 
-With Transformer Engine's layers, Megatron Core enters the recipe around each layer. Layers in plain PyTorch round both
-operands of each product to FP8 and back. That is slower than no FP8, and shows what FP8 does to a run on any machine.
+With Transformer Engine's layers, Megatron Core enters the recipe around each layer. Weights are quantised once for each
+step of the optimizer, which calls `forget_weights`; passes without gradients quantise anew, because weights may be
+exchanged around them. Layers in plain PyTorch round both operands of each product to FP8 and back. That is slower than
+no FP8, and shows what FP8 does to a run on any machine.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -29,6 +32,16 @@ logger = logging.getLogger(__name__)
 
 BLOCK = 128
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+# Layers of Transformer Engine that may hold FP8 copies of their weights.
+_HOLDERS: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def forget_weights() -> None:
+    """Free the FP8 copies of all weights of this process, because the weights have changed."""
+    for linear in _HOLDERS:
+        compat.fp8_copies(linear).clear()
 
 
 def use_fp8(module: torch.nn.Module, fp8: Fp8, impl: str) -> None:
@@ -52,6 +65,7 @@ def use_fp8(module: torch.nn.Module, fp8: Fp8, impl: str) -> None:
             raise ValueError(f"{fp8}: the model provider builds layers without FP8; leave the flag out, or have it "
                              "read BuildContext.fp8")
         for _, linear in linears:
+            _HOLDERS.add(linear)
             if "weight" in dict(linear.named_parameters()):  # routed experts pad their own rows
                 linear.forward = partial(_with_whole_rows, linear, fp8, linear.forward)
     else:
@@ -109,6 +123,10 @@ def _with_whole_rows(linear: Any, fp8: Fp8, forward: Callable[..., Any], hidden:
     Packed rows and images have any number of tokens. Rows of zeros change neither the other rows nor, because their
     gradient is zero as well, any weight gradient.
     """
+    # With a buffer of gradients to add to, a first microbatch would overwrite it. One that is not the first quantises
+    # weights where no copy is kept.
+    linear.disable_parameter_transpose_cache = not torch.is_grad_enabled()
+    linear.is_first_microbatch = False
     shape, multiple = hidden.shape[:-1], FP8_MULTIPLES[fp8.recipe]
     missing = -shape.numel() % multiple
     if not missing:

@@ -7,6 +7,10 @@ here (checkpoints, optimizers, weight maps and refits see no difference); since 
 their gradients end to end, one base address and a table of offsets describes them all.
 
 Without a host copy of the sizes, a grid without expert parallelism also no longer waits for the device in every layer.
+
+In FP8, weights are quantised once for each step of the optimizer, in the order in which they lie in memory, and rows
+when they come. The rows of each expert are filled up with zeros, while they are sorted, to the multiple that the
+product needs.
 """
 
 from __future__ import annotations
@@ -26,32 +30,47 @@ from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_r
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import unpermute
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from mimo.config.precision import FP8_MULTIPLES, Fp8
 from mimo.model import compat
 
 logger = logging.getLogger(__name__)
 
 # cuBLASLt reads 16 bytes at a time: matrices have to begin at multiples of this many elements.
 ALIGNMENT = 8
-MIN_CUBLASLT = 130400
+# Recipe of FP8, or None for bfloat16 -> the oldest cuBLASLt that has the product on Hopper.
+MIN_CUBLASLT = {None: 130400, "tensorwise": 130500, "blockwise": 130600}
 
 
-def unsupported_reason(dtype: torch.dtype) -> str | None:
-    """Say why the current GPU and libraries have no such product; None where they have it."""
+def unsupported_reason(dtype: torch.dtype, recipe: str | None = None) -> str | None:
+    """Say why the current GPU and libraries have no such product; None where they have it.
+
+    Args:
+        dtype: of the rows and weights.
+        recipe: of FP8 products; None for products in `dtype`.
+    """
     import transformer_engine_torch as tex
+    from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling
     from transformer_engine.pytorch.module.grouped_linear import is_module_grouped_tensor_path_supported
 
-    if is_module_grouped_tensor_path_supported(None, dtype):
+    recipes = {None: None, "tensorwise": Float8CurrentScaling(), "blockwise": Float8BlockScaling()}
+    if is_module_grouped_tensor_path_supported(recipes[recipe], dtype):
         return None
-    version = tex.get_cublasLt_version()
-    if version < MIN_CUBLASLT:
-        return (f"cuBLASLt {version // 10000}.{version // 100 % 100} is older than 13.4: install nvidia-cublas 13.4 or "
-                "newer")
-    return f"Transformer Engine has no grouped product for {dtype} on {torch.cuda.get_device_name()}"
+    version, needed = tex.get_cublasLt_version(), _version(MIN_CUBLASLT[recipe])
+    if version < MIN_CUBLASLT[recipe]:
+        return f"cuBLASLt {_version(version)} is older than {needed}: install nvidia-cublas {needed} or newer"
+    kind = f"{recipe} FP8" if recipe else str(dtype)
+    return f"Transformer Engine has no grouped product for {kind} on {torch.cuda.get_device_name()}"
 
 
-def choose_grouped_gemm(choice: str, module: torch.nn.Module, dtype: torch.dtype, *, deterministic: bool) -> None:
+def _version(number: int) -> str:
+    return f"{number // 10000}.{number // 100 % 100}"
+
+
+def choose_grouped_gemm(choice: str, module: torch.nn.Module, dtype: torch.dtype, *, deterministic: bool,
+                        fp8: Fp8 | None = None) -> None:
     """Have the experts of a built module multiply as --moe-gemm says.
 
     Args:
@@ -59,6 +78,7 @@ def choose_grouped_gemm(choice: str, module: torch.nn.Module, dtype: torch.dtype
         module: the language model with Transformer Engine's layers, in `DistributedDataParallel` where it trains.
         dtype: of its parameters.
         deterministic: `auto` takes separate products, the only ones that are known to give the same bits every time.
+        fp8: format and recipe of FP8 products, which CUTLASS kernels do not have.
 
     Raises:
         ValueError: `packed`, and this machine cannot do so.
@@ -68,27 +88,29 @@ def choose_grouped_gemm(choice: str, module: torch.nn.Module, dtype: torch.dtype
     if choice == "auto" and deterministic:
         choice = "separate"
     # Transformer Engine reads the variable at its first product. It falls back to separate products by itself.
-    os.environ["NVTE_USE_CUTLASS_GROUPED_GEMM"] = "0" if choice == "separate" else "1"
+    os.environ["NVTE_USE_CUTLASS_GROUPED_GEMM"] = "0" if choice == "separate" or fp8 else "1"
     if choice in ("auto", "packed"):
-        reason = unsupported_reason(dtype)
+        reason = unsupported_reason(dtype, fp8.recipe if fp8 else None)
         if reason is None:
-            logger.info("experts: one cuBLASLt product for all experts in %d layers", pack_experts(module))
+            logger.info("experts: one cuBLASLt product for all experts in %d layers", pack_experts(module, fp8))
             return
         if choice == "packed":
             raise ValueError(f"--moe-gemm packed cannot run here: {reason}")
-        logger.info("experts: CUTLASS products (%s)", reason)
+        logger.info("experts: %s products (%s)", "separate" if fp8 else "CUTLASS", reason)
 
 
-def pack_experts(module: torch.nn.Module) -> int:
+def pack_experts(module: torch.nn.Module, fp8: Fp8 | None = None) -> int:
     """Have the expert layers of a module multiply by all their experts at once.
 
     Args:
         module: a built module with Transformer Engine's layers; in `DistributedDataParallel` where it trains. The
             caller has seen that `unsupported_reason` is None.
+        fp8: format and recipe of FP8 products.
 
     Returns:
         The number of layers that do so now. A layer with biases, with an activation that has no fused kernel, or with
-        matrices that do not begin at multiples of 16 bytes stays as it was.
+        matrices that do not begin at multiples of 16 bytes stays as it was; in FP8 also one whose matrices do not lie
+        end to end, or whose tokens no fused kernel sorts.
     """
     wrapper = module if isinstance(module, DistributedDataParallel) else None
     count = 0
@@ -97,14 +119,18 @@ def pack_experts(module: torch.nn.Module) -> int:
             continue
         experts = layer.experts
         activation = _weighted_activation(experts)
-        packed = [PackedLinear(linear, wrapper) for linear in (experts.linear_fc1, experts.linear_fc2)]
+        packed = [PackedLinear(linear, wrapper, fp8) for linear in (experts.linear_fc1, experts.linear_fc2)]
         if activation is None or experts.config.add_bias_linear or not all(each.can_run for each in packed):
             continue
+        if fp8 and not experts.config.moe_permute_fusion:
+            continue
         experts.linear_fc1.forward, experts.linear_fc2.forward = packed
-        experts.forward = partial(_forward_experts, experts, activation)
         dispatcher = layer.token_dispatcher
-        if isinstance(dispatcher, MoEAlltoAllTokenDispatcher) and dispatcher.ep_size == dispatcher.tp_size == 1:
-            _stay_on_device(dispatcher)
+        stays = isinstance(dispatcher, MoEAlltoAllTokenDispatcher) and dispatcher.ep_size == dispatcher.tp_size == 1
+        forward = _fill_rows if fp8 and not stays else _forward_experts
+        experts.forward = partial(forward, experts, activation)
+        if stays:
+            _stay_on_device(dispatcher, FP8_MULTIPLES[fp8.recipe] if fp8 else 1)
         count += 1
     return count
 
@@ -112,7 +138,7 @@ def pack_experts(module: torch.nn.Module) -> int:
 def _weighted_activation(experts: TEGroupedMLP) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """Select the kernel that applies the activation and the router's weights; None for an activation without one."""
     config = experts.config
-    if config.moe_apply_probs_on_input or config.fp8:
+    if config.moe_apply_probs_on_input or config.fp8 and experts.activation_recompute:
         return None
     if config.gated_linear_unit and experts.activation_func is F.silu and config.bias_activation_fusion:
         return lambda hidden, weights: weighted_bias_swiglu_impl(hidden, None, weights, False)
@@ -145,11 +171,25 @@ def _forward_experts(experts: Any, activation: Callable[[torch.Tensor, torch.Ten
     return output, None
 
 
-def _stay_on_device(dispatcher: Any) -> None:
+def _fill_rows(experts: Any, activation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+               hidden: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor) -> Any:
+    """Call `_forward_experts` with rows of zeros behind those of each expert; for tokens that came from other ranks."""
+    counts = tokens_per_expert.tolist()
+    hidden, filled = experts.quantization_padding(hidden, counts)
+    probs, _ = experts.quantization_padding(probs.unsqueeze(-1), counts)
+    output, bias = _forward_experts(experts, activation, hidden, torch.tensor(filled), probs.squeeze(-1))
+    return experts.quantization_unpadding(output, counts), bias
+
+
+def _stay_on_device(dispatcher: Any, multiple: int) -> None:
     """Keep the tokens of a grid without expert parallelism where they are.
 
     Its ranks send no tokens, so nothing on the host needs the number of tokens of an expert, and tokens that were
     sorted by expert once need no second sorting.
+
+    Args:
+        dispatcher: of a layer.
+        multiple: of rows that an expert has to have; rows of zeros are added.
     """
     compat.leave_counts_on_device(dispatcher)
     if dispatcher.shared_experts is None:
@@ -158,6 +198,50 @@ def _stay_on_device(dispatcher: Any) -> None:
         dispatcher.token_combine = lambda hidden: hidden
     dispatcher.dispatch_postprocess = lambda tokens, probs: (tokens, dispatcher.tokens_per_expert, probs)
     dispatcher.combine_preprocess = lambda hidden: hidden
+    if multiple > 1:
+        dispatcher.dispatch_preprocess = partial(_sort_and_fill, dispatcher, multiple)
+        dispatcher.combine_postprocess = partial(_unsort_filled, dispatcher)
+
+
+def _sort_and_fill(dispatcher: Any, multiple: int, hidden: torch.Tensor, routing_map: torch.Tensor,
+                   probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Replace the dispatcher's `dispatch_preprocess`: sort tokens by expert, and fill up each expert's rows.
+
+    The number of rows is that of the worst case, so that the host need not wait for the counts. Rows behind the last
+    expert's are never read.
+
+    Args:
+        dispatcher: the layer's; it keeps what `_unsort_filled` needs.
+        multiple: of rows that an expert has to have.
+        hidden: `[..., hidden]`.
+        routing_map: bool `[tokens, experts]`.
+        probs: `[tokens, experts]`.
+
+    Returns:
+        `[rows, hidden]` and `[rows]`, zero in the rows that were added.
+    """
+    if dispatcher.shared_experts is not None:
+        dispatcher.shared_experts.pre_forward_comm(hidden)
+    dispatcher.hidden_shape = hidden.shape
+    tokens = hidden.reshape(-1, hidden.shape[-1])
+    counts = routing_map.sum(dim=0)
+    missing = -counts % multiple
+    dispatcher.tokens_per_expert = counts + missing
+    dispatcher.pad_offsets = missing.cumsum(0) - missing
+    most = len(tokens) * dispatcher.config.moe_router_topk + len(counts) * (multiple - 1)
+    # Transformer Engine's own function for this waits for the counts.
+    rows, dispatcher.reversed_local_input_permutation_mapping, row_probs = torch.ops.te_moe.permute_mask_map_fwd(
+        tokens, routing_map, most + -most % multiple, probs, dispatcher.pad_offsets)
+    return rows, row_probs
+
+
+def _unsort_filled(dispatcher: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Replace the dispatcher's `combine_postprocess`: sum each token's rows, and add the shared experts' output."""
+    shape = dispatcher.hidden_shape
+    output = unpermute(rows, dispatcher.reversed_local_input_permutation_mapping,
+                       restore_shape=torch.Size((shape[:-1].numel(), shape[-1])), fused=True,
+                       pad_offsets=dispatcher.pad_offsets).view(shape)
+    return output if dispatcher.shared_experts is None else output + dispatcher.shared_experts.get_output()
 
 
 class PackedLinear:
@@ -167,6 +251,7 @@ class PackedLinear:
         linear: Transformer Engine's `GroupedLinear` with one parameter for each expert. Weights that do not share a
             storage are moved into one.
         wrapper: the `DistributedDataParallel` around it, or None for a layer that does not train.
+        fp8: format and recipe of FP8 products.
 
     Attributes:
         parameters: each expert's weight `[out, in]`.
@@ -174,7 +259,7 @@ class PackedLinear:
         can_run: whether weights and gradients lie as the product needs them.
     """
 
-    def __init__(self, linear: Any, wrapper: DistributedDataParallel | None) -> None:
+    def __init__(self, linear: Any, wrapper: DistributedDataParallel | None, fp8: Fp8 | None = None) -> None:
         self.parameters = [getattr(linear, f"weight{index}") for index in range(linear.num_gemms)]
         self.out_features, self.in_features = self.parameters[0].shape
         self.trains = wrapper is not None and self.parameters[0].requires_grad
@@ -187,16 +272,53 @@ class PackedLinear:
         # Makes autograd call the backward pass where the rows need no gradient. A parameter would not do: its hook of
         # data-parallel training would run without a gradient.
         self._anchor = torch.empty(0, device=self.parameters[0].device, requires_grad=self.trains)
+        self._linear = linear if fp8 else None
+        if fp8 and self._weights is not None:
+            self._has_block_scales = fp8.recipe == "blockwise"
+            # Quantisation reads them as one matrix, in the order of the memory.
+            size = self.parameters[0].numel()
+            self._order = self._weights[1][:-1].div(size, rounding_mode="floor")
+            self.can_run &= bool((self._order * size == self._weights[1][:-1]).all())
+            self.can_run &= bool((self._order < len(self.parameters)).all())
 
     def __call__(self, hidden: torch.Tensor, sizes: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Multiply rows `[rows, in]`, sorted by expert, by each expert's weight; `sizes` is int64 `[experts]`."""
-        result: torch.Tensor = _PackedProduct.apply(hidden, self._anchor, self, sizes)
+        precision = None
+        if self._linear is not None:
+            precision = _Fp8Products(self._linear)
+        trains = torch.is_grad_enabled()
+        result: torch.Tensor = _PackedProduct.apply(hidden, self._anchor, self, sizes, precision, trains)
         return result, None
 
-    def weights(self) -> Any:
-        """Describe the weights as one grouped tensor."""
+    def weights(self, quantizer: Any = None, *, keep: bool = False) -> Any:
+        """Describe the weights as one grouped tensor.
+
+        Args:
+            quantizer: makes the FP8 copy that is described; None describes the weights themselves.
+            keep: whether the copy serves until `mimo.model.fp8.forget_weights`.
+        """
         assert self._weights is not None
-        return self._grouped(self.parameters[0].data, self._weights)
+        if quantizer is None:
+            return self._grouped(self.parameters[0].data, self._weights)
+        copies = compat.fp8_copies(self._linear) if keep else {}
+        if "weight" not in copies:
+            copies["weight"] = self._quantize(quantizer)
+        return copies["weight"]
+
+    def _quantize(self, quantizer: Any) -> Any:
+        import transformer_engine_torch as tex
+
+        assert self._weights is not None
+        count, (lowest, offsets) = len(self.parameters), self._weights
+        rows = self.parameters[0].data.as_strided((count * self.out_features, self.in_features),
+                                                  (self.in_features, 1), lowest)
+        quantizer.set_usage(rowwise=True, columnwise=True)
+        if self._has_block_scales:
+            # The scales of a matrix do not lie side by side, so the matrices come into the order of their experts.
+            rows = rows.view(count, self.out_features, self.in_features)[self._order].flatten(0, 1)
+            return tex.group_quantize(rows, quantizer, count, None)
+        found = tex.group_quantize(rows, quantizer, count, None)
+        return compat.reordered_grouped_tensor(found, self._order, offsets, (self.out_features, self.in_features))
 
     def gradients(self) -> Any:
         """Describe the buffers of gradients as one grouped tensor."""
@@ -243,40 +365,83 @@ def _move_into_one(parameters: list[torch.nn.Parameter]) -> None:
         parameter.data = part.view(parameter.shape)
 
 
+class _Fp8Products:
+    """How the three products of a layer are made in FP8, as the recipe that Megatron Core has entered says."""
+
+    def __init__(self, linear: Any) -> None:
+        self.rows, self.weights, self.gradients = compat.fp8_quantizers(linear)
+        recipe = linear.fp8_meta["recipe"]
+        self.split_forward, self.split_rows, self.split_weights = (
+            product.use_split_accumulator
+            for product in (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad))
+
+
 class _PackedProduct(torch.autograd.Function):
     """Product of rows with their experts' weights; adds weight gradients to `main_grad` itself."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor, layer: PackedLinear,
-                sizes: torch.Tensor) -> torch.Tensor:
-        """Multiply; see `PackedLinear` about `anchor`."""
+    def forward(ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor, layer: PackedLinear, sizes: torch.Tensor,
+                fp8: _Fp8Products | None, trains: bool) -> torch.Tensor:
+        """Multiply; see `PackedLinear` about `anchor`. `trains` says whether a backward pass may follow."""
+        from transformer_engine.pytorch.quantized_tensor import prepare_for_saving
+
         rows = hidden.reshape(-1, layer.in_features)
         sizes, in_offsets, out_offsets = _row_offsets(sizes, layer.in_features, layer.out_features)
         out = rows.new_empty(rows.shape[0], layer.out_features)
-        if rows.shape[0]:
-            _multiply(layer.weights(), _by_expert(rows, sizes, in_offsets), _by_expert(out, sizes, out_offsets), "TN")
-        ctx.save_for_backward(rows, sizes, in_offsets, out_offsets)
-        ctx.layer, ctx.shape = layer, hidden.shape
+        saved: Any = rows
+        if fp8 is None:
+            if rows.shape[0]:
+                _multiply(layer.weights(), _by_expert(rows, sizes, in_offsets), _by_expert(out, sizes, out_offsets),
+                          "TN")
+        elif rows.shape[0]:
+            saved = _quantized(rows, sizes, in_offsets, fp8.rows, rowwise=True, columnwise=trains and layer.trains)
+            _multiply(layer.weights(fp8.weights, keep=trains), saved, _by_expert(out, sizes, out_offsets), "TN",
+                      split=fp8.split_forward)
+            saved.rowwise_data = saved.scale_inv = None  # gradients of weights read columns
+        tensors, ctx.tensor_objects = prepare_for_saving(saved, sizes, in_offsets, out_offsets)
+        ctx.save_for_backward(*tensors)
+        ctx.layer, ctx.shape, ctx.num_rows, ctx.fp8 = layer, hidden.shape, rows.shape[0], fp8
         return out.view(*hidden.shape[:-1], layer.out_features)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
         """Give the gradient of the rows, and add those of the weights to their buffers."""
-        rows, sizes, in_offsets, out_offsets = ctx.saved_tensors
+        from transformer_engine.pytorch.quantized_tensor import restore_from_func_ctx
+
+        rows, sizes, in_offsets, out_offsets = restore_from_func_ctx(ctx)
         layer: PackedLinear = ctx.layer
+        fp8: _Fp8Products | None = ctx.fp8
+        needs_rows = ctx.needs_input_grad[0]
         grad_rows = grad_output.reshape(-1, layer.out_features).contiguous()
-        by_expert = _by_expert(grad_rows, sizes, out_offsets)
+        if fp8 is None:
+            by_expert = _by_expert(grad_rows, sizes, out_offsets)
+            rows, weights = _by_expert(rows, sizes, in_offsets), layer.weights()
+        elif ctx.num_rows:
+            by_expert = _quantized(grad_rows, sizes, out_offsets, fp8.gradients, rowwise=needs_rows,
+                                   columnwise=layer.trains)
+            weights = layer.weights(fp8.weights, keep=True)
         grad_input = None
-        if ctx.needs_input_grad[0]:
-            grad_input = torch.empty_like(rows)
-            if rows.shape[0]:
-                _multiply(layer.weights(), by_expert, _by_expert(grad_input, sizes, in_offsets), "NN")
+        if needs_rows:
+            grad_input = grad_rows.new_empty(ctx.num_rows, layer.in_features)
+            if ctx.num_rows:
+                _multiply(weights, by_expert, _by_expert(grad_input, sizes, in_offsets), "NN",
+                          split=fp8 is not None and fp8.split_rows)
             grad_input = grad_input.view(ctx.shape)
         if layer.trains:
-            if rows.shape[0]:
-                _multiply(_by_expert(rows, sizes, in_offsets), by_expert, layer.gradients(), "NT", accumulate=True)
+            if ctx.num_rows:
+                _multiply(rows, by_expert, layer.gradients(), "NT", accumulate=True,
+                          split=fp8 is not None and fp8.split_weights)
             layer.register_gradients()
-        return grad_input, None, None, None
+        return grad_input, None, None, None, None, None
+
+
+def _quantized(rows: torch.Tensor, sizes: torch.Tensor, offsets: torch.Tensor, quantizer: Any, *, rowwise: bool,
+               columnwise: bool) -> Any:
+    """Return rows that are sorted by expert in FP8, each expert's with scales of its own."""
+    import transformer_engine_torch as tex
+
+    quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
+    return tex.group_quantize(rows, quantizer, sizes.numel(), sizes, tensor_offsets=offsets)
 
 
 def _by_expert(rows: torch.Tensor, sizes: torch.Tensor, offsets: torch.Tensor) -> Any:
@@ -306,7 +471,8 @@ def _grouped_tensor(shape: tuple[int, int], count: int, flat: torch.Tensor, offs
                                 tensor_offsets=offsets, **sizes)
 
 
-def _multiply(left: Any, right: Any, out: Any, layout: str, *, accumulate: bool = False) -> None:
+def _multiply(left: Any, right: Any, out: Any, layout: str, *, accumulate: bool = False, split: bool = False) -> None:
     from transformer_engine.pytorch.cpp_extensions.gemm import general_grouped_gemm_for_grouped_tensor
 
-    general_grouped_gemm_for_grouped_tensor(left, right, out, layout=layout, accumulate=accumulate)
+    general_grouped_gemm_for_grouped_tensor(left, right, out, layout=layout, accumulate=accumulate,
+                                            use_split_accumulator=split)

@@ -20,6 +20,7 @@ from mimo.config.trainer import RunConfig
 from mimo.data.batch import Microbatch, on_device
 from mimo.grid.groups import Grids
 from mimo.model.build import GRADIENTS, KINDS, WEIGHTS, BuiltModel
+from mimo.model.fp8 import forget_weights
 from mimo.model.mtp import begin_mtp_step
 from mimo.observability.clock import DeviceTimer
 from mimo.observability.spans import Kind, ScheduleSpans, Spans, Trace
@@ -359,6 +360,7 @@ def update_weights(
     STARTUP.enter(Phase.UPDATE)
     with parts.trace.wait("optimizer step", Kind.OPTIMIZER, group=parts.world), parts.optimizer_timer.measure():
         success, grad_norm, num_zeros = parts.optimizer.step()
+    forget_weights()
     if success:
         parts.scheduler.step(num_samples)
     else:

@@ -58,9 +58,9 @@ def main(folder: str, impl: str, device_type: str = "cuda") -> None:
 
 def layouts_of(name: str) -> dict[int, list[str]]:
     """Flags of the layouts of a model, by number of processes."""
-    from tests.support.hf_families import LLAVA_MODELS, NEMOTRON_MODELS
+    from tests.support.hf_families import NEMOTRON_MODELS, VISION_LANGUAGE
 
-    if name in LLAVA_MODELS:
+    if name in VISION_LANGUAGE:
         return LLAVA
     return MOE if name in ("qwen3-moe", "mixtral", *NEMOTRON_MODELS) else TEXT
 

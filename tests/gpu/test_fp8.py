@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -43,6 +44,57 @@ def test_experts_train_like_bfloat16(tmp_path: Path) -> None:
         found = run(tmp_path / recipe, *EXPERTS, "--fp8-format", "hybrid", "--fp8-recipe", recipe)
         assert found != exact
         np.testing.assert_allclose(found, exact, rtol=3e-2)
+
+
+@pytest.mark.parametrize("flags", [(), ("--fp8-recipe", "blockwise"), ("--recompute", "full")], ids=" ".join)
+def test_packed_experts_agree_with_separate_ones(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Weights change in each step, so that an old FP8 copy would show."""
+    exact = run(tmp_path / "bf16", *EXPERTS, "--moe-gemm", "packed")
+    separate, packed = (run(tmp_path / gemm, *EXPERTS, "--fp8-format", "hybrid", *flags, "--moe-gemm", gemm)
+                        for gemm in ("separate", "packed"))
+    assert packed != exact
+    np.testing.assert_allclose(packed, separate, rtol=2e-3)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_packed_products_have_the_values_of_separate_ones(recipe: str) -> None:
+    """Weights lie in memory in another order than their experts, as data-parallel training lays them; some experts have
+    no rows."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling, Format
+
+    from mimo.model.packed_experts import PackedLinear
+
+    torch.manual_seed(0)
+    fp8 = Fp8("hybrid", recipe, "--fp8-format")
+    chosen = {"tensorwise": Float8CurrentScaling, "blockwise": Float8BlockScaling}[recipe](fp8_format=Format.HYBRID)
+    experts, rows, columns = 80, 384, 256
+    linear = te.GroupedLinear(experts, columns, rows, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    memory = torch.randn(experts, rows, columns, device="cuda", dtype=torch.bfloat16)
+    gradients = torch.zeros(experts, rows, columns, device="cuda")
+    for index in range(experts):
+        weight = getattr(linear, f"weight{index}")
+        weight.data, weight.main_grad = memory[-1 - index], gradients[-1 - index]
+        weight.data *= 1 + index
+    wrapper = SimpleNamespace(ddp_config=SimpleNamespace(overlap_grad_reduce=False))
+    sizes = torch.randint(0, 4, (experts,)) * 128
+    hidden = torch.randn(int(sizes.sum()) + 128, columns, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    active, out_gradient = int(sizes.sum()), torch.randn(len(hidden), rows, device="cuda", dtype=torch.bfloat16)
+    packed = PackedLinear(linear, wrapper, fp8)
+    assert packed.can_run
+    found = []
+    for is_packed in (False, True):
+        hidden.grad = None
+        with te.fp8_autocast(enabled=True, fp8_recipe=chosen):
+            output = packed(hidden, sizes.cuda())[0][:active] if is_packed else linear(hidden[:active], sizes.tolist())
+        output.backward(out_gradient[:active])
+        weights = gradients.flip(0) if is_packed else torch.stack([
+            getattr(linear, f"weight{index}").grad for index in range(experts)])
+        found.append([output.detach().float(), hidden.grad[:active].float(), weights.float()])
+    for name, theirs, ours in zip(("output", "gradient of rows", "gradient of weights"), *found, strict=True):
+        error = ((ours - theirs).norm() / theirs.norm()).item()
+        print(recipe, name, error)
+        assert error < 5e-3, name
 
 
 def test_images_whose_rows_do_not_fit(tmp_path: Path) -> None:

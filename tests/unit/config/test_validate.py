@@ -95,8 +95,8 @@ def test_a_run_that_makes_sense_passes(flags):
      "--fp8-recipe delayed is not supported: its scales come from a history of maxima"),
     (f"{ITERS} --encoder-fp8-format hybrid --encoder-fp8-recipe mxfp8",
      "--encoder-fp8-recipe mxfp8 needs a Blackwell GPU"),
-    (f"{ITERS} --fp8-format hybrid --moe-gemm packed",
-     "--moe-gemm packed with --fp8-format hybrid: it multiplies in bfloat16 only"),
+    (f"{ITERS} --fp8-format hybrid --moe-gemm cutlass",
+     "--moe-gemm cutlass with --fp8-format hybrid: it multiplies in bfloat16 only"),
     (f"{ITERS} --layout colocated --encoder-tp 2 --fp8-format hybrid --llm-tp 2 --sequence-parallel --seq-length 40",
      "--fp8-format hybrid (tensorwise) with --sequence-parallel: --seq-length 40 * --micro-batch-size 1 over 2 ranks"
      " is not a multiple of 16 on each"),
