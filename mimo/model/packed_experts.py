@@ -273,6 +273,7 @@ class PackedLinear:
         # data-parallel training would run without a gradient.
         self._anchor = torch.empty(0, device=self.parameters[0].device, requires_grad=self.trains)
         self._linear = linear if fp8 else None
+        self._fp8: _Fp8Products | None = None
         if fp8 and self._weights is not None:
             self._has_block_scales = fp8.recipe == "blockwise"
             # Quantisation reads them as one matrix, in the order of the memory.
@@ -283,11 +284,10 @@ class PackedLinear:
 
     def __call__(self, hidden: torch.Tensor, sizes: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Multiply rows `[rows, in]`, sorted by expert, by each expert's weight; `sizes` is int64 `[experts]`."""
-        precision = None
-        if self._linear is not None:
-            precision = _Fp8Products(self._linear)
         trains = torch.is_grad_enabled()
-        result: torch.Tensor = _PackedProduct.apply(hidden, self._anchor, self, sizes, precision, trains)
+        if self._linear is not None and (self._fp8 is None or trains and self._fp8.gradients is None):
+            self._fp8 = _Fp8Products(self._linear)
+        result: torch.Tensor = _PackedProduct.apply(hidden, self._anchor, self, sizes, self._fp8, trains)
         return result, None
 
     def weights(self, quantizer: Any = None, *, keep: bool = False) -> Any:
