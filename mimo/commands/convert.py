@@ -71,6 +71,8 @@ def config_of_checkpoint(common: Mapping[str, Any], folder: Path, run_flags: Seq
     wanted = typed["dataset_provider"] or (data if data in registry.DATASET_PROVIDERS else None)
     has_data = data is not None and data == wanted and ("rl" not in sections or _has_prompts_of_same_flags(data))
     titles = ("model", "model-family", *(("data", "dataset") if has_data else ()))
+    if has_data and "rl" in sections:  # where the section has flags of its own
+        sections = sections | {"data": {"dataset-provider": data}}
     flags = {name: value for title in titles for name, value in sections.get(title, {}).items()}
     refuse_named_code({"model_provider": flags.get("model-provider")}, str(folder), run_flags)
     named = [word for field, name in typed.items() if name is not None for word in (toml_file.flag_name(field), name)]

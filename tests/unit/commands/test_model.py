@@ -62,6 +62,12 @@ def test_an_export_knows_the_data_of_the_run(tmp_path: Path) -> None:
     assert (config.data.dataset_provider, config.dataset.mock_max_length) == ("mock", 7)
     rl = parse_as(RlRunConfig, [*FLAGS, "--dataset-provider", "gsm8k"], DESCRIPTION)
     assert config_of_checkpoint(common | {"config": to_toml(rl)}, tmp_path, []).dataset is None
+    conversations = parse_as(RlRunConfig, [
+        *FLAGS, "--dataset-provider", "conversations", "--tokenizer", "there", "--image-tiling", "pad", "--image-mean",
+        "0.5", "--image-std", "0.5", "--image-resample", "bilinear"], DESCRIPTION)
+    config = config_of_checkpoint(common | {"config": to_toml(conversations)}, tmp_path, [])
+    assert (config.data.dataset_provider, config.dataset.tokenizer, config.dataset.image_tiling) == (
+        "conversations", "there", "pad")
 
 
 def test_an_export_takes_the_stored_sizes_and_no_others(tmp_path: Path) -> None:
