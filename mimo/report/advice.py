@@ -150,7 +150,10 @@ def _from_data(run: Run, flags: Mapping[str, Any]) -> Iterator[Advice]:
     used, uneven, bad = (_mean(run, key) for key in ("packing-utilisation", "encoder-imbalance", "bad-samples"))
     packs = flags.get("packing-buffer-size")
     if used is not None and 1 - used >= PADDING_SHARE and packs == 0:
-        yield Advice(f"{percent(1 - used)} of the tokens are padding. Packing puts several samples into a row.",
+        rows, length = flags.get("micro-batch-size", 1), flags.get("seq-length", 0)
+        longer = (f" A row may then have up to the {rows * length:,} tokens that {rows} rows have now (--seq-length)."
+                  if rows > 1 and length else "")
+        yield Advice(f"{percent(1 - used)} of the tokens are padding. Packing puts several samples into a row.{longer}",
                      "--packing-buffer-size 64 --micro-batch-size 1",
                      f"At most {rounded(1 / used)} times the samples a second.")
     if uneven is not None and uneven >= UNEVEN and packs and flags.get("packing-balance") is False:
