@@ -259,6 +259,11 @@ class RolloutConfig:
     """Tensor-parallel workers of a replica."""
     engine_pp: int = 1
     """Pipeline stages of a replica."""
+    engine_nodes: int = 1
+    """Nodes over which the workers of one replica are spread, as many on each; more than one needs a Ray cluster."""
+    engine_restarts: int = 0
+    """How often a run may replace an engine that has ended or does not answer. The new one gets all weights before it
+    answers."""
     engine_ep: bool = False
     """Each worker of the engine holds whole experts (expert parallelism) instead of a slice of every expert."""
     engine_max_num_seqs: int = 64
@@ -273,12 +278,18 @@ class RolloutConfig:
     trainer's products."""
     engine_enforce_eager: bool = False
     """Run the engine on GPUs without CUDA graphs and compilation. It starts faster and generates more slowly."""
+    engine_env: str = ""
+    """Further environment variables of the first rank that every process of a Ray engine gets, such as UCX_TLS,MY_PATH.
+    Those of vLLM, NCCL, Hugging Face and some others are passed anyway."""
     engine_start_timeout_s: float = 600.0
     """Seconds that the engine may take to start."""
     rollout_timeout_s: float = 600.0
     """Seconds that any call of the engine may take, including the completions of a step."""
     refit_timeout_s: float = 300.0
     """Time limit in seconds for each wait while the engine receives the trainer's weights."""
+    refit_delta: bool = False
+    """Send only the blocks of weights that have changed since the last refit. Checksums prove that the engine has the
+    others."""
     refit_verify_interval: int = 25
     """Verify the first refit of a run and every n-th after it; 0: none. A verification compares checksums of all
     weights, and log-probs of engine and trainer for the same tokens, with the real weights and with scrambled ones."""
@@ -299,7 +310,8 @@ class RolloutConfig:
     def check(self) -> None:
         """Refuse values and combinations within this section. Raises ValueError."""
         refuse_below(self, {"max_completion_tokens": 1, "engine_dp": 1, "engine_tp": 1, "engine_pp": 1,
-                            "engine_max_num_seqs": 1, "engine_kv_cache_mib": 1})
+                            "engine_nodes": 1, "engine_restarts": 0, "engine_max_num_seqs": 1,
+                            "engine_kv_cache_mib": 1})
         if self.refit_verify_interval < 0:
             raise ValueError(f"--refit-verify-interval {self.refit_verify_interval} is below 0 (0: verify no refit)")
         for name in ("engine_start_timeout_s", "rollout_timeout_s", "refit_timeout_s"):
@@ -307,6 +319,7 @@ class RolloutConfig:
             if not 0 < value <= MAX_TIMEOUT_S:
                 raise ValueError(f"{flag_name(name)} {value} is not above 0 and at most {MAX_TIMEOUT_S:g} (a week)")
         self._check_placement()
+        self._check_nodes()
         if self.rollout_timeout_s < self.refit_timeout_s:
             raise ValueError(f"--rollout-timeout-s {self.rollout_timeout_s}, which limits every call of the engine, is "
                              f"below --refit-timeout-s {self.refit_timeout_s}")
@@ -324,6 +337,26 @@ class RolloutConfig:
             raise ValueError(f"--engine-memory {self.engine_memory} is not above 0 and at most 1")
         if self.engine_gpus:
             self._check_gpus()
+
+    def _check_nodes(self) -> None:
+        nodes, workers = self.engine_nodes, self.engine_tp * self.engine_pp
+        refuse(nodes > 1 and not self.ray_address,
+               f"--engine-nodes {nodes} needs a Ray cluster: give --engine-placement ray and --ray-address")
+        refuse(workers % nodes != 0, f"--engine-nodes {nodes} does not divide the {workers} workers of a replica "
+               f"(--engine-tp {self.engine_tp} * --engine-pp {self.engine_pp})")
+        refuse(self.refit_delta and self.engine_placement == "colocated",
+               "--refit-delta with --engine-placement colocated: the engine loses its weights when it sleeps, so that "
+               "each refit has to send all of them; leave it out")
+        refuse(bool(self.engine_env) and self.engine_placement != "ray",
+               f"--engine-env {self.engine_env} is for --engine-placement ray: other engines are children of the first "
+               "rank and get its whole environment")
+        restarts = self.engine_restarts
+        refuse(restarts > 0 and self.engine_placement == "colocated",
+               f"--engine-restarts {restarts} with --engine-placement colocated is not supported yet: a lost engine "
+               "may hold the trainer's GPUs; use --engine-restarts 0 and resume the run from its last checkpoint")
+        refuse(restarts > 0 and self.rollout_mode != "sync",
+               f"--engine-restarts {restarts} with --rollout-mode {self.rollout_mode} is not supported yet: the lost "
+               "completions came from weights that the trainer no longer has; use --rollout-mode sync")
 
     def _check_gpus(self) -> None:
         if self.engine_placement != "separate":

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, override
 from mimo import registry
 from mimo.config.checks import refuse
 from mimo.config.rl import RlConfig, RolloutConfig
-from mimo.config.rl_sections import PromptDataConfig, RlLayoutConfig, RlObserveConfig, RlOptimConfig, RlTrainConfig
+from mimo.config.rl_sections import PromptDataConfig, RlLayoutConfig, RlOptimConfig, RlTrainConfig
 from mimo.config.trainer import DataConfig, RunConfig, TrainConfig
 from mimo.config.validate import validate
 from mimo.grid.spec import Layout
@@ -51,7 +51,6 @@ class RlRunConfig(RunConfig):
     layout: RlLayoutConfig = field(default_factory=RlLayoutConfig)
     optim: RlOptimConfig = field(default_factory=RlOptimConfig)
     data: PromptDataConfig = field(default_factory=PromptDataConfig)
-    observe: RlObserveConfig = field(default_factory=RlObserveConfig)
     rl: RlConfig = field(default_factory=RlConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
@@ -207,11 +206,10 @@ def _refuse_missing(config: RlRunConfig) -> None:
     refuse(train.encoder_prefetch_depth != 0,
            f"--encoder-prefetch-depth {train.encoder_prefetch_depth} is for train_hetero.py: the prompts of the next "
            "step are not known before the present one is over; leave it out")
-    refuse(not config.observe.timeline, "--no-timeline is for train_hetero.py: no timeline is recorded here; leave it "
-           "out")
-    for name in ("profile_steps", "timeline_interval", "peak_tflops"):
-        given = vars(config.observe)[name]
-        refuse(bool(given), f"--{name.replace('_', '-')} {given} is for train_hetero.py; leave it out")
+    peak = config.observe.peak_tflops
+    refuse(peak is not None and bool(encoders), f"--peak-tflops {peak} is not supported yet with the encoder "
+           f"{', '.join(encoders)} of --model-provider {config.model.model_provider}: its FLOPs are not counted here; "
+           "leave it out")
     family = vars(config.model_family)
     pattern = family.get("hybrid_layer_pattern") or ""
     refuse("/" in pattern, f"--hybrid-layer-pattern {pattern} has layers of multi-token prediction behind a /: they "

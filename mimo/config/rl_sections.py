@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mimo.config.optim import OptimConfig
-from mimo.config.trainer import DataConfig, LayoutConfig, ObserveConfig, TrainConfig
+from mimo.config.trainer import DataConfig, LayoutConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -62,19 +62,3 @@ class PromptDataConfig(DataConfig):
     skip_long_prompts: bool = False
     """Leave out the prompts of files to which --seq-length leaves no room for --max-completion-tokens; without it they
     are refused before the run begins."""
-
-
-@dataclass(frozen=True)
-class RlObserveConfig(ObserveConfig):
-    """Logging: the run folder, TensorBoard, the console."""
-
-    timeline: bool = True
-    """train_hetero.py only."""
-    timeline_interval: int = 0
-    """train_hetero.py only."""
-    profile_steps: str | None = None
-    """train_hetero.py only."""
-    profile_ranks: str | None = None
-    """Ranks that --memory-snapshot records, such as 0,2; left out: all."""
-    peak_tflops: float | None = None
-    """train_hetero.py only."""

@@ -208,6 +208,10 @@ class FlopsCounter:
         """
         return self._by_module(sums, hardware=True)
 
+    def forward_flops(self, sums: Mapping[str, SequenceSums]) -> float:
+        """Return the FLOPs that the model needs in a forward pass, of all modules; `sums` as in `model_flops`."""
+        return sum(forward_flops(component, sums[component.module]).total for component in self.components)
+
     def passes(self, module: str, sums: SequenceSums) -> list[tuple[FlopComponent, float, float]]:
         """Return the FLOPs that are computed in the forward and in the backward pass, for each component of a module.
 

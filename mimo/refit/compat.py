@@ -7,6 +7,7 @@ tests/unit/test_compat.py names what is gone.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -130,3 +131,56 @@ _VLLM: dict[str, Any] = {}
 
 def _cast_with_powers_of_two(x: torch.Tensor, block_size: list[int], use_ue8m0: bool = True) -> Any:
     return _VLLM["cast"](x, block_size=block_size, use_ue8m0=True)
+
+
+def allocate_stage_inputs(worker: Any) -> None:
+    """Have a worker of a later pipeline stage allocate the tensors in which it receives activations, on the CPU.
+
+    `GPUModelRunner.intermediate_tensors`: vLLM allocates them when it warms up, which its CPU worker leaves out if the
+    size of the KV cache is given (`CPUWorker._should_warm_up_model`). The first step then fails on an assertion.
+    """
+    from vllm.distributed.parallel_state import get_pp_group
+    from vllm.platforms import current_platform
+
+    runner = (vars(worker).get("worker") or worker).model_runner
+    if current_platform.is_cpu() and not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device)
+
+
+# Environment variable with the number of workers on each node of an engine of several nodes, for their processes.
+NODE_WORKERS = "MIMO_ENGINE_NODE_WORKERS"
+
+
+def count_workers_as_cpu_devices() -> None:
+    """Have vLLM count a CPU as a device for each worker of this node, in an engine of several nodes.
+
+    `CpuPlatform.device_count` is 1. `MessageQueue.create_from_process_group_single_reader` divides ranks by it to find
+    out which are on its own node, and would look for all workers but the first elsewhere.
+    """
+    from vllm.platforms import current_platform
+
+    if NODE_WORKERS in os.environ and current_platform.is_cpu():
+        count = int(os.environ[NODE_WORKERS])
+        type(current_platform).device_count = classmethod(lambda cls: count)  # type: ignore[attr-defined]
+
+
+def worker_processes(executor: Any) -> list[Any]:
+    """Return the processes of an executor's workers on this node. `MultiprocExecutor.workers`: vLLM names only those
+    that it has seen end, and only in its log.
+    """
+    return [worker.proc for worker in vars(executor).get("workers") or ()]
+
+
+def start_node_workers(arguments: dict[str, Any]) -> Any:
+    """Start the workers of one node of an engine of several nodes, whose first node has the scheduler.
+
+    `MultiprocExecutor` and `create_engine_config(headless=True)`, as `vllm serve --headless` uses them: `vllm.LLM`
+    starts first nodes only.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    config = EngineArgs(**arguments).create_engine_config(usage_context=UsageContext.LLM_CLASS, headless=True)
+    return MultiprocExecutor(config, monitor_workers=False)

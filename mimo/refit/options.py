@@ -26,6 +26,9 @@ class RefitOptions:
         timeout_s: seconds that one wait may take.
         verify: compare checksums of every box at every sync, as it was sent, as it arrived, and as it is read back
             from its target (see `mimo.refit.messages`). `WeightSender.verify` can switch it later.
+        delta: send only blocks that have changed since the last sync (see `mimo.refit.delta`). The first sync, and
+            those with `verify`, send everything.
+        block_bytes: largest size of such a block.
     """
 
     backend: str
@@ -34,13 +37,19 @@ class RefitOptions:
     chunk_bytes: int = 512 << 20
     timeout_s: float = 300.0
     verify: bool = False
+    delta: bool = False
+    block_bytes: int = 1 << 20
 
     def __post_init__(self) -> None:
         problems = [f"refit {what} {value!r}: known are {', '.join(known)}" for what, value, known in (
             ("backend", self.backend, BACKENDS), ("dtype", self.dtype, tuple(DTYPE_BYTES)),
             ("route", self.route, ROUTES)) if value not in known]
         problems += [f"refit {what} {value}: must be positive" for what, value in (
-            ("chunk_bytes", self.chunk_bytes), ("timeout_s", self.timeout_s)) if value <= 0]
+            ("chunk_bytes", self.chunk_bytes), ("timeout_s", self.timeout_s), ("block_bytes", self.block_bytes))
+                     if value <= 0]
+        if self.delta and self.backend == "ipc":
+            problems.append("refit delta with backend 'ipc' is not supported: an engine on the trainer's GPUs loses "
+                            "its weights when it sleeps, so that each refit has to send all of them")
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -58,6 +67,7 @@ class RefitReport:
         sent_bytes: bytes that this rank sent.
         wire_bytes: bytes that all workers received (on the first rank).
         direct_bytes: the part of `wire_bytes` that was written directly into live parameters.
+        is_delta: whether only what had changed was sent.
         seconds: seconds by part: `pause` (until the engine has stopped taking requests), `pack`, `wire` (waiting for
             transfers), `install` (the slowest worker's unpacking and loading), `total`.
     """
@@ -66,6 +76,7 @@ class RefitReport:
     sent_bytes: int = 0
     wire_bytes: int = 0
     direct_bytes: int = 0
+    is_delta: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -82,8 +93,9 @@ def register() -> None:
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from mimo.refit.compat import is_engine_registered, use_trainer_scales
+    from mimo.refit.compat import count_workers_as_cpu_devices, is_engine_registered, use_trainer_scales
 
+    count_workers_as_cpu_devices()
     if os.environ.get(TRAINER_SCALES) == "1":
         use_trainer_scales()
     if not is_engine_registered(BACKEND):

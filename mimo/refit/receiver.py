@@ -22,9 +22,18 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from mimo.refit import compat
+from mimo.refit import compat, delta
 from mimo.refit import plan as planning
-from mimo.refit.messages import MessageLayout, Verification, Views, check_inside, copy_all, message_layout, torch_dtype
+from mimo.refit.messages import (
+    MessageLayout,
+    Verification,
+    Views,
+    check_inside,
+    checksums,
+    copy_all,
+    message_layout,
+    torch_dtype,
+)
 from mimo.refit.options import RefitOptions
 from mimo.refit.plan import check_plan, check_recv_spec
 from mimo.refit.rendezvous import RefitError, Rendezvous, StoreAddress, format_error
@@ -46,6 +55,8 @@ class Guard:
         self._armed = False
         self._complete = True
         self._received = False
+        # Number of the sync that all weights come from; None if they come from elsewhere.
+        self.sync: int | None = None
 
     def arm(self, complete: bool) -> None:
         """Refuse to compute logits from now on while weights are missing.
@@ -75,10 +86,11 @@ class Guard:
     def close(self) -> None:
         """Refuse to serve until all weights have come in."""
         self._complete = self._received = False
+        self.sync = None
 
-    def received(self) -> None:
-        """Note that all weights have come in."""
-        self._received = True
+    def received(self, sync: int | None = None) -> None:
+        """Note that all weights have come in, from a sync of the trainer or from elsewhere."""
+        self._received, self.sync = True, sync
 
     def open(self) -> None:
         """Serve again. Raises RefitError if not all weights have come in."""
@@ -121,8 +133,9 @@ class LoaderSession:
         self._model, self._model_config = model, model_config
         chosen = [model.get_submodule(path) for path in layers]
         # Weights that attention layers derive (in latent attention) are computed again from what was loaded.
-        attention = (Attention, MLAAttention)
-        chosen += [module for module in model.modules() if isinstance(module, attention)] if chosen else []
+        loaded = set(chosen)
+        chosen += [module for module in model.modules() if isinstance(module, (Attention, MLAAttention))
+                   and chosen and (not any(module.children()) or not loaded.isdisjoint(module.modules()))]
         self._layers = list(dict.fromkeys(chosen))
         self._shown = _Layers(self._layers)
         # Other modules that share a parameter with these, such as a tied output layer.
@@ -209,12 +222,14 @@ class UpdateInfo(WeightTransferUpdateInfo):
         workers: for each worker, trainer rank -> digest of what that rank sends it.
         verify: compare checksums of what was sent, what arrived, and what the tensors then contain.
         is_changed: whether about half of every tensor's elements differ from the sync before, which was verified, too.
+        is_delta: whether only what has changed since the sync before is sent.
     """
 
     sync: int
     workers: list[dict[str, str]] = field(default_factory=list)
     verify: bool = False
     is_changed: bool = False
+    is_delta: bool = False
 
 
 @dataclass(frozen=True)
@@ -258,6 +273,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.guard = Guard(model)
         self._loading: LoaderSession | None = None
         self._verification: Verification | None = None
+        self._held: int | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Connect with the trainer, find out what this worker wants, and agree on a plan.
@@ -267,6 +283,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 processes are told.
         """
         self.shutdown()
+        self.guard.sync = None  # another trainer counts its syncs from 1, too
         parallel = self.parallel_config
         self._worker = init_info.first_worker + parallel.data_parallel_index * parallel.world_size + parallel.rank
         place = StoreAddress(init_info.address, init_info.port, init_info.secret)
@@ -279,6 +296,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Stop serving until a complete update has come in."""
         if self._wire is None:
             raise RefitError(LOST)
+        self._held = self.guard.sync
         self.guard.close()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -326,6 +344,10 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         taken = worker_recv_spec(self.model, self._entries, model["spellings"], self._options.route,
                                  lambda value: self._share("probes", value, num_workers))
         spec, self._renamed, self._loader_layers = taken.spec, taken.loader_names, taken.loader_layers
+        numbers = {entry.name: number for number, entry in enumerate(self._entries)}
+        self._groups = [([numbers[name] for name in names], layers) for names, layers in taken.groups]
+        if self._options.delta:
+            rendezvous.publish(f"groups/{self._worker}", [numbers for numbers, _ in self._groups])
         live = self._live()
         check_recv_spec(self._entries, spec, {name: (str(tensor.dtype).removeprefix("torch."), tensor.numel())
                                               for name, tensor in live.items()})
@@ -337,14 +359,16 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         holders = holders_from_table(model["holders"])
         operations = planning.receive_plan(self._entries, holders, spec, self._worker)
         check_plan(self._entries, holders, spec, operations)
-        self._by_sender = planning.by_sender(operations)
-        self._digests = {str(sender): planning.digest(self._entries, each) for sender, each in self._by_sender.items()}
         self._loader_names = frozenset(spec.loader)
+        self._by_sender = planning.by_sender(operations)
+        if self._options.delta:
+            self._by_sender = {sender: delta.cut(own, self._entries, self._loader_names, self._options.block_bytes)
+                               for sender, own in self._by_sender.items()}
+        self._digests = {str(sender): planning.digest(self._entries, each) for sender, each in self._by_sender.items()}
         for operation in operations:
             if operation.name not in self._loader_names:
                 check_inside(live[operation.target.tensor], operation.target, operation.box.sizes)
-        self._chunks = [self._chunk(chunk)
-                        for chunk in planning.chunks(self._entries, self._options.chunk_bytes)]
+        self._chunks = self._chunks_of(self._by_sender)
         self._everybody = [*(f"trainer rank {rank}" for rank in range(self._num_trainers)),
                            *(f"worker {worker}" for worker in range(num_workers))]
         # Nobody opens connections to somebody who has refused.
@@ -385,10 +409,14 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         live = self._live()
         rendezvous.arrive(scope, "ready")
         rendezvous.wait_for(scope, "ready", self._everybody)
-        self._loading = LoaderSession(self.model, self.model_config, self._loader_layers)
+        changes = self._changes(scope, update_info) if update_info.is_delta else None
+        chunks, layers = self._chunks, self._loader_layers
+        if changes is not None:
+            chunks, layers = self._changed_chunks(changes)
+        self._loading = LoaderSession(self.model, self.model_config, layers)
         report = {"wire_bytes": 0, "direct_bytes": 0, "install_s": 0.0}
         try:
-            running = self._take_in(scope, live, report)
+            running = self._take_in(scope, chunks, live, report)
             self._wire.release(lambda: rendezvous.check(scope))
             self._loading.finish()
         except BaseException:
@@ -403,13 +431,55 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if stale:
                 raise RefitError(f"worker {self._worker}: {len(stale)} tensors came with the values of the sync "
                                  f"before, though the trainer has changed every tensor: {', '.join(stale[:10])}")
+        if changes is not None:
+            self._compare_blocks(changes, live)
         rendezvous.publish(f"{scope}/report/{self._worker}", report)
-        self.guard.received()
+        self.guard.received(update_info.sync)
 
-    def _chunk(self, chunk: range) -> list[_Part]:
+    def _changes(self, scope: str, update_info: UpdateInfo) -> dict[int, delta.Announcement]:
+        """Return what each trainer rank says has changed since the sync before.
+
+        Raises:
+            RefitError: this worker does not have the weights of that sync.
+        """
+        assert self._rendezvous is not None
+        if self._held != update_info.sync - 1:
+            raise RefitError(f"worker {self._worker}: only changes since sync {update_info.sync - 1} are sent, and its "
+                             f"weights are {'not of a sync' if self._held is None else f'of sync {self._held}'}")
+        return {rank: delta.Announcement.from_json(
+            self._rendezvous.read(f"{scope}/delta/{rank}", scope, f"the changes of trainer rank {rank}"))
+            for rank in range(self._num_trainers)}
+
+    def _changed_chunks(self, changes: dict[int, delta.Announcement]) -> tuple[list[list[_Part]], tuple[str, ...]]:
+        """Return the messages of a delta refit, and the paths of the modules that are loaded again."""
+        entries = delta.changed_entries(changes.values(), [numbers for numbers, _ in self._groups])
+        layers = {path for numbers, own in self._groups if not entries.isdisjoint(numbers) for path in own}
+        chunks = self._chunks_of({
+            sender: delta.select(operations, changes[sender].changed[self._worker], self._loader_names, entries)
+            for sender, operations in self._by_sender.items()})
+        return chunks, tuple(path for path in self._loader_layers if path in layers)
+
+    def _compare_blocks(self, changes: dict[int, delta.Announcement], live: dict[str, torch.Tensor]) -> None:
+        """Prove that every block of live parameters is the trainer's, whether it was sent or not. Raises RefitError."""
+        for sender, operations in self._by_sender.items():
+            pairs = [(each, told) for each, told in zip(operations, changes[sender].sums[self._worker], strict=True)
+                     if each.name not in self._loader_names]
+            views = Views([each.target for each, _ in pairs], [each.box.sizes for each, _ in pairs]).of(live)
+            found = checksums(views).tolist() if views else []
+            for (each, told), stands in zip(pairs, found, strict=True):
+                if stands != told:
+                    raise RefitError(
+                        f"worker {self._worker}: {each.name} {each.box} has checksum {stands} in {each.target.tensor}, "
+                        f"and {told} on trainer rank {sender}, after a refit of what has changed")
+
+    def _chunks_of(self, by_sender: dict[int, list[planning.Op]]) -> list[list[_Part]]:
+        """Return the messages of each chunk."""
+        return [self._chunk(chunk, by_sender) for chunk in planning.chunks(self._entries, self._options.chunk_bytes)]
+
+    def _chunk(self, chunk: range, by_sender: dict[int, list[planning.Op]]) -> list[_Part]:
         """Return each trainer rank's messages for a chunk."""
         found = []
-        for sender, planned in self._by_sender.items():
+        for sender, planned in by_sender.items():
             operations = planning.within(planned, chunk)
             if not operations:
                 continue
@@ -426,15 +496,16 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         tensors = (*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers())
         return {name: tensor.detach() for name, tensor in tensors}
 
-    def _take_in(self, scope: str, live: dict[str, torch.Tensor], report: dict[str, Any]) -> dict[int, Any]:
+    def _take_in(self, scope: str, chunks: Sequence[Sequence[_Part]], live: dict[str, torch.Tensor],
+                 report: dict[str, Any]) -> dict[int, Any]:
         """Receive and install every chunk. Return each sender's running digest."""
         assert self._wire is not None
         running = {sender: planning.Running(self._entries) for sender in self._by_sender}
         flying: list[tuple[Any, ...]] = []
-        for number, chunk in enumerate(self._chunks):
+        for number, chunk in enumerate(chunks):
             messages = {part.sender: torch.empty(part.shape.num_bytes, dtype=torch.uint8, device=self.device)
                         for part in chunk}
-            flying.append((self._wire.exchange([], list(messages.items())), number, messages))
+            flying.append((self._wire.exchange([], list(messages.items())), number, chunk, messages))
             for part in chunk:
                 running[part.sender].feed(part.text)
             if len(flying) > 1:
@@ -446,12 +517,12 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _install(self, scope: str, flying: tuple[Any, ...], live: dict[str, torch.Tensor],
                  report: dict[str, Any]) -> None:
         assert self._wire is not None and self._rendezvous is not None and self._loading is not None
-        works, number, messages = flying
+        works, number, chunk, messages = flying
         rendezvous = self._rendezvous
         self._wire.wait(works, lambda: rendezvous.check(scope))
         began = time.monotonic()
         staged: dict[str, torch.Tensor] = {}
-        for part in self._chunks[number]:
+        for part in chunk:
             boxes, targets = part.shape.boxes(messages[part.sender]), self._targets(part, live, staged)
             copy_all(targets, boxes)
             if self._verification is not None:

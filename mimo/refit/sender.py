@@ -21,12 +21,14 @@ from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel
 from mimo.platform import current_platform
 from mimo.protocols import ModelProvider
+from mimo.refit import delta
 from mimo.refit import plan as planning
-from mimo.refit.messages import MessageLayout, Views, checksums, message_layout, pack
+from mimo.refit.messages import MessageLayout, Views, checksums, message_layout, pack, torch_dtype
 from mimo.refit.options import RefitOptions, RefitReport
 from mimo.refit.plan import check_holders
 from mimo.refit.rendezvous import RefitError, Rendezvous, StoreAddress, format_error
 from mimo.refit.tensor_slices import (
+    Address,
     Holders,
     RecvSpec,
     TensorMeta,
@@ -150,6 +152,8 @@ class WeightSender:
         self.is_changed = False
         self._dtypes = [entry.dtype for entry in weights.entries]
         self._syncs = 0
+        # Checksums of the boxes for each worker as they were last sent, for delta refits; None before the first sync.
+        self._sums: dict[int, list[int]] | None = None
         self._wire: Transport | None = None
         self._rendezvous = self._meet()
         self._guarded(SETUP, self._set_up)
@@ -227,7 +231,9 @@ class WeightSender:
         specs = self._read_specs()
         operations = planning.send_plan(weights.entries, weights.holders, weights.slices, specs, trainer.rank)
         self._by_worker = planning.by_receiver(operations)
-        self._chunks = [self._chunk(chunk) for chunk in planning.chunks(weights.entries, self.options.chunk_bytes)]
+        if self.options.delta:
+            self._prepare_delta(specs)
+        self._chunks = self._chunks_of(self._by_worker)
         digests = {worker: planning.digest(weights.entries, operations)
                    for worker, operations in self._by_worker.items()}
         rendezvous.publish(f"plan/{trainer.rank}", {str(worker): digest for worker, digest in digests.items()})
@@ -246,10 +252,24 @@ class WeightSender:
                               for worker in range(self.num_workers)]
         self._result(SETUP, call)
 
-    def _chunk(self, chunk: range) -> list[_Part]:
+    def _prepare_delta(self, specs: dict[int, RecvSpec]) -> None:
+        """Cut the plan into blocks, and read what each worker's loader has to get together."""
+        self._loaders = {worker: frozenset(spec.loader) for worker, spec in specs.items()}
+        self._by_worker = {worker: delta.cut(operations, self.weights.entries, self._loaders[worker],
+                                             self.options.block_bytes)
+                           for worker, operations in self._by_worker.items()}
+        self._groups = {worker: self._rendezvous.read(f"groups/{worker}", SETUP, f"the loader of worker {worker}")
+                        for worker in self._by_worker}
+
+    def _chunks_of(self, by_worker: dict[int, list[planning.SendOp]]) -> list[list[_Part]]:
+        """Return the messages of each chunk."""
+        return [self._chunk(chunk, by_worker)
+                for chunk in planning.chunks(self.weights.entries, self.options.chunk_bytes)]
+
+    def _chunk(self, chunk: range, by_worker: dict[int, list[planning.SendOp]]) -> list[_Part]:
         """Return the messages to each worker for a chunk."""
         found = []
-        for worker, operations in self._by_worker.items():
+        for worker, operations in by_worker.items():
             part = planning.within(operations, chunk)
             if part:
                 sources = Views([each.source for each in part], [each.box.sizes for each in part])
@@ -285,15 +305,21 @@ class WeightSender:
         if self._wire is None:
             raise RefitError(f"{scope}: this sender is closed: an earlier refit failed or it was ended; make a new one")
         tensors = self.weights.prepare()
+        # Nothing is left out of a sync that verifies.
+        report.is_delta = self._sums is not None and not self.verify and not self.is_changed
         call = None
         if self.trainer.rank == 0:
             call = self._call(scope, self._update, scope, {
                 "sync": self._syncs, "workers": self._metadata, "verify": self.verify,
-                "is_changed": self.is_changed})
+                "is_changed": self.is_changed, "is_delta": report.is_delta})
+        before, sums, chunks = self._sums, self._block_sums(tensors), self._chunks
+        if before is not None and sums is not None and report.is_delta:
+            chunks = self._changed_chunks(scope, before, sums)
+        self._sums = None  # Until the sync has succeeded it is not known what the engine has.
         self._rendezvous.arrive(scope, "ready")
         self._rendezvous.wait_for(scope, "ready", self._everybody())
         report.seconds["pause"] = time.monotonic() - started
-        self._transfer(scope, tensors, report)
+        self._transfer(scope, tensors, chunks, report)
         self._wire.release(lambda: self._rendezvous.check(scope), GRACE_S)
         self._rendezvous.arrive(scope, "sent")
         self._result(scope, call)
@@ -303,21 +329,54 @@ class WeightSender:
             self._rendezvous.arrive(scope, "finished")
             self._forget(self._syncs - 2)
         self._rendezvous.wait_for(scope, "finished", ["trainer rank 0"], GRACE_S)
+        self._sums = sums
         report.seconds["total"] = time.monotonic() - started
+
+    def _block_sums(self, tensors: Mapping[str, torch.Tensor]) -> dict[int, list[int]] | None:
+        """Return the checksums of all blocks, in the dtype of the wire; None without delta refits.
+
+        A block that goes to several workers is read once.
+        """
+        if not self.options.delta:
+            return None
+        places: dict[tuple[Any, ...], int] = {}
+        keys = {worker: [(each.source.tensor, each.source.offset, each.box.sizes, each.source.strides, each.entry)
+                         for each in operations] for worker, operations in self._by_worker.items()}
+        for own in keys.values():
+            for key in own:
+                places.setdefault(key, len(places))
+        views = Views([Address(key[0], key[1], key[3]) for key in places], [key[2] for key in places]).of(tensors)
+        found = checksums([view.to(torch_dtype(self._dtypes[key[4]]))
+                           for view, key in zip(views, places, strict=True)]).tolist() if places else []
+        return {worker: [found[places[key]] for key in own] for worker, own in keys.items()}
+
+    def _changed_chunks(self, scope: str, before: dict[int, list[int]],
+                        sums: dict[int, list[int]]) -> list[list[_Part]]:
+        """Announce which blocks have changed, and return the messages that carry them."""
+        own = delta.announce(self._by_worker, self._loaders, sums, before)
+        self._rendezvous.publish(f"{scope}/delta/{self.trainer.rank}", own.as_json())
+        everyone = [delta.Announcement.from_json(
+            self._rendezvous.read(f"{scope}/delta/{rank}", scope, f"the changes of trainer rank {rank}"))
+            for rank in range(self.trainer.world_size)]
+        return self._chunks_of({
+            worker: delta.select(operations, own.changed[worker], self._loaders[worker],
+                                 delta.changed_entries(everyone, self._groups[worker]))
+            for worker, operations in self._by_worker.items()})
 
     def _update(self, scope: str, update_info: dict[str, Any]) -> None:
         self._engine.start_weight_update()
         self._rendezvous.check(scope)  # an engine that was stopped may answer long after this sync was given up
         self._engine.update_weights(update_info)
 
-    def _transfer(self, scope: str, tensors: Mapping[str, torch.Tensor], report: RefitReport) -> None:
+    def _transfer(self, scope: str, tensors: Mapping[str, torch.Tensor], chunks: Sequence[Sequence[_Part]],
+                  report: RefitReport) -> None:
         """Send every chunk, and then the running digest of each worker's messages."""
         assert self._wire is not None
         running = {worker: planning.Running(self.weights.entries) for worker in self._by_worker}
         sums: dict[int, dict[int, torch.Tensor]] = {worker: {} for worker in self._by_worker}
         flying: list[tuple[Any, Any]] = []
         report.seconds["pack"] = report.seconds["wire"] = 0.0
-        for number, chunk in enumerate(self._chunks):
+        for number, chunk in enumerate(chunks):
             began = time.monotonic()
             messages = []
             for part in chunk:
@@ -358,7 +417,8 @@ class WeightSender:
         """Delete the flags of an earlier sync."""
         scope = f"sync {sync}"
         keys = [f"{scope}/{stage}/{who}" for stage in ("ready", "sent") for who in self._everybody()]
-        keys += [f"{scope}/{what}/{rank}" for what in ("running", "sums") for rank in range(self.trainer.world_size)]
+        keys += [f"{scope}/{what}/{rank}" for what in ("running", "sums", "delta")
+                 for rank in range(self.trainer.world_size)]
         keys += [f"{scope}/report/{worker}" for worker in range(self.num_workers)]
         for key in keys if sync > 0 else ():
             self._rendezvous.store.delete_key(key)

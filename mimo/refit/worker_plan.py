@@ -209,11 +209,13 @@ class Taken:
         spec: the tensors, under the trainer's names.
         loader_names: name in the trainer -> name in the loader.
         loader_layers: paths of the modules whose parameters are loaded rather than written.
+        groups: names that the loader has to get together, under the trainer's names, with the paths of their modules.
     """
 
     spec: RecvSpec
     loader_names: dict[str, str]
     loader_layers: tuple[str, ...]
+    groups: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
 
 
 def worker_recv_spec(model: torch.nn.Module, entries: Sequence[TensorMeta], offered: Sequence[Mapping[str, Any]],
@@ -260,7 +262,9 @@ def recv_spec_as(model: torch.nn.Module, entries: Sequence[TensorMeta], offered:
     return Taken(
         RecvSpec(tuple(dataclasses.replace(part, name=own[part.name]) for part in spec.direct),
                  tuple(own[name] for name in spec.loader)),
-        dict(zip(own.values(), own, strict=True)), _layers(model, recording, spec.loader))
+        dict(zip(own.values(), own, strict=True)), _layers(model, recording, spec.loader),
+        tuple((tuple(own[name] for name in names), layers)
+              for names, layers in loader_groups(model, recording, spec.loader)))
 
 
 def _candidates(entries: Sequence[TensorMeta],
@@ -287,10 +291,46 @@ def _loader_names(candidates: Mapping[str, Mapping[str, Sequence[TensorMeta]]],
     return [entry.name for module, schemes in candidates.items() for entry in schemes[chosen[module]]]
 
 
+def loader_groups(model: torch.nn.Module, recording: Recording,
+                  loader: Sequence[str]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Group names that go through the loader, so that no module gets its tensors from two groups.
+
+    Modules inside an attention layer belong together, because it derives weights from all of them (latent attention).
+
+    Returns:
+        For each group its names, in order, and the paths of the modules that they are loaded into.
+    """
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    together = [[id(inner) for inner in module.modules()] for module in model.modules()
+                if isinstance(module, (Attention, MLAAttention))]
+    owners = _owners(model)
+    touched = {name: {id(module) for path in _paths(recording, name) for module in owners[path]} for name in loader}
+    leaders: dict[int, int] = {}
+
+    def leader(item: int) -> int:
+        while leaders.setdefault(item, item) != item:
+            item = leaders[item]
+        return item
+
+    for items in (*touched.values(), *together):
+        first, *others = (leader(item) for item in items)
+        for other in others:
+            leaders[leader(other)] = leader(first)
+    groups: dict[int, list[str]] = {}
+    for name in loader:
+        groups.setdefault(leader(next(iter(touched[name]))), []).append(name)
+    return [(tuple(names), _layers(model, recording, names)) for names in groups.values()]
+
+
+def _paths(recording: Recording, name: str) -> set[str]:
+    """Return the paths of the tensors that a name is loaded into."""
+    return ({part.address.tensor for part in recording.slices.get(name, ())}
+            | {write.path for write in recording.computed.get(name, ())})
+
+
 def _layers(model: torch.nn.Module, recording: Recording, loader: Iterable[str]) -> tuple[str, ...]:
     """Return paths of the modules into which loader names are loaded."""
-    wanted = set(loader)
-    paths = {part.address.tensor for name, slices in recording.slices.items() if name in wanted for part in slices}
-    paths |= {write.path for name, writes in recording.computed.items() if name in wanted for write in writes}
+    paths = {path for name in loader for path in _paths(recording, name)}
     owners = {path.rpartition(".")[0] for path in paths}
     return tuple(path for path, _ in model.named_modules() if path in owners)

@@ -8,17 +8,19 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mimo.comm.host import broadcast_object, gather
 from mimo.config.rl_run import RlRunConfig
 from mimo.grid.groups import Grids
 from mimo.refit.options import RefitReport
+from mimo.refit.rendezvous import RefitError
 from mimo.refit.sender import WeightSender
 from mimo.rl.cursor import Pending, PromptCursor
 from mimo.rl.offload import Offload
 from mimo.rl.rollouts import Answers, Rollouts, RolloutSource, rollout_metrics
 from mimo.rollout.replicas import RolloutClient
+from mimo.watchdog.process_exit import ReportedElsewhereError
 from mimo.watchdog.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -108,7 +110,8 @@ class Collector:
         """Collect the completions to train on after `iteration` updates, on every rank.
 
         Raises:
-            ValueError, RefitError: on the first rank, see `RolloutSource`.
+            ValueError, RefitError: on the first rank, see `RolloutSource`. A refit raises RefitError on every rank.
+            ReportedElsewhereError: on the other ranks.
         """
         began = time.perf_counter()
         self.refit_s = 0.0
@@ -117,11 +120,15 @@ class Collector:
         # The engine of a resumed run has no weights, even if the checkpoint brought answers.
         if not has_answers or self._version is None:
             self.refit(iteration)
+        failure = None
         if not has_answers and self.source is not None:
-            with (self._engine_timeout(),
-                  self.watchdog.waiting("completions of the rollout engine", version=self._version)):
-                answers = self.source.ask(self.cursor.first, self.config.prompts_per_step, str(self._version))
-        rollouts = self._scored(answers)
+            try:
+                with (self._engine_timeout(),
+                      self.watchdog.waiting("completions of the rollout engine", version=self._version)):
+                    answers = self.source.ask(self.cursor.first, self.config.prompts_per_step, str(self._version))
+            except RefitError as error:
+                failure = error
+        rollouts = self._scored(answers, failure)
         self.cursor.first += self.config.prompts_per_step
         self.cursor.pending = None
         self._finish_rollouts()
@@ -218,21 +225,25 @@ class Collector:
             num_shown: number of completions to return as text.
 
         Raises:
-            ValueError, RefitError: on the first rank, see `RolloutSource`.
+            ValueError, RefitError, ReportedElsewhereError: as in `collect`.
         """
         self.refit(iteration)
-        result = None
+        result, failure = None, None
         if self.held_out is not None:
-            with (self._engine_timeout(),
-                  self.watchdog.waiting("completions of held-out prompts", version=self._version)):
-                answers = self.held_out.ask(0, self.config.rl.eval_prompts, str(iteration))
-            with self.watchdog.waiting("rewards"):
-                rollouts = self.held_out.score(answers)
-            shown = tuple((each.key, self.held_out.prompts.decode(each.token_ids), each.reward)
-                          for each in rollouts.completions[:num_shown])
-            result = HeldOut(rollout_metrics(rollouts), shown)
+            try:
+                with (self._engine_timeout(),
+                      self.watchdog.waiting("completions of held-out prompts", version=self._version)):
+                    answers = self.held_out.ask(0, self.config.rl.eval_prompts, str(iteration))
+            except RefitError as error:
+                failure = error
+            else:
+                with self.watchdog.waiting("rewards"):
+                    rollouts = self.held_out.score(answers)
+                shown = tuple((each.key, self.held_out.prompts.decode(each.token_ids), each.reward)
+                              for each in rollouts.completions[:num_shown])
+                result = HeldOut(rollout_metrics(rollouts), shown)
         with self._follower_timeout(), self.watchdog.waiting("the evaluation, which the first rank asks for"):
-            shared: HeldOut = broadcast_object(self.grids, result)
+            shared: HeldOut = self._shared(result, failure)
         self._finish_rollouts()
         return shared
 
@@ -265,15 +276,27 @@ class Collector:
         except BaseException as error:  # `drain` raises any error again on the main thread.
             result.set_exception(error)
 
-    def _scored(self, answers: Answers | None) -> Rollouts:
+    def _shared(self, value: Any, failure: RefitError | None) -> Any:
+        """Return the first rank's value on every rank, or raise its failure there and ReportedElsewhereError elsewhere.
+
+        All ranks go on together from a failure, so that another engine can take the place of one that is lost.
+        """
+        value, has_failed = broadcast_object(self.grids, (value, failure is not None))
+        if failure is not None:
+            raise failure
+        if has_failed:
+            raise ReportedElsewhereError("rank 0 reports what is wrong")
+        return value
+
+    def _scored(self, answers: Answers | None, failure: RefitError | None) -> Rollouts:
         rollouts = None
-        if self.source is not None:
+        if self.source is not None and failure is None:
             assert answers is not None
             with self.watchdog.waiting("rewards"):
                 rollouts = self.source.score(answers)
         with (self._follower_timeout(),
               self.watchdog.waiting("completions and rewards, which the first rank asks for", version=self._version)):
-            shared: Rollouts = broadcast_object(self.grids, rollouts)
+            shared: Rollouts = self._shared(rollouts, failure)
         return shared
 
     def _engine_timeout(self) -> AbstractContextManager[None]:

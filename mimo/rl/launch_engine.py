@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,9 +18,11 @@ from mimo.refit.options import TRAINER_SCALES, RefitOptions
 from mimo.rl.placement import forwarded, replica_gpus
 from mimo.rl.prompts import ImagePromptSet, Normalisation
 from mimo.rollout.engine import EngineOptions
-from mimo.rollout.process import start_processes
+from mimo.rollout.process import EngineLostError, start_processes
 from mimo.rollout.replicas import RolloutClient, one_client
 
+# Seconds in which the engine that caused an error may end.
+ENDING_S = 5.0
 # File that shows whether a folder has an image processor.
 TOKENIZER = "tokenizer_config.json"
 
@@ -59,9 +62,9 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAM
                       "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHER_PREFIX = "TORCHELASTIC_"
 # Defaults of an engine's environment: it looks nothing up on a hub, does not log the hundreds of lines of its start,
-# and compiles nothing on the CPU.
+# and on the CPU it compiles nothing and leaves its workers on all cores (vLLM's own choice needs a NUMA node for each).
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-CPU_ENVIRONMENT = {"VLLM_CPU_CI_ENV": "1"}
+CPU_ENVIRONMENT = {"VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 # Default of --engine-memory, the fraction of a GPU that an engine fills: on a GPU of its own, and on the trainer's.
 SEPARATE_MEMORY = 0.85
 COLOCATED_MEMORY = 0.6
@@ -82,6 +85,10 @@ class Engine(Protocol):
     @property
     def address(self) -> str:
         """Address under which the engine's workers reach the first rank."""
+        ...
+
+    def fault(self) -> str:
+        """Say which of the engine's processes has ended; empty if all are there."""
         ...
 
     def close(self) -> None:
@@ -105,9 +112,29 @@ class ChildEngines:
         on_one_node = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
         self.address = "127.0.0.1" if on_one_node else os.environ["MASTER_ADDR"]
 
+    def fault(self) -> str:
+        ended = [f"replica {number}: process {each.process.pid} has ended with code {each.process.exitcode}"
+                 for number, each in enumerate(self._processes) if not each.process.is_alive()]
+        return "; ".join(ended)
+
     def close(self) -> None:
         for process in self._processes:
             process.close()
+
+
+def lost_by(engine: Engine, error: BaseException) -> str:
+    """Say how an error of a call or of a refit shows that the engine is lost; empty if it does not."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, EngineLostError):
+            return str(cause)
+        cause = cause.__cause__
+    # A worker's connections may close before its engine ends.
+    deadline, fault = time.monotonic() + ENDING_S, engine.fault()
+    while not fault and time.monotonic() < deadline:
+        time.sleep(0.1)
+        fault = engine.fault()
+    return fault
 
 
 def engine_dtype(config: RlRunConfig) -> str:
@@ -120,7 +147,8 @@ def refit_options(config: RlRunConfig) -> RefitOptions:
     backend = "nccl" if config.train.device == "cuda" else "gloo"
     if config.rollout.engine_placement == "colocated":
         backend = "ipc"
-    return RefitOptions(backend=backend, dtype=engine_dtype(config), timeout_s=config.rollout.refit_timeout_s)
+    return RefitOptions(backend=backend, dtype=engine_dtype(config), timeout_s=config.rollout.refit_timeout_s,
+                        delta=config.rollout.refit_delta)
 
 
 def engine_options(config: RlRunConfig, folder: Path, replica: int = 0, gpus: Sequence[str] = ()) -> EngineOptions:
@@ -143,7 +171,7 @@ def engine_options(config: RlRunConfig, folder: Path, replica: int = 0, gpus: Se
     takes_images = has_processor(folder)
     return EngineOptions(
         str(folder), engine_dtype(config), tensor_parallel_size=flags.engine_tp, pipeline_parallel_size=flags.engine_pp,
-        enable_expert_parallel=flags.engine_ep, max_model_len=config.train.seq_length,
+        num_nodes=flags.engine_nodes, enable_expert_parallel=flags.engine_ep, max_model_len=config.train.seq_length,
         # Replicas of one seed would draw the same numbers for different prompts.
         max_num_seqs=flags.engine_max_num_seqs, seed=config.train.seed + replica,
         # The update needs log-probs of the distribution that is sampled from, temperature included.
@@ -193,7 +221,8 @@ def start_engine(config: RlRunConfig, provider: ModelProvider) -> Engine:
     cluster = RayCluster(flags.ray_address, [gpu for each in gpus for gpu in each])
     return RayEngines([engine_options(config, folder, replica) for replica in range(flags.engine_dp)], cluster,
                       "GPU" if config.train.device == "cuda" else "CPU", flags.engine_start_timeout_s,
-                      flags.rollout_timeout_s, forwarded(os.environ), leave_launcher, os.environ["MASTER_ADDR"])
+                      flags.rollout_timeout_s, forwarded(os.environ, flags.engine_env), leave_launcher,
+                      os.environ["MASTER_ADDR"])
 
 
 def describe_model(config: RlRunConfig, provider: ModelProvider) -> Path:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from types import TracebackType
 
+import torch
 from megatron.core.utils import get_model_config
 
 from mimo import registry
@@ -12,17 +16,20 @@ from mimo.checkpoint.state import RunState
 from mimo.comm.host import broadcast_object, gather, raise_on_any_rank
 from mimo.config.rl_run import RlRunConfig
 from mimo.grid.groups import Grids
+from mimo.model.build import layer_impl
 from mimo.observability.metrics import RunLogger
+from mimo.observability.spans import Kind
 from mimo.observability.startup import STARTUP, Phase
 from mimo.observability.trackers import Generation
 from mimo.platform.base import Platform
 from mimo.protocols import ModelProvider, TokenGridProvider
 from mimo.refit.options import RefitReport
+from mimo.refit.rendezvous import RefitError
 from mimo.refit.sender import connect
 from mimo.rl.collector import FIRST_RANK_SPEAKS_S, Collector, Devices, SharedDevices
 from mimo.rl.cursor import PromptCursor
 from mimo.rl.images import ImageTokens, needs_pixels
-from mimo.rl.launch_engine import Engine, refit_options, start_engine
+from mimo.rl.launch_engine import Engine, lost_by, refit_options, start_engine
 from mimo.rl.offload import Offload
 from mimo.rl.policy import PolicyResult, PolicyTrainer
 from mimo.rl.probe import RefitProbe
@@ -32,10 +39,12 @@ from mimo.rl.reference import reference_policy
 from mimo.rl.rollouts import Rollouts, RolloutSource, fit_prompts, rollout_metrics
 from mimo.rollout.engine import Sampling
 from mimo.rollout.replicas import RolloutClient
+from mimo.training.loop import StepObserver
 from mimo.training.optimizer import current_learning_rates
 from mimo.training.session import Session
 from mimo.training.setup import kept_objects, setup_trainer
-from mimo.training.step_metrics import layout_note
+from mimo.training.step_metrics import FlopsMeter, layout_note
+from mimo.watchdog.process_exit import ReportedElsewhereError
 
 
 class RlLoop:
@@ -56,29 +65,33 @@ class RlLoop:
         self.session = Session(config, grids)
         self.watchdog = self.session.watchdog
         self.cursor = PromptCursor()
+        self._engine: Engine | None = None
+        self._num_restarts = 0
         # The summary at the end of the run has the last ones.
         self._last_figures: dict[str, float | str] = {}
 
     def run(self) -> None:
         """Train to the end, or until a rank is told to stop; evaluate; summarise."""
-        with self.session as session:
+        with self.session as session, contextlib.ExitStack() as at_end:
             lines = self._set_up()
             # Closed below where all goes well; after an error it ends with this process.
-            engine = self._start_engine()
-            self._connect(engine)
+            self._engine = self._start_engine()
+            self._connect()
+            self._make_policy()
+            self._add_probe()
             logger = session.open_records(format_policy_steps)
             for line in lines:
                 logger.message(line)
             with kept_objects():
-                stopped = self._train(logger)
+                stopped = self._train(logger, at_end)
             self._save()
             session.finish_saving()
             if stopped is None:
                 self._evaluate(logger, self.config.train.num_generations)
             logger.summary(self._last_figures, stopped=stopped)
             self.collector.sender.close()
-            if engine is not None:
-                engine.close()
+            if self._engine is not None:
+                self._engine.close()
 
     def _set_up(self) -> list[str]:
         """Open the prompts, build model and optimizer, and load the weights that the run starts from.
@@ -136,9 +149,9 @@ class RlLoop:
             self.devices.client = engine.client
         return engine
 
-    def _connect(self, engine: Engine | None) -> None:
-        """Agree with the engine on weights, which every rank sends, and make what collects completions and trains."""
-        flags = self.config.rollout
+    def _connect(self) -> None:
+        """Agree with the engine on weights, which every rank sends, and make what collects completions."""
+        flags, engine = self.config.rollout, self._engine
         with (self.watchdog.limit(flags.engine_start_timeout_s + 2 * FIRST_RANK_SPEAKS_S),
               self.watchdog.waiting("the first rank, which starts the rollout engine")):
             num_workers = broadcast_object(self.grids, engine.client.num_workers if engine is not None else None)
@@ -150,25 +163,64 @@ class RlLoop:
             sender = connect(self.parts.built, self.grids, self.provider, self.config.model_family,
                              engine.client if engine is not None else None, num_workers,
                              refit_options(self.config), engine.address if engine is not None else "")
-        padding = None
         source: RolloutSource | None = None
         held_out: RolloutSource | None = None
         if engine is not None:
             source, held_out = self._source(engine.client, "train"), self._source(engine.client, "valid")
-            padding = source.prompts.pad_token_id
         self.collector = Collector(self.config, self.grids, self.watchdog, sender, source, held_out, self.cursor,
                                    self.devices)
+
+    def _make_policy(self) -> None:
+        """Make what computes log-probs and updates."""
+        source = self.collector.source
+        padding = broadcast_object(self.grids, None if source is None else source.prompts.pad_token_id)
         pixel_prompts = None
         if needs_pixels(self.grids.layout, self.grids.rank):
             # This rank encodes the images of completions, so it opens the prompts itself and measures them again.
             with self.watchdog.on_files("the prompts' measures", is_work=True):
                 pixel_prompts = self._prompts("train")
-        self.policy = PolicyTrainer(self.parts, self.config.rl, self._tokens.vocab_size,
-                                    broadcast_object(self.grids, padding), self._images, pixel_prompts,
-                                    self._reference, self.config.max_gen_kl)
-        if flags.refit_verify_interval:
-            self.collector.probe = RefitProbe(self.config, self.policy, source.prompts if source is not None else None,
-                                              engine.client if engine is not None else None, self._tokens.vocab_size)
+        self.policy = PolicyTrainer(self.parts, self.config.rl, self._tokens.vocab_size, padding, self._images,
+                                    pixel_prompts, self._reference, self.config.max_gen_kl)
+
+    def _add_probe(self) -> None:
+        """Have refits verified, see `--refit-verify-interval`."""
+        source = self.collector.source
+        if self.config.rollout.refit_verify_interval:
+            self.collector.probe = RefitProbe(self.config, self.policy, None if source is None else source.prompts,
+                                              None if self._engine is None else self._engine.client,
+                                              self._tokens.vocab_size)
+
+    def _with_engine[T](self, logger: RunLogger, part: Callable[[], T]) -> T:
+        """Return the result of a part of the run. It begins again with a new engine if the engine is lost."""
+        while True:
+            try:
+                return part()
+            except (RefitError, ReportedElsewhereError) as error:
+                if self._num_restarts == self.config.rollout.engine_restarts:
+                    raise
+                self._replace_engine(logger, error)
+
+    def _replace_engine(self, logger: RunLogger, error: Exception) -> None:
+        """Start a new engine in place of one that is lost. Collective over the world.
+
+        It has no weights, so that it refuses to answer before the collector's first refit, which is verified.
+
+        Raises:
+            RefitError, ReportedElsewhereError: the given error, if another one than the loss of the engine.
+        """
+        with self.watchdog.waiting("the first rank, which looks for the engine's processes"):
+            fault = broadcast_object(self.grids, None if self._engine is None else lost_by(self._engine, error))
+        if not fault:
+            raise error
+        self._num_restarts += 1
+        logger.message(f"the rollout engine is lost: {fault}; a new one takes its place "
+                       f"({self._num_restarts} of --engine-restarts {self.config.rollout.engine_restarts})")
+        self.collector.sender.close()
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = self._start_engine()
+        self._connect()
+        self._add_probe()
 
     def _prompts(self, split: str) -> PromptSet:
         """Open the prompts of a split, the same in the same order on every rank that opens them."""
@@ -190,9 +242,24 @@ class RlLoop:
                              self.watchdog.progress, config.train.seed if flags.rollout_seeds else None,
                              self._images)
 
-    def _train(self, logger: RunLogger) -> str | None:
-        """Run iterations; returns why it stopped early, or None."""
+    def _train(self, logger: RunLogger, at_end: contextlib.ExitStack) -> str | None:
+        """Run iterations; returns why it stopped early, or None. What has to be closed is added to `at_end`."""
         session = self.session
+        self._observer = observer = StepObserver(
+            self.parts, self.grids.layout.language.rank_at(pp=-1), session.progress.iteration + 1,
+            session.total_iterations)
+
+        def close(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+            observer.close(failed=error is not None)
+
+        at_end.push(close)
+        self._meter = None
+        if not self.grids.layout.encoders:
+            self._meter = FlopsMeter.of(self.config, self.provider, self.grids.layout,
+                                        impl=layer_impl(self.config, self.platform),
+                                        device_name=self.platform.device_name)
+        if self._meter is not None and self._meter.peak is not None:
+            logger.message(f"MFU is against {self._meter.peak:g} TFLOP/s per GPU")
         if not session.progress.iteration and not session.is_done:
             self._evaluate(logger)
         STARTUP.say("first weights to vLLM, first completions and first update")
@@ -216,10 +283,12 @@ class RlLoop:
         """Collect completions and update the policy with them."""
         progress = self.session.progress
         self.devices.take_seconds()  # of the start and of evaluations: no part of this iteration
+        self._observer.begin_step()
         began, version = time.perf_counter(), progress.iteration
         self.watchdog.progress(iteration=version + 1)
         prefetches = self.config.rollout.rollout_mode == "one-step-off" and version + 1 < self.session.total_iterations
-        rollouts = self.collector.collect(version)
+        with self.parts.spans.span(Kind.DATA_WAIT, "completions"):
+            rollouts = self._with_engine(logger, lambda: self.collector.collect(version))
         if prefetches:
             # The engine draws the next iteration's completions with the weights from before this update.
             self.collector.prefetch()
@@ -227,7 +296,9 @@ class RlLoop:
         result = self.policy.update(rollouts.completions)
         update_s = time.perf_counter() - before
         if prefetches:
-            self.collector.drain(version + 1)
+            with self.parts.spans.span(Kind.DATA_WAIT, "completions"):
+                self.collector.drain(version + 1)
+        self._observer.end_step()
         progress.iteration += 1
         progress.consumed_samples += result.num_trained
         if not result.success:
@@ -248,6 +319,8 @@ class RlLoop:
         if checkpoint_s:
             seconds["checkpoint"] = checkpoint_s
         logger.log_step(self._record(report, rollouts, result, seconds))
+        while self._observer.lines:
+            logger.message(self._observer.lines.pop(0))
 
     def _save(self) -> None:
         self.session.save(lambda: self.cursor.streams(is_first_rank=self.grids.rank == 0))
@@ -257,7 +330,7 @@ class RlLoop:
         if not self.config.rl.eval_prompts:
             return
         progress = self.session.progress
-        result = self.collector.evaluate(progress.iteration, num_shown)
+        result = self._with_engine(logger, lambda: self.collector.evaluate(progress.iteration, num_shown))
         logger.log_eval(progress.iteration, result.metrics, consumed_samples=progress.consumed_samples)
         logger.log_generations(progress.iteration, [Generation(key, text, f"reward {reward:g}")
                                                     for key, text, reward in result.shown])
@@ -269,6 +342,11 @@ class RlLoop:
         rates = current_learning_rates(self.config, self.parts.scheduler,
                                        tuple(encoder.name for encoder in self.grids.layout.encoders))
         figures = rollout_metrics(rollouts) | result.metrics
+        speed = {}
+        if self._meter is not None:
+            speed = self._meter.policy_figures(
+                [each.length for each in rollouts.completions], 1 + (self._reference is not None),
+                seconds["log-probs"] + seconds.get("reference", 0.0) + seconds["update"])
         self._last_figures = {"gen-kl": f"{figures['gen_kl']:.1e}", "reward": figures["reward"]}
         return PolicyRecord(
             iteration=progress.iteration, consumed_samples=progress.consumed_samples,
@@ -277,4 +355,13 @@ class RlLoop:
             learning_rate=next(iter(rates.values())), batch_size=self.config.train.global_batch_size,
             num_tokens=result.num_tokens, num_microbatches=result.num_microbatches,
             world_size=self.grids.layout.world_size, figures=figures, refit_bytes=report.wire_bytes, seconds=seconds,
-            moe_losses=result.moe_losses, peak_memory_bytes=result.peak_memory_bytes)
+            moe_losses=result.moe_losses, peak_memory_bytes=result.peak_memory_bytes, speed=speed,
+            timeline=self._timeline(result))
+
+    def _timeline(self, result: PolicyResult) -> dict[str, float]:
+        """Return the timeline's figures of the iteration. Collective over the world."""
+        row, summed_row = self._observer.row(result.batches)
+        with self.watchdog.waiting("figures of the timeline over the world"):
+            largest, summed = self.grids.nodes.reduce(torch.tensor(row, dtype=torch.float64),
+                                                      torch.tensor(summed_row, dtype=torch.float64))
+        return self._observer.figures(largest.tolist(), summed.tolist())

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from mimo import registry
 from mimo.config.rl import RolloutConfig
 from mimo.config.rl_run import RlRunConfig
-from mimo.grid.dry_run import counted, grid_parts, logits_lines
+from mimo.grid.dry_run import counted, grid_parts, logits_lines, total_parameters
 from mimo.grid.spec import Layout
 from mimo.protocols import ModelProvider
 from mimo.rl.batching import plan_microbatches
@@ -17,19 +17,32 @@ from mimo.rl.batching import plan_microbatches
 # Variables of the trainer that an engine on another node gets, by prefix and by name. Variables of a device, process or
 # node are not among them: Ray sets CUDA_VISIBLE_DEVICES, and torchrun sets RANK and others.
 FORWARDED_PREFIXES = ("HF_", "TRANSFORMERS_", "VLLM_", "NCCL_", "FI_", "GLOO_", "TORCH_", "TORCHDYNAMO_",
-                      "TORCHINDUCTOR_", "TRITON_")
+                      "TORCHINDUCTOR_", "TRITON_", "UCX_")
 # Folders of caches and temporary files are among them, because a home may be too small, or too slow for many nodes.
 FORWARDED_NAMES = ("CUDA_CACHE_PATH", "OMP_NUM_THREADS", "PYTHONPATH", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
                    "TMPDIR", "TOKENIZERS_PARALLELISM", "XDG_CACHE_HOME", "http_proxy", "https_proxy", "no_proxy")
 # Symbol of a layer of experts in the configuration of Nemotron-H.
 NEMOTRON_EXPERTS = "E"
+GIB = 2**30
 NOT_FORWARDED = ("VLLM_HOST_IP", "VLLM_PORT", "VLLM_LOOPBACK_IP")
 
 
-def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
-    """Select the variables that an engine gets wherever it runs."""
-    return {name: value for name, value in sorted(environment.items())
-            if (name.startswith(FORWARDED_PREFIXES) or name in FORWARDED_NAMES) and name not in NOT_FORWARDED}
+def forwarded(environment: Mapping[str, str], further: str = "") -> dict[str, str]:
+    """Select the variables that every process of an engine gets wherever it runs.
+
+    Args:
+        environment: variables of the first rank.
+        further: --engine-env.
+
+    Raises:
+        ValueError: a variable of --engine-env is not set.
+    """
+    asked = [name.strip() for name in further.split(",") if name.strip()]
+    missing = [name for name in asked if name not in environment]
+    if missing:
+        raise ValueError(f"--engine-env {further}: {', '.join(missing)} is not set where the first rank runs")
+    return {name: value for name, value in sorted(environment.items()) if name in asked or (
+        (name.startswith(FORWARDED_PREFIXES) or name in FORWARDED_NAMES) and name not in NOT_FORWARDED)}
 
 
 def check_placement(config: RlRunConfig, rank: int) -> None:
@@ -40,7 +53,8 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
         rank: rank of this process; the engine runs on the first rank's host.
 
     Raises:
-        ValueError: there are too few GPUs, a rank uses a chosen GPU, a flag is for the other device, or Ray is missing.
+        ValueError: there are too few GPUs, a rank uses a chosen GPU, a flag is for the other device, Ray is missing, or
+            a variable of --engine-env is not set.
     """
     flags = config.rollout
     if flags.engine_placement == "ray" and importlib.util.find_spec("ray") is None:
@@ -51,9 +65,14 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
                             ("--engine-quantization", flags.engine_quantization)):
             if given and given != "none":
                 raise ValueError(f"{name} {given} is for GPUs, and this run is on the CPU (--device cpu)")
+        if flags.engine_ep and flags.engine_tp > 1:
+            raise ValueError(f"--engine-ep with --engine-tp {flags.engine_tp} is for GPUs: vLLM's experts on CPUs do "
+                             "not know on which worker an expert is; leave out --engine-ep")
         _check_cpu_engine(config)
     elif rank == 0:
         replica_gpus(config)
+    if rank == 0:
+        forwarded(os.environ, flags.engine_env)
 
 
 def _check_cpu_engine(config: RlRunConfig) -> None:
@@ -149,17 +168,19 @@ def dry_run_report(config: RlRunConfig, layout: Layout, provider: ModelProvider)
     # Imported late, as a run does not need it.
     from mimo.planner.memory import state_lines
 
-    parts = [*grid_parts(config, layout, provider), _engine_lines(config, layout),
+    parts = [*grid_parts(config, layout, provider), _engine_lines(config, layout, provider),
              [*_batch_lines(config, layout), *logits_lines(config, layout, provider)], state_lines(config, layout)]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
-def _engine_lines(config: RlRunConfig, layout: Layout) -> list[str]:
+def _engine_lines(config: RlRunConfig, layout: Layout, provider: ModelProvider) -> list[str]:
     """Describe where the engine's workers run and how many GPUs the run needs."""
     flags, ranks = config.rollout, layout.world_size
     workers = flags.num_engine_workers
     lines = [f"engine: {counted(flags.engine_dp, 'replica')} of {counted(workers // flags.engine_dp, 'worker')} "
-             f"(--engine-tp {flags.engine_tp} * --engine-pp {flags.engine_pp}), {flags.engine_placement}, "
+             f"(--engine-tp {flags.engine_tp} * --engine-pp {flags.engine_pp}), "
+             + (f"each on {flags.engine_nodes} nodes, " if flags.engine_nodes > 1 else "")
+             + f"{flags.engine_placement}, "
              f"--rollout-mode {flags.rollout_mode}"]
     if config.train.device == "cpu":
         lines.append(f"processes: {counted(ranks, 'trainer rank')} and {counted(workers, 'engine worker')}, on CPUs")
@@ -172,6 +193,10 @@ def _engine_lines(config: RlRunConfig, layout: Layout) -> list[str]:
         which = f"numbers {flags.engine_gpus}" if flags.engine_gpus else "those after the trainer's"
         lines.append(f"GPUs: {ranks + workers}, {ranks} for the trainer's ranks and {workers} for the engine, all of "
                      f"which are on the first rank's host ({which})")
+    total = sum(total_parameters(provider.parameter_shapes(config.model_family, name)) for name in layout.grids)
+    each_bytes = 1 if flags.engine_quantization != "none" else 2 if config.model.bf16 else 4
+    own = total * each_bytes / (flags.engine_tp * flags.engine_pp)
+    lines.append(f"memory of a worker of the engine: about {own / GIB:.1f} GiB of weights, and the KV cache")
     for package in ("vllm", "ray") if flags.engine_placement == "ray" else ("vllm",):
         if importlib.util.find_spec(package) is None:
             lines.append(f"  the package {package} is not installed here; the sets rl-cpu and rl-gpu of "

@@ -67,6 +67,7 @@ class PolicyResult:
         moe_losses: load-balancing losses, see `mimo.training.step_metrics.MoeLosses`; empty on other ranks than those
             of the language model.
         peak_memory_bytes: by module, the highest memory of any of its ranks so far.
+        batches: this rank's microbatches.
     """
 
     metrics: dict[str, float]
@@ -80,6 +81,7 @@ class PolicyResult:
     reference_s: float = 0.0
     moe_losses: dict[str, float] = field(default_factory=dict)
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
+    batches: Sequence[Microbatch] = ()
 
 
 @dataclass
@@ -201,7 +203,8 @@ class PolicyTrainer:
         return PolicyResult(
             metrics, all(each.success for each in results), size * sum(each.success for each in results),
             sum(norms) / len(norms) if norms else None, results[-1].num_zeros, len(microbatches),
-            sum(each.length for each in completions), fixed.old_s, fixed.reference_s, moe_losses, peaks)
+            sum(each.length for each in completions), fixed.old_s, fixed.reference_s, moe_losses, peaks,
+            [each.batch for each in microbatches])
 
     def _step(self, completions: Sequence[Completion], microbatches: list[PolicyMicrobatch], fixed: FixedLogProbs,
               scores: torch.Tensor) -> tuple[Totals, UpdateResult]:

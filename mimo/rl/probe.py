@@ -247,6 +247,7 @@ class RefitProbe:
                                                          [each.key for each in self._sequences])
             except (RefitError, ValueError) as problem:
                 error = RefitError(f"--refit-verify-interval: after a refit of {weights}, {problem}")
+                error.__cause__ = problem
         failed = broadcast_object(self._grids, error is not None)
         if error is not None:
             raise error

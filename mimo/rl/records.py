@@ -35,6 +35,9 @@ class PolicyRecord:
         moe_losses: load-balancing losses under Megatron's names (`seq_load_balancing_loss`), averaged over MoE layers,
             microbatches and data-parallel ranks; with per-layer logging also `moe/<name>_layer_<i>`.
         peak_memory_bytes: by module, the highest memory of any of its ranks.
+        speed: `tflops`, model TFLOP/s per GPU in the seconds of log-probs and updates, and `mfu`, this divided by a
+            GPU's peak; without what is not known.
+        timeline: result of `mimo.observability.timeline.Timeline.figures`.
     """
 
     iteration: int
@@ -54,6 +57,8 @@ class PolicyRecord:
     seconds: Mapping[str, float]
     moe_losses: Mapping[str, float] = field(default_factory=dict)
     peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    speed: Mapping[str, float] = field(default_factory=dict)
+    timeline: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def headline(self) -> str:
@@ -76,6 +81,8 @@ class PolicyRecord:
             "iteration-time": self.seconds["iteration"],
             **{f"{part}-s": seconds for part, seconds in self.seconds.items() if part != "iteration"},
             "refit-bytes": self.refit_bytes,
+            **self.speed,
+            **{f"timeline/{name}": value for name, value in self.timeline.items()},
             **self.moe_losses,
             **{f"peak-memory-bytes/{module}": size for module, size in self.peak_memory_bytes.items()},
             "skipped-iterations": self.skipped_iterations,
@@ -100,6 +107,9 @@ def format_policy_steps(records: Sequence[PolicyRecord], total_iterations: int) 
         *(f"{part} {fmean(record.seconds[part] for record in records):.2f} s"
           for part in ("refit", "rollout", "update")),
     ]
+    if "mfu" in last.speed:
+        parts.append(f"{fmean(record.speed['tflops'] for record in records):.1f} TFLOP/s/gpu, "
+                     f"MFU {fmean(record.speed['mfu'] for record in records):.1%}")
     if last.skipped_iterations:
         parts.append(f"skipped {last.skipped_iterations}")
     return " | ".join(parts)

@@ -11,11 +11,14 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from mimo.refit.compat import forget_weight_update
+from mimo.refit.compat import NODE_WORKERS, allocate_stage_inputs, forget_weight_update, worker_processes
 from mimo.refit.rendezvous import RefitError
+from mimo.watchdog.process_exit import write_report
 
 # vLLM reads these variables when it is imported or when its engine starts.
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
@@ -33,6 +36,8 @@ class EngineOptions:
             are read only if `load_format` says so.
         dtype: dtype of weights and activations.
         tensor_parallel_size, pipeline_parallel_size: sizes of one replica.
+        num_nodes: nodes over which the workers of one replica are divided, in order and in equal parts. More than one
+            needs a `NodePlace` on each.
         enable_expert_parallel: distribute whole experts over the workers instead of cutting each.
         max_model_len: most tokens of prompt and answer together.
         max_num_seqs: most sequences at a time.
@@ -46,6 +51,7 @@ class EngineOptions:
     dtype: str
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    num_nodes: int = 1
     enable_expert_parallel: bool = False
     max_model_len: int = 2048
     max_num_seqs: int = 64
@@ -58,6 +64,20 @@ class EngineOptions:
     def num_workers(self) -> int:
         """Number of workers that take in weights."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """Place of a process among those of one engine that spreads over several nodes.
+
+    Attributes:
+        number: number of its node; that of 0 has the scheduler and takes all calls.
+        address, port: where the first worker waits for the others; the same for all nodes.
+    """
+
+    number: int
+    address: str
+    port: int
 
 
 @dataclass(frozen=True)
@@ -102,38 +122,72 @@ class Sampling:
     ignore_eos: bool = False
 
 
+def prepare_vllm(options: EngineOptions, place: NodePlace | None) -> dict[str, Any]:
+    """Set this process's environment, register the refit's backend, and return the arguments of `vllm.LLM`."""
+    os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
+    os.environ.update(options.environment)
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from mimo.refit.options import BACKEND, register
+    from mimo.rollout import vllm_models
+
+    register()
+    vllm_models.register()
+    arguments: dict[str, Any] = {
+        "model": options.model, "dtype": options.dtype, "tensor_parallel_size": options.tensor_parallel_size,
+        "pipeline_parallel_size": options.pipeline_parallel_size,
+        "enable_expert_parallel": options.enable_expert_parallel, "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_num_seqs, "load_format": options.load_format, "seed": options.seed,
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND)}
+    if any(each.name == DEVICE_NORMALIZE for each in fields(EngineArgs)):
+        arguments[DEVICE_NORMALIZE] = False
+    arguments |= options.extra
+    if place is not None:
+        os.environ[NODE_WORKERS] = str(options.num_workers // options.num_nodes)
+        arguments |= {"distributed_executor_backend": "mp", "nnodes": options.num_nodes, "node_rank": place.number,
+                      "master_addr": place.address, "master_port": place.port}
+    return arguments
+
+
+class EngineNode:
+    """The workers of an engine on a node other than its first, as children of this process.
+
+    They take their orders from the `RolloutEngine` on the first node. Both have to start at the same time.
+
+    Args:
+        options: configuration of the whole engine.
+        place: the node.
+    """
+
+    def __init__(self, options: EngineOptions, place: NodePlace) -> None:
+        arguments = prepare_vllm(options, place)
+        from mimo.refit.compat import start_node_workers
+
+        self._executor = start_node_workers(arguments)
+        _end_with_workers(worker_processes(self._executor))
+
+
 class RolloutEngine:
     """A vLLM engine in this process. Its workers may be other processes.
 
     Args:
         options: configuration of the engine.
+        place: the first node of an engine of several nodes; None for an engine of one.
     """
 
-    def __init__(self, options: EngineOptions) -> None:
-        os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
-        os.environ.update(options.environment)
+    def __init__(self, options: EngineOptions, place: NodePlace | None = None) -> None:
+        arguments = prepare_vllm(options, place)
         from vllm import LLM
-        from vllm.config.weight_transfer import WeightTransferConfig
-        from vllm.engine.arg_utils import EngineArgs
 
-        from mimo.refit.options import BACKEND, register
-        from mimo.rollout import vllm_models
-
-        register()
-        vllm_models.register()
         self.options = options
         # A trainer may give up a call and begin another while the first still runs.
         self._turn = threading.Lock()
         self.version: str | None = None if options.load_format == "dummy" else "initial"
-        arguments: dict[str, Any] = {
-            "dtype": options.dtype, "tensor_parallel_size": options.tensor_parallel_size,
-            "pipeline_parallel_size": options.pipeline_parallel_size,
-            "enable_expert_parallel": options.enable_expert_parallel, "max_model_len": options.max_model_len,
-            "max_num_seqs": options.max_num_seqs, "load_format": options.load_format, "seed": options.seed,
-            "weight_transfer_config": WeightTransferConfig(backend=BACKEND)}
-        if any(each.name == DEVICE_NORMALIZE for each in fields(EngineArgs)):
-            arguments[DEVICE_NORMALIZE] = False
-        self._llm: Any = LLM(options.model, **arguments | options.extra)
+        self._llm: Any = LLM(**arguments)
+        _end_with_workers(worker_processes(self._llm.llm_engine.model_executor))
+        if options.pipeline_parallel_size > 1:
+            self._rpc(allocate_stage_inputs)
 
     @property
     def num_workers(self) -> int:
@@ -273,3 +327,15 @@ class RolloutEngine:
             raise RefitError("the engine did not empty its cache of keys and values: requests still hold blocks")
         self._llm.llm_engine.reset_mm_cache()
         self._llm.llm_engine.reset_encoder_cache()
+
+
+def _end_with_workers(workers: Sequence[BaseProcess]) -> None:
+    """End this process when one of the engine's workers ends, because vLLM would wait for its answers for ever."""
+    def watch() -> None:
+        ended = wait([worker.sentinel for worker in workers])
+        named = ", ".join(f"{worker.name} (process {worker.pid})" for worker in workers if worker.sentinel in ended)
+        write_report(f"the engine ends because its {named} has ended\n")
+        os._exit(1)
+
+    if workers:  # an engine of one worker has it in this process
+        threading.Thread(target=watch, name="engine-workers", daemon=True).start()

@@ -28,7 +28,11 @@ from typing import Any
 
 from mimo.refit.rendezvous import RefitError
 from mimo.rollout import engine_guard
-from mimo.rollout.engine import EngineOptions, Rollout, RolloutEngine, Sampling
+from mimo.rollout.engine import EngineOptions, NodePlace, Rollout, RolloutEngine, Sampling
+
+
+class EngineLostError(RefitError):
+    """An engine has ended or does not answer. A new one can take its place."""
 
 
 class EngineCalls(ABC):
@@ -91,7 +95,8 @@ class EngineHandle(EngineCalls):
         """Call any method of the engine.
 
         Raises:
-            RefitError: it raised, has ended, or did not answer in time.
+            RefitError: it raised.
+            EngineLostError: it has ended, or did not answer in time.
         """
         deadline = time.monotonic() + self.timeout_s
         engine = f"the engine at {self.address[0]}:{self.address[1]}"
@@ -104,11 +109,11 @@ class EngineHandle(EngineCalls):
                     raise TimeoutError
                 succeeded, value = connection.recv()
         except (TimeoutError, BlockingIOError) as error:
-            raise RefitError(f"{engine} did not answer {method} within {self.timeout_s:g} s") from error
+            raise EngineLostError(f"{engine} did not answer {method} within {self.timeout_s:g} s") from error
         except multiprocessing.AuthenticationError as error:
             raise RefitError(f"{engine} does not know this key") from error
         except (EOFError, OSError) as error:
-            raise RefitError(f"{engine} has ended: {method} got no answer ({type(error).__name__})") from error
+            raise EngineLostError(f"{engine} has ended: {method} got no answer ({type(error).__name__})") from error
         if not succeeded:
             raise RefitError(value)
         return value
@@ -284,11 +289,12 @@ def _answer(engine: RolloutEngine, call: _Call) -> None:
         return  # The caller has disconnected.
 
 
-def make_engine(options: EngineOptions, setup: Callable[[], None] | None) -> RolloutEngine:
-    """Make an engine in this process, after calling `setup`."""
+def make_engine(options: EngineOptions, setup: Callable[[], None] | None,
+                place: NodePlace | None = None) -> RolloutEngine:
+    """Make an engine in this process, after calling `setup`. `place` is its first node if it spreads over several."""
     if setup is not None:
         setup()
-    return RolloutEngine(options)
+    return RolloutEngine(options) if place is None else RolloutEngine(options, place)
 
 
 def answer_of(engine: RolloutEngine, method: str, arguments: Sequence[Any]) -> tuple[bool, Any]:

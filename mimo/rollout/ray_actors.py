@@ -1,6 +1,8 @@
-"""Replicas of an engine under Ray: an actor for each, and a placement group that keeps each on one node.
+"""Replicas of an engine under Ray: an actor for each node of a replica, and placement groups that reserve its nodes.
 
-Ray only decides where replicas run. Weights travel directly from the trainer's ranks to the actors' workers.
+Ray only decides where replicas run. The actors of a replica of several nodes start vLLM's own executor for several
+nodes, because vLLM's executors for Ray have no workers on CPUs and need an IP address for each node. Weights travel
+directly from the trainer's ranks to the actors' workers.
 """
 
 from __future__ import annotations
@@ -24,16 +26,23 @@ from typing import Any
 import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mimo.refit.rendezvous import RefitError
-from mimo.rollout.engine import EngineOptions
-from mimo.rollout.process import EngineCalls, answer_of, make_engine
+from mimo.rollout.engine import EngineNode, EngineOptions, NodePlace
+from mimo.rollout.process import EngineCalls, EngineLostError, answer_of, make_engine
 from mimo.rollout.replicas import RolloutClient, one_client
 
 # Seconds within which a cluster has to accept a connection.
 CONNECT_S = 10.0
+# Seconds in which an actor that does nothing else answers.
+PING_S = 5.0
 # Part of Ray's message if its processes start too slowly.
 LATE_START = "timed out during startup"
 # Errors that Ray raises if a cluster does not exist or has ended.
@@ -41,18 +50,37 @@ CLUSTER_ERRORS = (RayError, ConnectionError, RuntimeError, ValueError, TimeoutEr
 
 
 class EngineActor:
-    """A replica in the process of a Ray actor. Call `start` first."""
+    """A replica, or its workers on one node, in the process of a Ray actor. Call `start` first."""
 
-    def start(self, options: EngineOptions, setup: Callable[[], None] | None) -> tuple[bool, str]:
-        """Make the engine. Return whether that succeeded, and where the engine runs or what went wrong."""
-        where = f"process {os.getpid()} on {socket.gethostname()}"
+    def locate(self) -> tuple[str, str, int]:
+        """Return the process and node in words, the node's address, and a free port of it."""
+        address = str(ray.util.get_node_ip_address())
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"process {os.getpid()} on {socket.gethostname()} ({address})", address, free.getsockname()[1]
+
+    def start(self, options: EngineOptions, setup: Callable[[], None] | None,
+              place: NodePlace | None = None) -> tuple[bool, str]:
+        """Make the engine, or its workers on this node. Return whether that succeeded, and what went wrong."""
         try:
             if not Path(options.model).is_dir():
-                return False, f"{where} sees no folder {options.model}: it has to be on a file system of all nodes"
-            self._engine = make_engine(options, setup)
+                return False, f"sees no folder {options.model}: it has to be on a file system of all nodes"
+            if place is not None:
+                # On a node with several networks vLLM might choose another one than Ray.
+                os.environ["VLLM_HOST_IP"] = str(ray.util.get_node_ip_address())
+            if place is None or place.number == 0:
+                self._engine = make_engine(options, setup, place)
+            else:
+                if setup is not None:
+                    setup()
+                self._node = EngineNode(options, place)
         except Exception:  # Any error is reported to the process that started this actor.
-            return False, f"{where}: {traceback.format_exc()}"
-        return True, where
+            return False, traceback.format_exc()
+        return True, ""
+
+    def watch(self) -> None:
+        """Return never: the end of this call is that of the process, which ends with its workers."""
+        threading.Event().wait()
 
     def call(self, method: str, arguments: Sequence[Any]) -> tuple[bool, Any]:
         """Call any method of the engine, with the result of `mimo.rollout.process.answer_of`."""
@@ -68,27 +96,37 @@ class RayEngineHandle(EngineCalls):
         name: name of the engine, for errors.
         num_workers: number of workers that take in weights.
         timeout_s: seconds that a call may take.
+        others: actors of the replica's other nodes, as Ray's reference to a call that never returns, and in words.
     """
 
     actor: Any
     name: str
     num_workers: int
     timeout_s: float
+    others: tuple[tuple[Any, str], ...] = ()
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call any method of the engine.
 
         Raises:
-            RefitError: it raised, its process has ended, or it did not answer in time.
+            RefitError: it raised.
+            EngineLostError: one of its processes has ended, or it did not answer in time.
         """
         try:
-            succeeded, value = ray.get(self.actor.call.remote(method, arguments), timeout=self.timeout_s)
+            answer = self.actor.call.remote(method, arguments)
+            # The first node would wait for ever for an answer of one that is lost.
+            done, _ = ray.wait([answer, *(each for each, _ in self.others)], timeout=self.timeout_s)
+            for other, name in self.others:
+                if other in done:
+                    raise EngineLostError(f"{self.name}: {name} has ended, so {method} got no answer "
+                                          f"({_ending(other)})")
+            succeeded, value = ray.get(answer, timeout=0 if not done else None)
         except GetTimeoutError as error:
-            raise RefitError(f"{self.name} did not answer {method} within {self.timeout_s:g} s") from error
+            raise EngineLostError(f"{self.name} did not answer {method} within {self.timeout_s:g} s") from error
         except RayActorError as error:
-            raise RefitError(f"{self.name} has ended: {method} got no answer ({_short(error)})") from error
+            raise EngineLostError(f"{self.name} has ended: {method} got no answer ({_short(error)})") from error
         except RayError as error:
-            raise RefitError(f"{self.name}: {method} got no answer from Ray ({_short(error)})") from error
+            raise EngineLostError(f"{self.name}: {method} got no answer from Ray ({_short(error)})") from error
         if not succeeded:
             raise RefitError(value)
         return value
@@ -203,6 +241,24 @@ def _visible(gpus: Sequence[str]) -> Iterator[None]:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
+@dataclass
+class _Part:
+    """Actor of one node of a replica.
+
+    Attributes:
+        actor: Ray's handle of the actor.
+        replica, node: number of the replica, and of the node among those of the replica.
+        where: its process and node in words; the node alone until the process runs.
+        watch: a call that ends with the process, on all nodes of a replica but the first.
+    """
+
+    actor: Any
+    replica: int
+    node: int
+    where: str
+    watch: Any = None
+
+
 class RayEngines:
     """Replicas under Ray. End them with `close`.
 
@@ -229,81 +285,153 @@ class RayEngines:
                  call_timeout_s: float, environment: Mapping[str, str], setup: Callable[[], None] | None,
                  trainer_address: str) -> None:
         self._deadline, self._start_timeout_s = time.monotonic() + start_timeout_s, start_timeout_s
-        self._group: PlacementGroup | None = None
-        self._actors: list[Any] = []
+        self._options, self._resource = options, resource
+        self._groups: list[PlacementGroup] = []
+        self._parts: list[_Part] = []
         self._has_connected = not ray.is_initialized()
-        bundles = [{"CPU": 1.0, "GPU": float(each.num_workers)} if resource == "GPU" else
-                   {"CPU": float(each.num_workers)} for each in options]
         try:
             if self._has_connected:
-                cluster.connect(int(sum(bundle["CPU"] for bundle in bundles)), start_timeout_s)
-            group = self._place(bundles, resource)
-            where = self._start(options, bundles, group, dict(environment), setup)
+                cluster.connect(sum(int(self._bundle(each)["CPU"]) * each.num_nodes for each in options),
+                                start_timeout_s)
+            self._place()
+            self._start(dict(environment), setup)
             self.address = _reachable(trainer_address) if cluster.address else trainer_address
         except BaseException:
             self.close()
             raise
-        names = [f"the engine in {place} (a Ray actor)" for place in where]
-        self.client: RolloutClient = one_client(
-            [RayEngineHandle(actor, name, each.num_workers, call_timeout_s)
-             for actor, name, each in zip(self._actors, names, options, strict=True)], call_timeout_s)
+        handles = []
+        for number, each in enumerate(options):
+            first, *others = [part for part in self._parts if part.replica == number]
+            for part in others:
+                part.watch = part.actor.watch.remote()
+            handles.append(RayEngineHandle(
+                first.actor, f"the engine in {first.where} (a Ray actor)", each.num_workers, call_timeout_s,
+                tuple((part.watch, f"its {part.where}") for part in others)))
+        self.client: RolloutClient = one_client(handles, call_timeout_s)
+
+    def fault(self) -> str:
+        """Say which actor has ended; empty if all are there, whatever they do."""
+        for part in self._parts:
+            # Those of other nodes are in a call that never returns.
+            call = part.watch or part.actor.locate.remote()
+            if ray.wait([call], timeout=0 if part.watch else PING_S)[0]:
+                try:
+                    ray.get(call)
+                except CLUSTER_ERRORS as error:
+                    return f"replica {part.replica}: {part.where} has ended ({_short(error)})"
+        return ""
 
     def close(self) -> None:
         """End the actors and free their resources. Also disconnect from Ray, or end it if it was started for them."""
-        for actor in self._actors:
+        for part in self._parts:
             with contextlib.suppress(*CLUSTER_ERRORS):  # The actor or Ray may have ended already.
-                ray.kill(actor, no_restart=True)
-        self._actors = []
-        group, self._group = self._group, None
-        if group is not None:
+                ray.kill(part.actor, no_restart=True)
+        self._parts = []
+        groups, self._groups = self._groups, []
+        for group in groups:
             with contextlib.suppress(*CLUSTER_ERRORS):
                 remove_placement_group(group)
         if self._has_connected:
             ray.shutdown()
 
-    def _place(self, bundles: Sequence[dict[str, float]], resource: str) -> PlacementGroup:
-        """Reserve resources and wait for them. A bundle is always on one node, and so is a replica."""
-        self._group = group = placement_group(list(bundles), strategy="PACK")
-        if not group.wait(max(0.0, self._deadline - time.monotonic())):
-            asked = sum(bundle[resource] for bundle in bundles)
-            there, free = (float(found.get(resource, 0)) for found in (ray.cluster_resources(),
-                                                                       ray.available_resources()))
-            largest = max(bundle[resource] for bundle in bundles)
-            raise RefitError(
-                f"no place for the engine within {self._start_timeout_s:g} s: its {len(bundles)} replicas ask Ray for "
-                f"{asked:g} {resource}s, {largest:g} of them on one node; the cluster has {there:g}, {free:g} of them "
-                f"free, on {sum(node['Alive'] for node in ray.nodes())} nodes")
-        return group
+    def _bundle(self, options: EngineOptions) -> dict[str, float]:
+        """Return the resources of a replica on each of its nodes."""
+        workers = float(options.num_workers // options.num_nodes)
+        return {"CPU": 1.0, "GPU": workers} if self._resource == "GPU" else {"CPU": workers}
 
-    def _start(self, options: Sequence[EngineOptions], bundles: Sequence[dict[str, float]], group: PlacementGroup,
-               environment: dict[str, str], setup: Callable[[], None] | None) -> list[str]:
-        """Start all replicas and return where each runs."""
+    def _place(self) -> None:
+        """Reserve resources and wait for them.
+
+        A bundle is always on one node. Replicas of one node share a placement group. A replica of several nodes has
+        one of its own, in which no two bundles are on the same node.
+        """
+        bundles = [self._bundle(each) for each in self._options]
+        if all(each.num_nodes == 1 for each in self._options):
+            self._groups = [placement_group(bundles, strategy="PACK")]
+        else:
+            self._groups = [placement_group([bundle] * each.num_nodes, strategy="STRICT_SPREAD")
+                            for bundle, each in zip(bundles, self._options, strict=True)]
+        if all(group.wait(max(0.0, self._deadline - time.monotonic())) for group in self._groups):
+            return
+        nodes = max(each.num_nodes for each in self._options)
+        asked = sum(bundle[self._resource] * each.num_nodes for bundle, each in zip(bundles, self._options,
+                                                                                     strict=True))
+        there, free = (float(found.get(self._resource, 0)) for found in (ray.cluster_resources(),
+                                                                         ray.available_resources()))
+        each_of = f"each of {nodes} nodes" if nodes > 1 else "one node"
+        raise RefitError(
+            f"no place for the engine within {self._start_timeout_s:g} s: its {len(bundles)} replicas ask Ray for "
+            f"{asked:g} {self._resource}s, {max(bundle[self._resource] for bundle in bundles):g} of them on {each_of}; "
+            f"the cluster has {there:g}, {free:g} of them free, on {sum(node['Alive'] for node in ray.nodes())} nodes")
+
+    def _start(self, environment: dict[str, str], setup: Callable[[], None] | None) -> None:
+        """Start all replicas."""
         remote: Any = ray.remote(EngineActor)
-        starts: dict[Any, int] = {}
-        for number, (each, bundle) in enumerate(zip(options, bundles, strict=True)):
-            actor = remote.options(
-                num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=number, placement_group_capture_child_tasks=False),
-                runtime_env={"env_vars": environment | each.environment}).remote()
-            self._actors.append(actor)
-            starts[actor.start.remote(each, setup)] = number
-        places: dict[int, str] = {}
-        while starts:
-            done, _ = ray.wait(list(starts), timeout=max(0.0, self._deadline - time.monotonic()))
+        for number, each in enumerate(self._options):
+            bundle, shared = self._bundle(each), len(self._groups) < len(self._options)
+            group = self._groups[0 if shared else number]
+            nodes = _nodes_of(group)
+            for node in range(each.num_nodes):
+                index = number if shared else node
+                actor = remote.options(
+                    num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=0,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(
+                        group, placement_group_bundle_index=index, placement_group_capture_child_tasks=False),
+                    runtime_env={"env_vars": environment | each.environment}).remote()
+                self._parts.append(_Part(actor, number, node, nodes[index]))
+        found = self._results([part.actor.locate.remote() for part in self._parts])
+        first: dict[int, tuple[str, int]] = {}
+        for part, (where, address, port) in zip(self._parts, found, strict=True):
+            part.where = where
+            first.setdefault(part.replica, (address, port))
+        starts = []
+        for part in self._parts:
+            each = self._options[part.replica]
+            place = NodePlace(part.node, *first[part.replica]) if each.num_nodes > 1 else None
+            starts.append(part.actor.start.remote(each, setup, place))
+        self._results(starts, lambda result: "" if result[0] else result[1])
+
+    def _results(self, calls: Sequence[Any], fault: Callable[[Any], str] = lambda result: "") -> list[Any]:
+        """Return the results of a call of each actor.
+
+        Raises:
+            RefitError: one has ended, has a fault or does not answer before the start's time is over.
+        """
+        waiting = dict(zip(calls, self._parts, strict=True))
+        results: dict[Any, Any] = {}
+        while waiting:
+            done, _ = ray.wait(list(waiting), timeout=max(0.0, self._deadline - time.monotonic()))
             if not done:
-                late = ", ".join(map(str, sorted(starts.values())))
+                late = ", ".join(dict.fromkeys(str(part.replica) for part in waiting.values()))
+                where = "; ".join(part.where for part in waiting.values())
                 raise RefitError(f"replica {late}: the engine, a Ray actor, did not start within "
-                                 f"{self._start_timeout_s:g} s")
-            number = starts.pop(done[0])
+                                 f"{self._start_timeout_s:g} s: no answer from {where}")
+            part = waiting.pop(done[0])
             try:
-                is_up, told = ray.get(done[0])
+                results[done[0]] = ray.get(done[0])
+                problem = fault(results[done[0]])
             except RayError as error:
-                is_up, told = False, f"its Ray actor has ended: {_short(error)}"
-            if not is_up:
-                raise RefitError(f"replica {number}: the engine did not start: {told}")
-            places[number] = told
-        return [places[number] for number in range(len(options))]
+                problem = f"its Ray actor has ended: {_short(error)}"
+            if problem:
+                raise RefitError(f"replica {part.replica}: the engine did not start: {part.where}: {problem}")
+        return [results[call] for call in calls]
+
+
+def _nodes_of(group: PlacementGroup) -> list[str]:
+    """Return the node of each bundle in words."""
+    names = {node["NodeID"]: f"node {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+             for node in ray.nodes()}
+    placed = placement_group_table(group)["bundles_to_node_id"]
+    return [names.get(placed[index], "a node that is gone") for index in range(group.bundle_count)]
+
+
+def _ending(call: Any) -> str:
+    """Return the reason for the end of an actor, given its call that never returns."""
+    try:
+        ray.get(call, timeout=PING_S)
+    except CLUSTER_ERRORS as error:
+        return _short(error)
+    return "no reason is known"
 
 
 def _reachable(address: str) -> str:

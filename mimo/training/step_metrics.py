@@ -145,6 +145,20 @@ class FlopsMeter:
                 "hardware_flops": computed}
 
 
+    def policy_figures(self, lengths: Iterable[int], num_forward: int, seconds: float) -> dict[str, float]:
+        """Compute the trainer's speed in an iteration of reinforcement learning, for a model without encoders.
+
+        Args:
+            lengths: tokens of each sequence that is trained on, once each.
+            num_forward: forward passes of all sequences besides, which give log-probs.
+            seconds: seconds of these passes and of the updates.
+        """
+        sums = {LANGUAGE: SequenceSums.of(lengths)}
+        flops = sum(self.counter.model_flops(sums).values()) + num_forward * self.counter.forward_flops(sums)
+        tflops = flops / seconds / self.world_size / 1e12
+        return {"tflops": tflops} if self.peak is None else {"tflops": tflops, "mfu": tflops / self.peak}
+
+
 def image_tokens(microbatches: Sequence[Microbatch]) -> tuple[list[float], list[float]]:
     """Count this lane's image tokens in each microbatch, and what they would be without balanced packing.
 

@@ -3,6 +3,8 @@
     python scripts/bench/refit_plan.py
     python scripts/bench/refit_plan.py --model deepseek-v3 --planned 512
     python scripts/bench/refit_plan.py --model qwen3-235b-a22b --engine tp=16,replicas=32
+    python scripts/bench/refit_plan.py --model nemotron-ultra-550b --prove
+    python scripts/bench/refit_plan.py --model deepseek-v3 --engine tp=32,replicas=8 --prove
 
 Every rank plans its own share from three tables that are exchanged once: the entries of the chunk plan, the ranks of
 the trainer that hold each box, and the needs of each kind of worker. Shapes are those of the published models without
@@ -14,6 +16,9 @@ The benchmark plans --planned evenly spaced ranks of each side; totals for all r
 those of one core. For a rank of the trainer, they include `read_s`, the time to read the tables of the workers' needs.
 `check_s` is the time to prove that a worker gets all that it needs and nothing else. `table_bytes` are the exchanged
 bytes of all tables of needs and of holders. The last line of output is JSON.
+
+With --prove, all ranks of both sides are planned. Every worker's plan is checked, and every rank's plan has to agree
+with it, operation by operation. Together this proves that every element arrives once, as no rank sends anything else.
 """
 
 from __future__ import annotations
@@ -35,11 +40,14 @@ from dataclasses import asdict, dataclass
 
 from mimo.boxes import Box, contiguous_strides
 from mimo.refit.plan import (
+    by_receiver,
+    by_sender,
     bytes_moved,
     bytes_needed,
     check_holders,
     check_plan,
     check_recv_spec,
+    digest,
     receive_plan,
     send_plan,
 )
@@ -71,6 +79,8 @@ class Tensor:
         axis: the axis that tensor parallelism divides, or None.
         expert: number of its expert, or None.
         part: q, k or v of grouped-query attention, else empty.
+        sections: rows of parts that tensor parallelism divides one by one, such as Mamba's z, x, B, C and dt; empty
+            for a tensor of one part.
     """
 
     name: str
@@ -80,6 +90,7 @@ class Tensor:
     axis: int | None = None
     expert: int | None = None
     part: str = ""
+    sections: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +186,47 @@ def deepseek_v3() -> Model:
     return Model(around(tensors, 61, 129280, hidden), 61, 256)
 
 
-MODELS: dict[str, Callable[[], Model]] = {"qwen3-235b-a22b": qwen3_235b_a22b, "deepseek-v3": deepseek_v3}
+def nemotron_ultra_550b() -> Model:
+    """A hybrid like Nemotron Ultra, of 550 B: 48 layers of Mamba, 12 of attention, 48 of 512 experts.
+
+    Each layer has its mixer and no MLP. Experts work in a latent space of 2,048, and have no gate.
+    """
+    hidden, latent, inner, experts, tensors = 8192, 2048, 5376, 512, []
+    mamba, groups, heads = 16384, 8 * 128, 256
+    for layer in range(108):
+        at = f"backbone.layers.{layer}"
+        mixer = f"{at}.mixer"
+        tensors.append(alone(f"{at}.norm.weight", (hidden,), layer))
+        if layer % 9 == 4:
+            tensors += [Tensor(f"{mixer}.{part}_proj.weight", (count * 128, hidden), layer, f"{mixer}.qkv_proj", 0,
+                               None, part) for part, count in (("q", 64), ("k", 8), ("v", 8))]
+            tensors.append(alone(f"{mixer}.o_proj.weight", (hidden, 64 * 128), layer, 1))
+        elif layer % 9 % 2 == 0:
+            sections = (mamba, mamba, groups, groups, heads)
+            tensors += [Tensor(f"{mixer}.in_proj.weight", (sum(sections), hidden), layer, f"{mixer}.in_proj", 0,
+                               sections=sections)]
+            convolved = sections[1:4]
+            tensors += [Tensor(f"{mixer}.conv1d.{kind}", (sum(convolved), *more), layer, f"{mixer}.conv1d.{kind}", 0,
+                               sections=convolved) for kind, more in (("weight", (1, 4)), ("bias", ()))]
+            tensors += [alone(f"{mixer}.{name}", (heads,), layer, 0) for name in ("A_log", "D", "dt_bias")]
+            tensors += [alone(f"{mixer}.norm.weight", (mamba,), layer, 0),
+                        alone(f"{mixer}.out_proj.weight", (hidden, mamba), layer, 1)]
+        else:
+            tensors += [alone(f"{mixer}.gate.weight", (experts, hidden), layer),
+                        alone(f"{mixer}.gate.e_score_correction_bias", (experts,), layer),
+                        alone(f"{mixer}.fc1_latent_proj.weight", (latent, hidden), layer),
+                        alone(f"{mixer}.fc2_latent_proj.weight", (hidden, latent), layer)]
+            for expert in range(experts):
+                name, fused = f"{mixer}.experts.{expert}", f"{mixer}.experts"
+                tensors += [Tensor(f"{name}.up_proj.weight", (inner, latent), layer, f"{fused}.w13", 0, expert),
+                            Tensor(f"{name}.down_proj.weight", (latent, inner), layer, f"{fused}.w2", 1, expert)]
+            tensors += [alone(f"{mixer}.shared_experts.up_proj.weight", (2 * inner, hidden), layer, 0),
+                        alone(f"{mixer}.shared_experts.down_proj.weight", (hidden, 2 * inner), layer, 1)]
+    return Model(around(tensors, 108, 131072, hidden), 108, experts, 64, 8, 128)
+
+
+MODELS: dict[str, Callable[[], Model]] = {"qwen3-235b-a22b": qwen3_235b_a22b, "deepseek-v3": deepseek_v3,
+                                          "nemotron-ultra-550b": nemotron_ultra_550b}
 
 
 COLUMNS = ("model", "trainer", "engine", "tensors", "kinds of workers", "MB of tables", "ops of a worker",
@@ -212,10 +263,11 @@ class Engine:
         return self.tp * self.pp * self.dp * self.replicas
 
 
-# Trainer and engines of 512 ranks each.
+# Trainer and engines of 512 ranks each, and those of a replica of 550 B over four nodes.
 CASES = {
     "qwen3-235b-a22b": (Trainer(8, 8, 8, 32), (Engine(tp=8, replicas=64), Engine(tp=4, dp=8, ep=1, replicas=16))),
     "deepseek-v3": (Trainer(8, 8, 8, 32), (Engine(tp=32, replicas=16), Engine(tp=8, dp=8, ep=1, replicas=8))),
+    "nemotron-ultra-550b": (Trainer(8, 4, 2, 16), (Engine(tp=8, pp=4),)),
 }
 
 
@@ -230,6 +282,14 @@ class Stacked:
         """Add one of `ways` equal parts of a tensor along the axis that tensor parallelism divides."""
         if tensor.axis is None or ways == 1:
             self.add_box(tensor.name, target, Box.whole(tensor.shape))
+            return
+        first = 0
+        for rows in tensor.sections:
+            start, stop = first + rows * place // ways, first + rows * (place + 1) // ways
+            ends = (stop, *tensor.shape[1:])
+            self.add_box(tensor.name, target, Box((start, *(0 for _ in tensor.shape[1:])), ends))
+            first += rows
+        if tensor.sections:
             return
         size = tensor.shape[tensor.axis] / ways
         starts, stops = [0] * len(tensor.shape), list(tensor.shape)
@@ -352,26 +412,43 @@ def spread(count: int, planned: int) -> list[int]:
     return sorted({(number * count // planned + number * (planned < count)) % count for number in range(planned)})
 
 
-def case(name: str, model: Model, trainer: Trainer, engine: Engine, planned: int) -> dict[str, Any]:
-    """Plan one model from one layout to another and return the costs."""
+def case(name: str, model: Model, trainer: Trainer, engine: Engine, planned: int, proves: bool) -> dict[str, Any]:
+    """Plan one model from one layout to another and return the costs. With `proves`, plan all and compare both sides.
+
+    Raises:
+        RuntimeError: a rank does not send a worker what the worker expects of it.
+    """
+    if proves:
+        planned = max(engine.ranks, trainer.ranks)
     entries = model.entries
     holders, specs = trainer_holders(model, trainer), all_specs(model, engine)
     _, check_holders_s = timed(lambda: check_holders(entries, holders))
     kinds = {id(each): each for each in specs.values()}
     tables = {kind: json.dumps(recv_spec_table(each)) for kind, each in kinds.items()}
     table_bytes = sum(map(len, tables.values())) + len(json.dumps(holders_table(holders)))
-    received = [receive_figures(entries, holders, specs[worker], worker)
+    expected: Digests = {}
+    received = [receive_figures(entries, holders, specs[worker], worker, expected if proves else None)
                 for worker in spread(engine.ranks, planned)]
     takers = {worker: id(each) for worker, each in specs.items()}
-    sent = [send_figures(entries, holders, trainer_slices(model, trainer, rank), tables, takers, rank)
-            for rank in spread(trainer.ranks, planned)]
+    promised: Digests = {}
+    sent = [send_figures(entries, holders, trainer_slices(model, trainer, rank), tables, takers, rank,
+                         promised if proves else None) for rank in spread(trainer.ranks, planned)]
+    wrong = [pair for pair in expected.keys() | promised.keys() if expected.get(pair) != promised.get(pair)]
+    if wrong:
+        raise RuntimeError(f"{len(wrong)} pairs of trainer rank and worker disagree, such as {min(wrong)}")
     return {"model": name, "trainer": asdict(trainer), "engine": asdict(engine), "tensors": len(entries),
-            "kinds_of_workers": len(kinds), "table_bytes": table_bytes, "check_holders_s": check_holders_s,
-            "workers": side(received, engine.ranks), "trainer_ranks": side(sent, trainer.ranks)}
+            "proved_pairs": len(expected), "kinds_of_workers": len(kinds), "table_bytes": table_bytes,
+            "check_holders_s": check_holders_s, "workers": side(received, engine.ranks),
+            "trainer_ranks": side(sent, trainer.ranks)}
 
 
-def receive_figures(entries: Sequence[TensorMeta], holders: Holders, spec: RecvSpec, worker: int) -> dict[str, float]:
-    """Plan one worker's share and check that it is complete."""
+Digests = dict[tuple[int, int], str]
+"""Trainer rank and worker -> digest of the operations between the two."""
+
+
+def receive_figures(entries: Sequence[TensorMeta], holders: Holders, spec: RecvSpec, worker: int,
+                    digests: Digests | None = None) -> dict[str, float]:
+    """Plan one worker's share and check that it is complete. The digests of its operations are added to `digests`."""
     operations, seconds = timed(lambda: receive_plan(entries, holders, spec, worker))
 
     def check() -> None:
@@ -381,17 +458,21 @@ def receive_figures(entries: Sequence[TensorMeta], holders: Holders, spec: RecvS
     _, check_s = timed(check)
     num_bytes = bytes_moved(operations, entries)
     assert num_bytes == bytes_needed(spec, entries), f"worker {worker} receives {num_bytes} bytes"
+    if digests is not None:
+        digests |= {(sender, worker): digest(entries, own) for sender, own in by_sender(operations).items()}
     return {"seconds": seconds, "ops": len(operations), "bytes": num_bytes, "check_s": check_s}
 
 
 def send_figures(entries: Sequence[TensorMeta], holders: Holders, slices: Sequence[TensorSlice], tables: dict[int, str],
-                 takers: dict[int, int], rank: int) -> dict[str, float]:
-    """Read what the workers need of one rank's tensors, and plan its share."""
+                 takers: dict[int, int], rank: int, digests: Digests | None = None) -> dict[str, float]:
+    """Read what the workers need of one rank's tensors, and plan its share. The digests are added to `digests`."""
     names = {part.name for part in slices}
     kinds, read_s = timed(lambda: {kind: recv_spec_from_table(json.loads(text), names)
                                    for kind, text in tables.items()})
     specs = {worker: kinds[kind] for worker, kind in takers.items()}
     operations, seconds = timed(lambda: send_plan(entries, holders, slices, specs, rank))
+    if digests is not None:
+        digests |= {(rank, worker): digest(entries, own) for worker, own in by_receiver(operations).items()}
     return {"seconds": read_s + seconds, "ops": len(operations), "bytes": bytes_moved(operations, entries),
             "read_s": read_s}
 
@@ -441,6 +522,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--engine", type=partial(grid, Engine), action="append",
                         help="engines of vLLM, such as tp=4,dp=8,ep=1,replicas=16; may be given several times")
     parser.add_argument("--planned", type=int, default=4, help="number of ranks to plan on each side")
+    parser.add_argument("--prove", action="store_true", help="plan all ranks and prove that every element arrives once")
     chosen = parser.parse_args(arguments)
     check_least(parser, chosen, planned=1)
     results = []
@@ -449,8 +531,13 @@ def main(arguments: list[str] | None = None) -> int:
         trainer = chosen.trainer or trainer
         if trainer.tp * trainer.dp % (trainer.ep * trainer.etp) or model.experts % trainer.ep:
             parser.error(f"--trainer {trainer}: ep * etp must divide tp * dp, and ep the {model.experts} experts")
-        results += [case(name, model, trainer, engine, chosen.planned) for engine in chosen.engine or engines]
+        results += [case(name, model, trainer, engine, chosen.planned, chosen.prove)
+                    for engine in chosen.engine or engines]
     print(markdown(results))
+    for result in results if chosen.prove else ():
+        workers, ranks = result["workers"]["ranks"], result["trainer_ranks"]["ranks"]
+        print(f"{result['model']}: every element arrives once: {workers} workers' plans are complete, and {ranks} "
+              f"ranks' plans agree with them in all {result['proved_pairs']} pairs")
     print(json.dumps({"cases": results}))
     return 0
 

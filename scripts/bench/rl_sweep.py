@@ -6,7 +6,12 @@
         --layout "--llm-tp 2 --sequence-parallel --llm-dp 4 --llm-ep 8" --tokens 8192 --tokens 16384 \
         --prompt-length 512 --completion-length 2048:0.7 -- --global-batch-size 128 --recompute selective
 
-Each --layout with each --tokens (--max-tokens-per-microbatch) is an arm. torchrun starts its ranks on this host. They
+    sbatch --nodes=8 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --wrap "python scripts/bench/rl_sweep.py \
+        --slurm --out runs/sweep --layout '--llm-tp 8 --sequence-parallel --llm-pp 4 --llm-dp 2 --llm-ep 16' \
+        --tokens 65536 -- --config scripts/configs/rl_nemotron_ultra.toml"
+
+Each --layout with each --tokens (--max-tokens-per-microbatch) is an arm. torchrun starts its ranks on this host or,
+with --slurm, on the first nodes of the job, --gpus-per-node on each; --out is then a folder that all nodes see. They
 build model and optimizer as train_rl.py does, and update the policy on fabricated rollouts: random tokens, with
 completions of log-normal length, given by a mean and a spread (the standard deviation of the logarithm). Prompt and
 completion have at most --seq-length tokens. All arms get the same rollouts. There is no engine and no reward. Flags
@@ -27,11 +32,13 @@ reserved or, on the CPU, the resident set.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -48,8 +55,9 @@ from scripts.bench.harness import argument_parser, check_gpus, check_least, devi
 from scripts.bench.presets import MODELS
 from scripts.training_runs import ROOT, SHOWN, num_ranks, torchrun
 
-COLUMNS = {"layout": "layout", "tokens": "max_tokens", "ranks": "ranks", "microbatches": "microbatches",
-           "log-probs, s": "log_probs_s", "update, s": "update_s", "tokens/s": "tokens_per_s",
+COLUMNS = {"layout": "layout", "tokens": "max_tokens", "ranks": "ranks", "TP/PP/EP/DP": "sizes",
+           "microbatches": "microbatches", "log-probs, s": "log_probs_s", "update, s": "update_s",
+           "tokens/s": "tokens_per_s", "tokens/s/rank": "tokens_per_s_per_rank",
            "padding": "padding_share", "full": "budget_share", "peak memory, GiB": "peak_gib",
            "reserved, GiB": "reserved_gib"}
 GIB = 2**30
@@ -64,6 +72,7 @@ class Arm:
         max_tokens: `--max-tokens-per-microbatch`.
         flags: all flags of the trainer.
         ranks: number of ranks of its grids.
+        sizes: its tensor, pipeline, expert and data parallel sizes.
         updates: measurements of each rank in each update after the first, in all rounds.
         peaks: high-water marks of each rank in each round.
         error: why the arm stopped; empty if all went well.
@@ -73,6 +82,7 @@ class Arm:
     max_tokens: int
     flags: list[str]
     ranks: int
+    sizes: str = ""
     updates: list[list[dict[str, float]]] = field(default_factory=list)
     peaks: list[dict[str, float]] = field(default_factory=list)
     error: str = ""
@@ -97,10 +107,15 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     parser.add_argument("--repeats", type=int, default=3, help="updates of an arm in each round (3)")
     parser.add_argument("--rounds", type=int, default=1, help="turns of each arm (1)")
     parser.add_argument("--memory-limit-gib", type=float, help="GiB that a rank may use (default: all there is)")
+    parser.add_argument("--slurm", action="store_true", help="run the arms on the nodes of this Slurm job")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="ranks of an arm on each node of the job (8)")
+    parser.add_argument("--out", help="folder for the output of the ranks; with --slurm one that all nodes see")
     given = sys.argv[1:] if arguments is None else arguments
     place = given.index("--") if "--" in given else len(given)
     chosen, further = parser.parse_args(given[:place]), given[place + 1 :]
-    check_least(parser, chosen, prompt_length=1, repeats=1, rounds=1, memory_limit_gib=0.1)
+    check_least(parser, chosen, prompt_length=1, repeats=1, rounds=1, memory_limit_gib=0.1, gpus_per_node=1)
+    if chosen.slurm and not chosen.out:
+        parser.error("--slurm needs --out, a folder that all nodes see")
     return chosen, further
 
 
@@ -138,10 +153,51 @@ def plan(chosen: argparse.Namespace, further: list[str], folder: Path) -> list[A
             if encoders:
                 raise ValueError(f"--model-provider {config.model.model_provider} has the encoder "
                                  f"{', '.join(encoders)}: fabricated rollouts have no images")
-            validate_rl(config, num_ranks(config))
-            check_gpus(chosen.device, num_ranks(config), f"--layout {layout!r} has")
-            arms.append(Arm(layout, tokens, flags, num_ranks(config)))
+            grid, ranks = validate_rl(config, num_ranks(config)).language, num_ranks(config)
+            if chosen.slurm:
+                nodes_of(ranks, chosen.gpus_per_node)
+            else:
+                check_gpus(chosen.device, ranks, f"--layout {layout!r} has")
+            arms.append(Arm(layout, tokens, flags, ranks, f"{grid.tp}/{grid.pp}/{grid.ep}/{grid.dp}"))
     return arms
+
+
+def nodes_of(ranks: int, gpus_per_node: int) -> list[str]:
+    """Return the nodes of the Slurm job that an arm runs on.
+
+    Raises:
+        ValueError: this is no Slurm job, it has too few nodes, or the ranks do not fill nodes.
+    """
+    if ranks > gpus_per_node and ranks % gpus_per_node:
+        raise ValueError(f"--slurm: {ranks} ranks of a layout are no multiple of --gpus-per-node {gpus_per_node}")
+    listed = os.environ.get("SLURM_JOB_NODELIST")
+    if listed is None:
+        raise ValueError("--slurm: this is no Slurm job (SLURM_JOB_NODELIST is not set); use sbatch or salloc")
+    hosts = subprocess.run(["scontrol", "show", "hostnames", listed], check=True, capture_output=True,
+                           text=True).stdout.split()
+    count = -(-ranks // gpus_per_node)
+    if count > len(hosts):
+        raise ValueError(f"--slurm: a layout of {ranks} ranks needs {count} nodes of --gpus-per-node {gpus_per_node}, "
+                         f"and the job has {len(hosts)}")
+    return hosts[:count]
+
+
+def run_on_nodes(script: Path, arm: Arm, gpus_per_node: int, arguments: list[str], output: Path) -> int:
+    """Run a script in a process for each rank on nodes of the Slurm job. Return the exit code of srun."""
+    hosts = nodes_of(arm.ranks, gpus_per_node)
+    count = str(len(hosts))
+    command = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1",
+               f"--nodelist={','.join(hosts)}", "--kill-on-bad-exit=1", str(ROOT / "scripts" / "sbatch" / "node.sh"),
+               str(output.with_name("stopped")), sys.executable, "-m", "torch.distributed.run", "--nnodes", count,
+               "--nproc-per-node", str(arm.ranks // len(hosts)), "--master-addr", hosts[0], "--master-port",
+               str(20000 + int(os.environ["SLURM_JOB_ID"]) % 10000), str(script), *arguments]
+    with output.open("w", encoding="utf-8") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
+        try:
+            return process.wait()
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def run(arm: Arm, chosen: argparse.Namespace, folder: Path) -> None:
@@ -150,8 +206,12 @@ def run(arm: Arm, chosen: argparse.Namespace, folder: Path) -> None:
     settings = {"out": str(folder), "prompt_length": chosen.prompt_length, "repeats": chosen.repeats,
                 "completion_length": chosen.completion_length, "memory_limit_gib": chosen.memory_limit_gib}
     output = folder / "output.txt"
-    code = torchrun(ROOT / "scripts" / "bench" / "rl_sweep_rank.py", arm.ranks,
-                    [json.dumps(settings), *arm.flags, "--run-dir", str(folder)], output=output)
+    script, arguments = ROOT / "scripts" / "bench" / "rl_sweep_rank.py", [json.dumps(settings), *arm.flags, "--run-dir",
+                                                                          str(folder)]
+    if chosen.slurm:
+        code = run_on_nodes(script, arm, chosen.gpus_per_node, arguments, output)
+    else:
+        code = torchrun(script, arm.ranks, arguments, output=output)
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("rank*.json"))]
     arm.peaks += [each["peaks"] for each in found]
     full = [each for each in found if each["out_of_memory"]]
@@ -170,8 +230,8 @@ def run(arm: Arm, chosen: argparse.Namespace, folder: Path) -> None:
 
 def figures(arm: Arm) -> dict[str, Any]:
     """Return an arm's row. A figure that could not be measured is None."""
-    row: dict[str, Any] = {"layout": arm.layout, "max_tokens": arm.max_tokens, "ranks": arm.ranks} | dict.fromkeys(
-        list(COLUMNS.values())[3:])
+    row: dict[str, Any] = {"layout": arm.layout, "max_tokens": arm.max_tokens, "ranks": arm.ranks,
+                           "sizes": arm.sizes} | dict.fromkeys(list(COLUMNS.values())[4:])
     row["error"] = arm.error
     for key, name in (("peak_gib", "allocated"), ("reserved_gib", "reserved")):
         known = [peaks[name] / GIB for peaks in arm.peaks if name in peaks]
@@ -192,7 +252,8 @@ def figures(arm: Arm) -> dict[str, Any]:
         "microbatches": statistics.mean(update[0]["microbatches"] for update in arm.updates),
         "log_probs_s": statistics.median(log_probs), "update_s": statistics.median(update),
         "log_probs_all_s": log_probs, "update_all_s": update,
-        "tokens_per_s": sum(totals) / sum(map(sum, zip(log_probs, update, strict=True))),
+        "tokens_per_s": (speed := sum(totals) / sum(map(sum, zip(log_probs, update, strict=True)))),
+        "tokens_per_s_per_rank": speed / arm.ranks,
         "tokens_per_update": statistics.mean(totals), "padding_share": 1 - sum(totals) / positions,
         "budget_share": sum(totals) / budget,
     }
@@ -204,7 +265,9 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # As in train_rl.py: a provider pkg.module:attr may lie in the current folder.
     sys.path.append(os.getcwd())
-    with tempfile.TemporaryDirectory(prefix="rl-sweep-") as temporary:
+    with contextlib.ExitStack() as at_end:
+        temporary = chosen.out or at_end.enter_context(tempfile.TemporaryDirectory(prefix="rl-sweep-"))
+        Path(temporary).mkdir(parents=True, exist_ok=True)
         try:
             arms = plan(chosen, further, Path(temporary))
         except ValueError as error:
@@ -214,9 +277,13 @@ def main(arguments: list[str] | None = None) -> int:
             for number, arm in enumerate(arms):
                 if not arm.error:
                     print(f"round {turn + 1} of {chosen.rounds}: {arm.name}", file=sys.stderr, flush=True)
-                    run(arm, chosen, Path(temporary) / f"{turn}-{number}")
+                    run(arm, chosen, Path(temporary).resolve() / f"{turn}-{number}")
     results = [figures(arm) for arm in arms]
-    print(table_of(COLUMNS, results, error_cell=3))
+    print(table_of(COLUMNS, results, error_cell=4))
+    done = [row for row in results if row["tokens_per_s"]]
+    if len(done) > 1:
+        best = max(done, key=lambda row: row["tokens_per_s"])
+        print(f"fastest: {best['layout'] or 'one rank'} with {best['max_tokens']} tokens")
     print(json.dumps({"device": chosen.device, "device_name": device_name(chosen.device), "model": chosen.model,
                       "prompt_length": chosen.prompt_length, "completion_length": chosen.completion_length,
                       "repeats": chosen.repeats, "rounds": chosen.rounds, "memory_limit_gib": chosen.memory_limit_gib,

@@ -43,6 +43,13 @@ SRUN_FLAGS=()
 GPUS_PER_NODE=8
 TRAINER_NODES=2
 ENGINE_NODES=2
+# Parallel sizes of the trainer and of an engine replica; 0 lets scripts/rl/hf_model.py choose. A replica of more GPUs
+# than GPUS_PER_NODE spreads over several of the ENGINE_NODES.
+LLM_TP=1
+LLM_PP=1
+LLM_EP=0
+ENGINE_TP=0
+ENGINE_PP=1
 RAY_PORT=6379
 RAY_TIMEOUT_S=600
 # Also in FLAGS, and what the job is requeued by.
@@ -55,7 +62,7 @@ TAKES_FLAGS=1
 source "${SLURM_SUBMIT_DIR:?submit this file with sbatch, from the top of the checkout}/scripts/sbatch/common.sh"
 refuse_flags --train-iters TRAIN_ITERS --save RUN_DIR --run-dir RUN_DIR -- "$@"
 SITE_PATHS=(PYTHON MODEL DATA RUN_DIR)
-require_set "${SITE_PATHS[@]}" GPUS_PER_NODE TRAINER_NODES ENGINE_NODES RAY_PORT TRAIN_ITERS
+require_set "${SITE_PATHS[@]}" GPUS_PER_NODE TRAINER_NODES ENGINE_NODES LLM_TP LLM_PP LLM_EP ENGINE_TP ENGINE_PP RAY_PORT TRAIN_ITERS
 check_paths
 [[ -x "$(dirname "$PYTHON")/ray" ]] || die "PYTHON=$PYTHON: has no ray beside it; scripts/setup.sh rl-gpu sets it up"
 ((SLURM_JOB_NUM_NODES == TRAINER_NODES + ENGINE_NODES)) ||
@@ -101,7 +108,8 @@ code=0
 describe_model() {
     srun --overlap --nodes=1 --ntasks=1 --nodelist="${trainers[0]}" "${SRUN_FLAGS[@]}" "$PYTHON" \
         "$ROOT/scripts/rl/hf_model.py" "$MODEL" --ranks $((TRAINER_NODES * GPUS_PER_NODE)) \
-        --engine-gpus $((ENGINE_NODES * GPUS_PER_NODE))
+        --engine-gpus $((ENGINE_NODES * GPUS_PER_NODE)) --gpus-per-node "$GPUS_PER_NODE" \
+        --tp "$LLM_TP" --pp "$LLM_PP" --ep "$LLM_EP" --engine-tp "$ENGINE_TP" --engine-pp "$ENGINE_PP"
 }
 described="$(describe_model)" || code=$?
 ((code == 0)) || [[ -n "$stopped" ]] || die "no layout for MODEL=$MODEL"
@@ -113,6 +121,7 @@ FLAGS=(
     --data-path "$DATA"
     --train-iters "$TRAIN_ITERS"
     --engine-placement ray
+    --engine-restarts 3
     --ray-address "${trainers[0]}:$RAY_PORT"
     --save "$RUN_DIR/checkpoints"
     --load "$RUN_DIR/checkpoints"

@@ -6,10 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.support.launch import ROOT
+from tests.support.launch import ROOT, put_commands
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PROGRAM = [sys.executable, str(ROOT / "scripts" / "bench" / "rl_sweep.py"), "--device", "cpu"]
@@ -38,4 +39,30 @@ def test_every_arm_is_a_row_one_that_runs_out_of_memory_too() -> None:
     assert (full["max_tokens"], full["error"], full["update_s"]) == (16384, "out of memory", None)
     assert full["peak_gib"] > 0.1
     rows = [line for line in done.stdout.splitlines() if line.startswith("| --llm-pp 2 |")]
-    assert len(rows) == 2 and rows[1].startswith("| --llm-pp 2 | 16384 | 2 | out of memory | ")
+    assert len(rows) == 2 and rows[1].startswith("| --llm-pp 2 | 16384 | 2 | 1/2/1/1 | out of memory | ")
+
+
+# Both nodes are this machine.
+SRUN = """
+while [[ "$1" == --* ]]; do
+    case "$1" in --nodes=*) nodes="${1#*=}" ;; esac
+    shift
+done
+for ((node = 0; node < nodes; node++)); do SLURM_NODEID=$node "$@" & pids+=($!); done
+for pid in "${pids[@]}"; do wait "$pid" || exit 1; done
+"""
+
+
+def test_an_arm_runs_over_the_nodes_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_commands(tmp_path, "/bin/bash", {"srun": SRUN, "scontrol": "echo localhost; echo localhost"})
+    for name, value in (("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}"), ("SLURM_JOB_NODELIST", "n[1-2]"),
+                        ("SLURM_JOB_ID", str(os.getpid()))):
+        monkeypatch.setenv(name, value)
+    done = sweep("--slurm", "--gpus-per-node", "1", "--out", str(tmp_path / "out"), "--layout", "--llm-dp 2",
+                 "--tokens", "128", "--tokens", "256", "--prompt-length", "16", "--completion-length", "32:0.6",
+                 "--repeats", "1", "--", "--global-batch-size", "16")
+    assert done.returncode == 0, done.stderr[-3000:]
+    *_, fastest, last = done.stdout.splitlines()
+    for row in json.loads(last)["arms"]:
+        assert row["error"] == "" and row["tokens_per_s_per_rank"] == pytest.approx(row["tokens_per_s"] / 2)
+    assert fastest.startswith("fastest: --llm-dp 2 with ")

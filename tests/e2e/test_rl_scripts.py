@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import train_rl
 from mimo import registry
 from mimo.config.cli import parse, parse_as
 from mimo.config.rl_run import RlRunConfig, validate_rl
@@ -265,6 +266,34 @@ def test_a_model_of_any_built_in_family_has_its_flags(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NoSuchModel"]}))
     with pytest.raises(ValueError, match="NoSuchModel"):
         hf_model.flags_of(str(tmp_path), 1, 1)
+
+
+def test_a_hybrid_has_tensor_pipeline_and_expert_parallelism_and_a_replica_over_nodes(tmp_path):
+    provider = registry.model_provider("nemotron_h")
+    (tmp_path / "config.json").write_text(json.dumps(provider.hf_config(provider.Config())))
+    sizes = hf_model.Sizes(tp=2, pp=2, engine_tp=8, engine_pp=2)
+    flags = hf_model.flags_of(str(tmp_path), 16, 32, sizes)
+    assert flags[8:] == ["--llm-dp", "4", "--llm-tp", "2", "--sequence-parallel", "--llm-pp", "2", "--llm-ep", "8",
+                         "--engine-tp", "8", "--engine-pp", "2", "--engine-nodes", "2", "--engine-dp", "2"]
+    for ranks, gpus, wrong, expected in (
+            (6, 32, sizes, r"--ranks 6 is not divisible by --tp 2 \* --pp 2"),
+            (16, 24, sizes, r"--engine-gpus 24 is not divisible by --engine-tp 8 \* --engine-pp 2"),
+            (16, 12, hf_model.Sizes(engine_tp=12), "is 12 GPUs of a replica, no multiple of --gpus-per-node 8")):
+        with pytest.raises(ValueError, match=expected):
+            hf_model.flags_of(str(tmp_path), ranks, gpus, wrong)
+
+
+@pytest.mark.parametrize(("name", "world_size", "expected"), [
+    ("nemotron_nano", 16, ["language stage 1: 35.5 GiB", "engine: 4 replicas of 2 workers"]),
+    ("nemotron_ultra", 64, ["575,481,425,920", "language stage 0: 115 GiB", "about 33.5 GiB of weights",
+                            "engine: 1 replica of 32 workers (--engine-tp 8 * --engine-pp 4), each on 4 nodes, ray"]),
+    ("deepseek_v3", 256, ["language stage 7: ", "engine: 8 replicas of 32 workers", "about 39.1 GiB of weights"]),
+])
+def test_a_large_shape_is_planned_on_a_laptop(name, world_size, expected, capsys):
+    assert train_rl.main(["--config", str(ROOT / "scripts" / "configs" / f"rl_{name}.toml"), "--world-size",
+                          str(world_size), "--device", "cuda", "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert [each for each in expected if each not in plan] == []
 
 
 def test_waiting_for_ray_ends_with_the_number_of_its_gpus(monkeypatch, capsys):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mimo.observability.spans import Kind
 from tests.support.launch import finish, records, start_torchrun, torchrun, wait_for_steps, wait_for_the_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -92,6 +93,47 @@ def test_an_engine_that_dies_ends_the_run_with_its_reason(tmp_path: Path) -> Non
     assert [step["iteration"] for step in records(tmp_path)] == [1], "what was drawn before was trained on"
     assert "RefitError: " in done.stdout, done.stdout[-3000:]
     assert re.search(r"the engine at 127\.0\.0\.1:\d+ has ended", done.stdout), done.stdout[-3000:]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("placement", ["separate", "ray"])
+def test_an_engine_that_dies_is_replaced_and_the_run_goes_on_to_the_same_figures(tmp_path: Path,
+                                                                                 placement: str) -> None:
+    flags = [*FLAGS, "--train-iters", "2", "--eval-prompts", "4", "--engine-placement", placement]
+    for name, more in (("digits", []), ("killing_once", ["--engine-restarts", "1"])):
+        done = torchrun(2, *flags, *more, "--reward", f"tests.support.rl_rewards:{name}", "--run-dir",
+                        str(tmp_path / name), script="train_rl.py")
+        assert done.returncode == 0, done.stdout[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if "the rollout engine is lost" in line]
+    assert re.search(r"the engine (at 127\.0\.0\.1:\d+|in process \d+ on .*) has ended.*; a new one takes its", line)
+    expected, found = records(tmp_path / "digits"), records(tmp_path / "killing_once")
+    assert len(found) == len(expected)
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.keys() >= {"reward validation"} or mine["gen-kl"] < 1e-5
+        for key in ("reward", "reward validation", "completion-length", "loss"):
+            assert mine.get(key) == pytest.approx(other.get(key), abs=1e-6)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("engine", ["--engine-tp 2", "--engine-pp 2"])
+def test_a_pipeline_trains_with_an_engine_of_two_workers(tmp_path: Path, engine: str) -> None:
+    done = torchrun(2, *FLAGS, "--llm-dp", "1", "--llm-ep", "1", "--llm-pp", "2", *engine.split(), "--reward",
+                    "tests.support.rl_rewards:digits", "--refit-verify-interval", "1", "--run-dir", str(tmp_path),
+                    "--profile-steps", "2:2", "--profile-ranks", "0,1", "--timeline-interval", "2", "--peak-tflops",
+                    "0.5", script="train_rl.py", MARK=str(tmp_path))
+    assert done.returncode == 0, done.stdout[-3000:]
+    steps = records(tmp_path)
+    assert [step["policy-version"] for step in steps] == [0, 1, 2]
+    for step in steps:
+        assert step["success"] and 0 <= step["gen-kl"] < 1e-5 and step["max-abs-dlogp"] < 1e-3
+        assert step["mfu"] == pytest.approx(step["tflops"] / 0.5) and 0 < step["tflops"] < 0.5
+        parts = [step[f"timeline/language/{part}-s"] for part in Kind]
+        assert sum(parts) == pytest.approx(step["timeline/language/step-s"], rel=1e-3)
+        assert step["timeline/language/data-wait-s"] > 0 < step["timeline/language/backward-s"]
+        assert step["timeline/text-tokens-per-lane/max"] == step["tokens"]
+    assert sorted(path.name for path in (tmp_path / "timeline").glob("step-?.json")) == ["step-2.json", "step-3.json"]
+    assert len(list((tmp_path / "profile").iterdir())) == 2
+    assert wait_for_the_end(str(tmp_path)) == []
 
 
 def test_an_engine_that_does_not_come_up_in_time_ends_the_run(tmp_path: Path) -> None:

@@ -38,12 +38,12 @@ def register() -> None:
     hf_families.MODELS.update(MODELS | NEMOTRON_MODELS)
 
 
-def engine_options(folder: str | Path, **extra: Any) -> EngineOptions:
-    """Options of a small live engine on the CPU."""
+def engine_options(folder: str | Path, tp: int = 1, pp: int = 1, **extra: Any) -> EngineOptions:
+    """Options of a small live engine on the CPU, with several workers if sizes are given."""
     return EngineOptions(
-        str(folder), "float32", max_model_len=64, max_num_seqs=8,
+        str(folder), "float32", tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=64, max_num_seqs=8,
         extra={"enforce_eager": True, "skip_tokenizer_init": True, "kv_cache_memory_bytes": 64 << 20, **extra},
-        environment={"VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1"})
+        environment={"VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"})
 
 
 def save(rank: int, name: str, folder: str) -> dict[str, torch.Tensor]:
@@ -62,10 +62,11 @@ def prompts_of(rank: int, name: str, folder: str) -> dict[str, list[int]]:
     return found
 
 
-def change(parts: Any, step: int) -> None:
+def change(parts: Any, step: int, only: str = "") -> None:
     """Other weights, in other memory: as after an optimizer's step and an offload.
 
-    A weight's change depends on its global name and place alone, so every layout makes the same model of it.
+    With `only`, other tensors than those with this word in their names keep their values. A weight's change depends on
+    its global name and place alone, so every layout makes the same model of it.
     """
     from mimo.model.build import named_modules_of
     from mimo.weights.match import module_pieces
@@ -76,6 +77,8 @@ def change(parts: Any, step: int) -> None:
         for parameter in part.parameters():  # first: what looks at the old memory must not see the new values
             parameter.data = parameter.data.clone()
         for piece in module_pieces(part, parts.grids.collections[module]):
+            if only not in piece.name:
+                continue
             seed = int(hashlib.sha256(f"{module} {piece.name} {step}".encode()).hexdigest()[:8], 16)
             noise = torch.randn(piece.shape, generator=torch.Generator().manual_seed(seed))
             piece.tensor.add_(0.02 * noise[piece.box.slices].to(piece.tensor.dtype))
@@ -105,8 +108,8 @@ def logprobs_of(parts: Any, batches: list[Microbatch], vocab_size: int) -> dict[
 
 
 def sync(rank: int, name: str, folder: str, layout: tuple[str, ...], world_size: int, handle: EngineHandle,
-         options: RefitOptions, prompts: dict[str, list[int]], steps: int) -> list[dict[str, Any]]:
-    """Load a saved model, then change it and give it to the engine, several times.
+         options: RefitOptions, prompts: dict[str, list[int]], steps: int, only: str = "") -> list[dict[str, Any]]:
+    """Load a saved model, then change it, or `only` a part of it, and give it to the engine, several times.
 
     Returns:
         Of each step: `ours`, log-probs by sample on the ranks that have them; `theirs`, the engine's (first rank).
@@ -126,7 +129,7 @@ def sync(rank: int, name: str, folder: str, layout: tuple[str, ...], world_size:
                          options, address="127.0.0.1")
         for step in range(steps):
             with torch.no_grad():
-                change(parts, step)
+                change(parts, step, only)
             report = sender.send(f"step {step}")
             ours = logprobs_of(parts, hf_families._batches(rank, flags, world_size), hf_families.VOCAB_SIZE)
             theirs = None

@@ -199,7 +199,8 @@ class PlainLLM:
         self.workers = [plain_worker(worker, tensor_parallel_size, load_format, weight_transfer_config)
                         for worker in range(tensor_parallel_size)]
         self.llm_engine = SimpleNamespace(
-            collective_rpc=self._rpc, reset_mm_cache=lambda: self.emptied.append("mm"),
+            model_executor=SimpleNamespace(), collective_rpc=self._rpc,
+            reset_mm_cache=lambda: self.emptied.append("mm"),
             reset_encoder_cache=lambda: self.emptied.append("encoder"),
             engine_core=SimpleNamespace(shutdown=lambda: self.emptied.append("all")))
 
@@ -332,7 +333,11 @@ class Ranks:
 
 def is_right(engine: Any, seed: int) -> bool:
     """Return whether an engine or a handle serves the weights of a seed."""
-    whole = whole_weights(seed)
+    return serves(engine, whole_weights(seed))
+
+
+def serves(engine: Any, whole: dict[str, torch.Tensor]) -> bool:
+    """Return whether an engine or a handle serves these weights."""
     pairs = zip(engine.prompt_logprobs(PROMPTS), (logprobs_of(whole, prompt["prompt_token_ids"]) for prompt in PROMPTS),
                 strict=True)
     return all(abs(theirs - ours) < 1e-5 for answer, own in pairs for theirs, ours in zip(answer, own, strict=True))

@@ -44,6 +44,14 @@ def killing(prompt: str, completion: str, ground_truth: str, metadata: Mapping[s
     return float(len(completion))
 
 
+def killing_once(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    """Score like `digits`, and kill the engine, a child or a Ray actor, after the first answer of all."""
+    if next(_calls) == 1:
+        killing(prompt, completion, ground_truth, metadata)
+        killing_actor(prompt, completion, ground_truth, metadata)
+    return digits(prompt, completion, ground_truth, metadata)
+
+
 def hanging(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
     """Never comes back."""
     time.sleep(1e6)

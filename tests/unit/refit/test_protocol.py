@@ -27,7 +27,17 @@ from mimo.refit.transport.p2p import Wire
 from mimo.rollout.engine import RolloutEngine
 from tests.support.echo_engine import engine_options
 from tests.support.memory import peak_bytes
-from tests.support.refit_faults import NAMES, OPTIONS, SHAPES, Ranks, holders_of, is_right, refuses
+from tests.support.refit_faults import (
+    NAMES,
+    OPTIONS,
+    SHAPES,
+    Ranks,
+    holders_of,
+    is_right,
+    refuses,
+    serves,
+    whole_weights,
+)
 
 # No error of these tests may take as long as a time-out.
 IMPATIENT = dataclasses.replace(OPTIONS, timeout_s=120)
@@ -102,6 +112,79 @@ def test_messages_are_counted_by_chunks_not_by_tensors(monkeypatch: pytest.Monke
         # The vector travels from one of the ranks that have it.
         assert 2 * num_chunks - 1 <= len(sent) <= 2 * num_chunks < 2 * len(NAMES) or num_chunks == 1 == len(sent) / 2
         assert sum(sent) == reports[0].wire_bytes
+
+
+def change(ranks: Ranks, whole: dict[str, torch.Tensor], name: str, row: int) -> None:
+    """Change a row of a tensor, on the ranks that have it."""
+    whole[name][row] += 0.5
+    for each in ranks.weights:
+        for part in each.slices:
+            if part.name == name and part.box.starts[0] <= row < part.box.stops[0]:
+                each.tensors[name][row - part.box.starts[0]] += 0.5
+
+
+# Two rows of a matrix.
+BLOCK_BYTES = 2 * SHAPES["head.weight"][1] * 4
+
+
+@pytest.mark.parametrize(("world_size", "workers"), [(2, 2), (3, 1)])
+def test_a_delta_refit_sends_the_blocks_that_have_changed_and_no_others(world_size: int, workers: int) -> None:
+    ranks, engine = connected(world_size, workers, delta=True, block_bytes=BLOCK_BYTES)
+    whole, everything = whole_weights(0), ranks.send("first")[0]
+    assert not everything.is_delta and serves(engine, whole)
+    ranks.set(0)  # the same weights in other memory
+    nothing = ranks.send("again")[0]
+    assert nothing.is_delta and nothing.wire_bytes == 0 and engine.version == "again" and serves(engine, whole)
+    for number, (name, row, blocks) in enumerate([
+            ("blocks.3.weight", 1, workers), ("embed.weight", 11, workers), ("head.weight", 0, 1)]):
+        change(ranks, whole, name, row)
+        report = ranks.send(f"row {number}")[0]
+        assert report.direct_bytes <= report.wire_bytes <= 1.2 * blocks * BLOCK_BYTES and serves(engine, whole)
+    # The loader reloads whole modules: weight and bias, of 24 bytes each.
+    change(ranks, whole, "scale.bias", 2)
+    report = ranks.send("loader")[0]
+    assert report.direct_bytes == 0 and report.wire_bytes <= 1.4 * workers * 48 and serves(engine, whole)
+    ranks.set(1)
+    report = ranks.send("all")[0]
+    assert report.is_delta and everything.wire_bytes <= report.wire_bytes <= 1.2 * everything.wire_bytes
+    assert is_right(engine, 1)
+
+
+def test_a_delta_refit_after_one_that_failed_sends_everything() -> None:
+    ranks, engine = connected(2, 2, delta=True)
+    ranks.send("first")
+    ranks.set(1)
+    ranks.weights[1].before_view = fail_at("blocks.5.weight")
+    assert all(isinstance(each, Exception) for each in ranks.send("broken")) and refuses(engine)
+    ranks.weights[1].before_view = lambda name: None
+    assert ranks.connect(engine, 2, dataclasses.replace(IMPATIENT, delta=True)) == [None, None]
+    assert not ranks.send("mended")[0].is_delta and is_right(engine, 1)
+    assert ranks.send("same")[0].wire_bytes == 0
+
+
+def fail_at(name: str) -> Callable[[str], None]:
+    def fail(used: str) -> None:
+        if used == name:
+            raise OSError("made to fail")
+
+    return fail
+
+
+def test_weights_of_an_engine_that_are_not_those_of_the_sync_before_are_found() -> None:
+    ranks, engine = connected(1, 1, delta=True, block_bytes=BLOCK_BYTES)
+    ranks.send("first")
+    (worker,) = engine._llm.workers
+    with torch.no_grad():
+        worker.model.blocks[2].weight[4, 4] += 1  # a block that is not sent
+    (told,) = messages_of(ranks.send("second"))
+    assert re.search(r"worker 0: blocks\.2\.weight \[4:6, 0:6\] has checksum -?\d+ in blocks\.2\.weight, and -?\d+ on "
+                     "trainer rank 0, after a refit of what has changed", told), told
+    assert refuses(engine)
+    assert ranks.connect(engine, 1, dataclasses.replace(IMPATIENT, delta=True)) == [None]
+    ranks.send("third")
+    worker.weight_transfer_engine.guard.sync = None  # as after loading from a disk
+    (told,) = messages_of(ranks.send("fourth"))
+    assert "worker 0: only changes since sync 1 are sent, and its weights are not of a sync" in told
 
 
 def test_set_up_costs_no_collective_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

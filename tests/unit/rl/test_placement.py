@@ -77,6 +77,9 @@ def test_a_ray_cluster_knows_its_gpus_itself(host: pytest.MonkeyPatch) -> None:
     ("--engine-memory 0.5", "--engine-memory 0.5 is for GPUs"),
     ("--engine-enforce-eager", "--engine-enforce-eager True is for GPUs"),
     ("--engine-quantization fp8_per_block", "--engine-quantization fp8_per_block is for GPUs"),
+    ("--engine-ep --engine-tp 2", "--engine-ep with --engine-tp 2 is for GPUs"),
+    ("--engine-placement ray --engine-env HOME,NO_SUCH_VARIABLE",
+     "--engine-env HOME,NO_SUCH_VARIABLE: NO_SUCH_VARIABLE is not set where the first rank runs"),
 ])
 def test_flags_of_gpus_are_refused_on_the_cpu(flags: str, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
@@ -111,6 +114,8 @@ def test_ray_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     ("--engine-gpus 4,", "--engine-gpus 4,: must be numbers"),
     ("--engine-gpus 4,4 --engine-tp 2", "--engine-gpus 4,4 has a GPU twice"),
     ("--engine-gpus 4,5", "--engine-gpus 4,5 are 2, and --engine-dp 1 --engine-tp 1 --engine-pp 1 need 1"),
+    ("--engine-env HOME", "--engine-env HOME is for --engine-placement ray: other engines are children of the first"),
+    ("--refit-delta --engine-placement colocated", "--refit-delta with --engine-placement colocated: the engine loses"),
     ("--engine-gpus 4 --engine-placement ray", "--engine-gpus 4 is for --engine-placement separate, not for ray"),
 ])
 def test_contradictions_are_refused_by_name(flags: str, expected: str) -> None:

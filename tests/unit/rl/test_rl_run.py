@@ -101,7 +101,7 @@ def test_help_says_which_flags_are_for_train_hetero_alone(capsys):
         parsed("--help")
     text = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
     for flag in ("micro-batch-size", "eval-iters", "encoder-prefetch-depth", "lane-loader",
-                 "timeline", "timeline-interval", "profile-steps", "peak-tflops", "llm-only",
+                 "llm-only",
                  "no-correct-encoder-grad-for-partial-participation"):
         assert re.search(rf"--{flag}(,? [^ ]+)? train_hetero\.py only", text), flag
     assert "--global-batch-size INT Completions of one iteration; a multiple of --completions-per-prompt." in text
@@ -114,6 +114,11 @@ def test_help_says_which_flags_are_for_train_hetero_alone(capsys):
     ("--max-tokens-per-microbatch 63", "--max-tokens-per-microbatch 63 is below --seq-length 64"),
     ("--max-completion-tokens 64", "--max-completion-tokens 64 leaves no room for a prompt in --seq-length 64"),
     ("--engine-tp 0", "--engine-tp 0 is below 1"),
+    ("--engine-tp 2 --engine-nodes 2", "--engine-nodes 2 needs a Ray cluster: give --engine-placement ray and"),
+    ("--engine-tp 3 --engine-nodes 2 --engine-placement ray --ray-address auto",
+     r"--engine-nodes 2 does not divide the 3 workers of a replica \(--engine-tp 3 \* --engine-pp 1\)"),
+    ("--engine-restarts 1 --engine-placement colocated", "--engine-restarts 1 with --engine-placement colocated is"),
+    ("--engine-restarts 1 --rollout-mode one-step-off", "--engine-restarts 1 with --rollout-mode one-step-off is not"),
     ("--max-gen-kl nan", r"--max-gen-kl nan is not a number from 0 on \(0: no limit\)"),
     ("--refit-verify-interval -1", r"--refit-verify-interval -1 is below 0 \(0: verify no refit\)"),
     ("--engine-quantization fp8_per_block", "--engine-quantization fp8_per_block needs --device cuda and --bf16"),
@@ -138,10 +143,6 @@ def test_help_says_which_flags_are_for_train_hetero_alone(capsys):
     ("--updates-per-rollout 0", "--updates-per-rollout 0 is below 1"),
     ("--updates-per-rollout 3", "--updates-per-rollout 3 does not divide the 4 prompts that --global-batch-size 16"),
     ("--encoder-prefetch-depth 2", "--encoder-prefetch-depth 2 is for train_hetero.py: the prompts of the next step"),
-    ("--profile-steps 1:2", "--profile-steps 1:2 is for train_hetero.py"),
-    ("--timeline-interval 5", "--timeline-interval 5 is for train_hetero.py"),
-    ("--no-timeline", "--no-timeline is for train_hetero.py"),
-    ("--peak-tflops 900", "--peak-tflops 900.0 is for train_hetero.py"),
     ("--lane-loader per-lane", "--lane-loader per-lane: the first rank reads the prompts"),
     ("--dataset-provider digit", "--dataset-provider digit: unknown; built in are arithmetic, digits"),
     ("--dataset-provider digits", "--digits-text-only-fraction 0.3: the model takes no images; set it to 1"),

@@ -39,6 +39,27 @@ def test_both_sides_come_to_the_same_sum(engine: str, copies: int, monkeypatch: 
     assert copies * expert_bytes < workers["bytes_total"] < 2 * copies * expert_bytes
 
 
+def test_a_proof_compares_every_pair_of_both_sides(monkeypatch: pytest.MonkeyPatch,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(refit_plan.MODELS, "deepseek-v3", small)
+    arguments = ["--model", "deepseek-v3", "--trainer", "tp=2,pp=2,dp=2,ep=4", "--engine", "tp=4,pp=2", "--prove"]
+    assert refit_plan.main(arguments) == 0
+    assert "8 workers' plans are complete, and 8 ranks' plans agree with them" in capsys.readouterr().out
+    plans = refit_plan.send_plan
+    monkeypatch.setattr(refit_plan, "send_plan", lambda *arguments: plans(*arguments)[1:])
+    with pytest.raises(RuntimeError, match="8 pairs of trainer rank and worker disagree, such as"):
+        refit_plan.main(arguments)
+
+
+def test_rows_of_mamba_are_divided_part_by_part() -> None:
+    model = refit_plan.nemotron_ultra_550b()
+    assert 530e9 < sum(each.num_bytes for each in model.entries) / 2 < 570e9
+    boxes = [part.box for part in refit_plan.dense_slices(model, refit_plan.Trainer(tp=8), 0, 1)
+             if part.name == "backbone.layers.0.mixer.in_proj.weight"]
+    assert [(box.starts[0], box.stops[0]) for box in boxes] == [
+        (2048, 4096), (18432, 20480), (32896, 33024), (33920, 34048), (34848, 34880)]
+
+
 def test_a_layout_that_does_not_divide_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         refit_plan.main(["--model", "qwen3-235b-a22b", "--trainer", "tp=4,ep=8"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from mimo.config.cli import parse_as
 from mimo.config.rl_run import RlRunConfig
 from scripts.bench import rl_sweep, rl_sweep_rank
+from tests.support.launch import put_commands
 
 GIVEN = ["--device", "cpu", "--layout", "", "--layout", "--llm-dp 2 --llm-ep 2", "--tokens", "512", "--tokens", "1024"]
 
@@ -42,6 +44,23 @@ def test_impossible_flags_are_refused_before_anything_starts(tmp_path, arguments
     assert expected in str(found.value)
 
 
+def test_a_job_of_several_nodes_runs_arms_on_its_first_ones(tmp_path, monkeypatch):
+    put_commands(tmp_path, "/bin/bash", {"scontrol": 'printf "n%s\\n" 1 2 3'})
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    given = ["--slurm", "--out", str(tmp_path), "--gpus-per-node", "2", "--prompt-length", "16"]
+    with pytest.raises(ValueError, match="--slurm: this is no Slurm job"):
+        planned(tmp_path, *given)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    assert [arm.sizes for arm in planned(tmp_path, *given)][::2] == ["1/1/1/1", "1/1/2/2"]
+    assert [rl_sweep.nodes_of(ranks, 2) for ranks in (1, 2, 4)] == [["n1"], ["n1"], ["n1", "n2"]]
+    with pytest.raises(ValueError, match="a layout of 8 ranks needs 4 nodes of --gpus-per-node 2, and the job has 3"):
+        planned(tmp_path, *given, "--layout", "--llm-dp 8")
+    with pytest.raises(ValueError, match="3 ranks of a layout are no multiple of --gpus-per-node 2"):
+        rl_sweep.nodes_of(3, 2)
+    with pytest.raises(SystemExit):
+        planned(tmp_path, "--slurm")
+
+
 def test_lengths_of_completions_have_the_mean_and_the_spread(tmp_path):
     arm = planned(tmp_path, "--prompt-length", "16", "--", "--global-batch-size", "2048", "--seq-length", "512")[0]
     config = parse_as(RlRunConfig, arm.flags, "")
@@ -71,5 +90,5 @@ def test_figures_are_of_the_slowest_rank_and_of_each_lane_once():
     assert (row["peak_gib"], row["reserved_gib"]) == (2.0, 3.0)
     arm.error = "out of memory"
     assert rl_sweep.figures(arm)["update_s"] is None
-    assert rl_sweep.table_of(rl_sweep.COLUMNS, [rl_sweep.figures(arm)], 3).splitlines()[2].startswith(
-        "| --llm-dp 2 --llm-tp 2 | 500 | 4 | out of memory |  |")
+    assert rl_sweep.table_of(rl_sweep.COLUMNS, [rl_sweep.figures(arm)], 4).splitlines()[2].startswith(
+        "| --llm-dp 2 --llm-tp 2 | 500 | 4 |  | out of memory |  |")

@@ -1,0 +1,122 @@
+"""Delta refits: only what has changed since the last refit travels.
+
+What goes straight into live parameters travels block by block: every box is cut to at most `RefitOptions.block_bytes`.
+What goes through vLLM's loader travels in groups of whole tensors, because vLLM reloads whole modules: if one tensor
+of a module has changed, all of them travel.
+
+Every rank of the trainer keeps the checksum of each of its blocks as it was last sent, 8 bytes for each. For a delta
+refit it computes them again, announces which have changed, and sends those alone. Workers and ranks read the same
+announcements and select the same operations from the same plan. In the end each worker proves that it has the trainer's
+weights: it reads the checksum of every block, sent or not, back from its live parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from mimo.boxes import Box
+from mimo.refit.plan import Op, SendOp
+from mimo.refit.tensor_slices import DTYPE_BYTES, TensorMeta
+
+
+def cut[Planned: Op](operations: Iterable[Planned], entries: Sequence[TensorMeta], loader: frozenset[str],
+                     block_bytes: int) -> list[Planned]:
+    """Cut the boxes of a plan into blocks of rows. Tensors for the loader stay whole, as do single rows.
+
+    Args:
+        operations: the plan, of either end.
+        entries: entries of the chunk plan.
+        loader: names that go through the worker's loader.
+        block_bytes: largest size of a block.
+    """
+    found: list[Planned] = []
+    for operation in operations:
+        box = operation.box
+        row_bytes = box.numel // max(1, box.sizes[0] if box.sizes else 1) * DTYPE_BYTES[entries[operation.entry].dtype]
+        rows = max(1, block_bytes // max(1, row_bytes))
+        if operation.name in loader or not box.sizes or box.sizes[0] <= rows:
+            found.append(operation)
+            continue
+        for first in range(box.starts[0], box.stops[0], rows):
+            block = Box((first, *box.starts[1:]), (min(first + rows, box.stops[0]), *box.stops[1:]))
+            part = dataclasses.replace(operation, box=block, target=operation.target.inside(box, block))
+            if isinstance(part, SendOp):
+                part = dataclasses.replace(part, source=part.source.inside(box, block))
+            found.append(part)
+    return found
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """Announcement of one trainer rank before a delta refit.
+
+    Attributes:
+        loader: entries of which some box for a loader has changed.
+        changed: worker -> for each operation to it, whether the box has changed.
+        sums: worker -> checksum of each of these boxes.
+    """
+
+    loader: frozenset[int]
+    changed: dict[int, list[bool]]
+    sums: dict[int, list[int]]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data. Flags of a worker are the binary digits of a number, the first operation's last."""
+        flags = {str(worker): f"{sum(1 << place for place, each in enumerate(own) if each):x}"
+                 for worker, own in self.changed.items()}
+        return {"loader": sorted(self.loader), "changed": flags,
+                "sums": {str(worker): own for worker, own in self.sums.items()}}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        sums = {int(worker): list(own) for worker, own in value["sums"].items()}
+        digits = {int(worker): int(text, 16) for worker, text in value["changed"].items()}
+        return cls(frozenset(value["loader"]),
+                   {worker: [bool(digits[worker] >> place & 1) for place in range(len(own))]
+                    for worker, own in sums.items()}, sums)
+
+
+def announce(by_worker: dict[int, list[SendOp]], loaders: dict[int, frozenset[str]], sums: dict[int, list[int]],
+             before: dict[int, list[int]]) -> Announcement:
+    """Compare the checksums of a rank's blocks with those of the last refit.
+
+    Args:
+        by_worker: the rank's operations to each worker.
+        loaders: names that go through each worker's loader.
+        sums: checksums of the operations' boxes.
+        before: checksums as they were last sent.
+    """
+    changed = {worker: [now != then for now, then in zip(own, before[worker], strict=True)]
+               for worker, own in sums.items()}
+    loader = frozenset(operation.entry for worker, operations in by_worker.items()
+                       for operation, is_changed in zip(operations, changed[worker], strict=True)
+                       if is_changed and operation.name in loaders[worker])
+    return Announcement(loader, changed, sums)
+
+
+def changed_entries(announcements: Iterable[Announcement], groups: Sequence[Sequence[int]]) -> frozenset[int]:
+    """Return the entries that a worker's loader has to get.
+
+    Args:
+        announcements: those of all trainer ranks.
+        groups: entries that the worker's loader has to get together.
+    """
+    changed = frozenset().union(*(each.loader for each in announcements))
+    return frozenset(entry for group in groups if not changed.isdisjoint(group) for entry in group)
+
+
+def select[Planned: Op](operations: Sequence[Planned], changed: Sequence[bool], loader: frozenset[str],
+                        entries: frozenset[int]) -> list[Planned]:
+    """Select the operations of a rank and a worker that a delta refit carries out.
+
+    Args:
+        operations: all operations between the two.
+        changed: whether the box of each has changed.
+        loader: names that go through the worker's loader.
+        entries: entries that the loader has to get.
+    """
+    return [operation for operation, is_changed in zip(operations, changed, strict=True)
+            if (operation.entry in entries if operation.name in loader else is_changed)]
