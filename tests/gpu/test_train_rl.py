@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,19 @@ def test_three_steps_on_prompts_with_images(model: str, tmp_path: Path) -> None:
                     timeout_s=500)
     assert done.returncode == 0, done.stdout[-5000:]
     steps = [each for each in records(tmp_path) if "loss" in each]
+    assert len(steps) == 3 and all(step["success"] and 0 <= step["gen-kl"] < 2e-2 for step in steps)
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine")
+def test_fp8_policy_and_fp8_engine(tmp_path: Path) -> None:
+    """Heads and widths are whole blocks, so both sides multiply by the same numbers."""
+    flags = [*FLAGS, "--transformer-impl", "transformer_engine", "--kv-channels", "128", "--fp8-format", "e4m3",
+             "--fp8-recipe", "blockwise", "--engine-quantization", "fp8_per_block", "--engine-placement", "colocated"]
+    done = torchrun(1, *flags, "--run-dir", str(tmp_path), script="train_rl.py", timeout_s=500)
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert "multiply in FP8" in done.stdout
+    steps = [each for each in records(tmp_path) if "loss" in each]
+    print([step["gen-kl"] for step in steps])
     assert len(steps) == 3 and all(step["success"] and 0 <= step["gen-kl"] < 2e-2 for step in steps)
 
 
