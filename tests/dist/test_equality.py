@@ -55,7 +55,7 @@ LAYOUTS = {
     "llm-ep2-allgather": (3, "--llm-dp 2 --llm-ep 2 --moe-token-dispatcher-type allgather"),
     "llm-ep2-tp2-allgather": (
         4, "--layout colocated --encoder-dp 4 --llm-tp 2 --llm-dp 2 --llm-ep 2 --sequence-parallel "
-           "--moe-token-dispatcher-type allgather"),
+           "--micro-batch-size 2 --moe-token-dispatcher-type allgather"),
     "llm-ep2-pp2-allgather": (
         4, "--layout colocated --encoder-dp 4 --llm-dp 2 --llm-ep 2 --llm-pp 2 --moe-token-dispatcher-type allgather"),
     "recomputed-activations": (3, "--llm-tp 2 --sequence-parallel --recompute full"),

@@ -133,3 +133,53 @@ def offsets_of(rank: int) -> Any:
 
 def test_tensors_in_any_order_and_addresses_that_cannot_be_read(pool: WorkerPool) -> None:
     assert pool.run(offsets_of, world_size=1) == [(0, [96, 64, 0, 96], True)]
+
+
+def recomputed_activation(rank: int) -> Any:
+    """Output and gradients of two packed products with an activation between them, kept and computed again."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from mimo.model import compat, packed_experts, recompute
+
+    plain_products(packed_experts)
+    compat.replace_share_storage(recompute._fill_storage)
+    compat.checkpoint_without_fp8()
+
+    class Linear(torch.nn.Module):
+        num_gemms = EXPERTS
+
+        def __init__(self, rows: int, columns: int) -> None:
+            super().__init__()
+            for index in range(EXPERTS):
+                weight = torch.nn.Parameter(torch.randn(rows, columns, generator=generator))
+                self.register_parameter(f"weight{index}", weight)
+            whole = torch.zeros(EXPERTS, rows, columns)
+            for index, weight in enumerate(self.parameters()):
+                weight.main_grad = whole[index]  # type: ignore[attr-defined]
+
+    results, calls = [], [0]
+    for again in (False, True):
+        generator = torch.Generator().manual_seed(5)
+        linears = [Linear(OUT, IN), Linear(IN, OUT)]
+        wrapper: Any = SimpleNamespace(ddp_config=SimpleNamespace(overlap_grad_reduce=False))
+        packed = [packed_experts.PackedLinear(linear, wrapper) for linear in linears]
+        rows = torch.randn(10, IN, generator=generator).requires_grad_()
+        probs = torch.rand(10, generator=generator).requires_grad_()
+
+        def activation(hidden: Any, weights: Any) -> Any:
+            calls[0] += 1
+            return torch.sigmoid(hidden) * weights
+
+        experts: Any = SimpleNamespace(linear_fc1=packed[0], linear_fc2=packed[1], activation_recompute=again)
+        out, _ = packed_experts._forward_experts(experts, activation, rows, torch.tensor([3, 0, 5, 2]), probs)
+        (out ** 2).sum().backward()
+        results.append([out.detach(), rows.grad, probs.grad,
+                        *(parameter.main_grad for linear in linears for parameter in linear.parameters())])
+    return [torch.equal(one, two) for one, two in zip(*results, strict=True)], calls[0]
+
+
+def test_an_activation_that_is_computed_again_changes_no_bit(pool: WorkerPool) -> None:
+    ((same, calls),) = pool.run(recomputed_activation, world_size=1)
+    assert all(same) and len(same) == 3 + 2 * EXPERTS and calls == 3
