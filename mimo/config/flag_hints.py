@@ -90,7 +90,7 @@ FOREIGN_FLAGS = {
                                      "alltoall",
     "--overlap-moe-expert-parallel-comm": "it needs Megatron's schedule of half layers, which grids of several modules "
                                           "do not have; leave it out, or use --moe-shared-expert-overlap",
-    "--delay-wgrad-compute": "it belongs to --overlap-moe-expert-parallel-comm, which is not supported; leave it out",
+    "--delay-wgrad-compute": "it belongs to an overlap of expert communication that is not supported; leave it out",
     "--moe-grouped-gemm": "always on with Transformer Engine; leave it out, or choose the kernels with --moe-gemm",
     "--moe-router-dtype": "always fp32; leave it out",
     "--pretrained-checkpoint": "use --load with --finetune, or --load-hf for a Hugging Face folder",
