@@ -102,15 +102,13 @@ def validate_rl(config: RlRunConfig, world_size: int, rank: int = 0) -> Layout:
     """
     # Evaluations here use prompts, which the trainer's own checks do not know. Prefetch is refused below.
     train = replace(config.train, eval_interval=0, encoder_prefetch_depth=0)
-    refuse(config.layout.llm_cp > 1, f"--llm-cp {config.layout.llm_cp} is not supported in RL yet: use --llm-cp 1 and, "
-           "for long rows, --llm-tp with --sequence-parallel, --llm-pp or --recompute")
     layout = validate(replace(config, train=train), world_size, rank)
     refuse(layout.kind == "homogeneous", "--layout homogeneous is not supported in RL yet: use colocated or disjoint")
     given = config.layout.encoder_window
     refuse(given is not None, f"--encoder-window {given} is not supported in RL yet: leave it out")
     refuse(layout.encoder_window is not None,
-           f"--layout colocated with --llm-pp {config.layout.llm_pp} needs encoder windows, which RL does not support "
-           "yet: use --llm-pp 1, or --layout disjoint")
+           f"--layout colocated with --llm-pp {config.layout.llm_pp} and --llm-cp {config.layout.llm_cp} needs encoder "
+           "windows, which RL does not support yet: use --llm-pp 1 and --llm-cp 1, or --layout disjoint")
     ahead = config.layout.encoder_run_ahead
     refuse(ahead > 0, f"--encoder-run-ahead {ahead} is not supported in RL yet: leave it out")
     config.rl.check()
@@ -146,6 +144,10 @@ def _check_batch(config: RlRunConfig) -> None:
     refuse(config.layout.sequence_parallel and budget % tp != 0,
            f"--max-tokens-per-microbatch {budget} is not divisible by --llm-tp {tp}, which --sequence-parallel needs; "
            f"nearest are {budget // tp * tp or tp} and {-(-budget // tp) * tp}")
+    unit = 2 * config.layout.llm_cp * tp
+    refuse(config.layout.llm_cp > 1 and budget % unit != 0,
+           f"--max-tokens-per-microbatch {budget} is not divisible by {unit}, twice --llm-cp {config.layout.llm_cp} "
+           f"times --llm-tp {tp}; nearest are {budget // unit * unit or unit} and {-(-budget // unit) * unit}")
     refuse(longest >= train.seq_length,
            f"--max-completion-tokens {longest} leaves no room for a prompt in --seq-length {train.seq_length}")
     refuse(train.global_batch_size % each != 0,

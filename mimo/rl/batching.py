@@ -47,6 +47,11 @@ def plan_microbatches(lengths: Sequence[int], dp: int, max_tokens: int) -> list[
     return [[row[rank if number % 2 == 0 else dp - 1 - rank] for number, row in enumerate(rows)] for rank in range(dp)]
 
 
+def aligned(length: int, multiple: int) -> int:
+    """Return the tokens of a sequence with its own padding, a multiple of `multiple`."""
+    return _round_up(length, multiple)
+
+
 def _fewest_bins(lengths: Sequence[int], dp: int, max_tokens: int) -> list[list[int]]:
     """Pack into a multiple of `dp` bins: as few as balanced packing needs, and no more than first fit does."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))

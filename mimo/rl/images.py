@@ -69,23 +69,22 @@ class ImageTokens(Placeholders):
             [start + np.flatnonzero(prompt == token) for start, prompt in zip(starts, prompts, strict=True)]))
             for module, token in self.modules.items()}
 
-    def positions(self, completions: Sequence[Completion], num_tokens: int) -> torch.Tensor | None:
-        """Return the positions of a packed row on three axes, int64 `[3, 1, num_tokens]`; None for a decoder with one.
+    def positions(self, completions: Sequence[Completion], cu_seqlens: torch.Tensor) -> torch.Tensor | None:
+        """Return the positions of a packed row on three axes, int64 `[3, 1, t]`; None for a decoder with one.
 
         Args:
-            completions: sequences of the row, in order; padding follows as a sequence of its own.
-            num_tokens: tokens of the row, padding included.
+            completions: sequences of the row, in order.
+            cu_seqlens: where each sequence starts, with its own padding behind it; the last entry is `t`. Padding at
+                the end of the row is a sequence of its own.
         """
         if self.token_grid is None:
             return None
-        grids, start = [], 0
-        for completion in completions:
+        grids, starts = [], cu_seqlens.tolist()
+        for completion, start in zip(completions, starts, strict=False):
             sample = _sample(completion.key, completion.prompt_ids, completion.image_sizes)
             row = expand_images(sample, self)
             grids += [(start + place, grid) for place, grid in image_grids(sample, row, self.token_grid)]
-            start += completion.length
-        lengths = [each.length for each in completions]
-        return torch.from_numpy(multimodal_positions([*lengths, num_tokens - start], grids))[:, None]
+        return torch.from_numpy(multimodal_positions(cu_seqlens.diff().tolist(), grids))[:, None]
 
     def text_parts(self, completions: Sequence[Completion], count: int) -> (
             tuple[tuple[str, ...], dict[str, tuple[int, ...]]]):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.nn.functional import all_reduce
 
 if TYPE_CHECKING:
     from mimo.config.rl import RlConfig
@@ -67,28 +68,52 @@ def advantages(rewards: Sequence[float], prompts: Sequence[int], kind: Advantage
 class SampledTokens:
     """The `t` positions of whole sequences, packed or row by row, padding included.
 
+    Context-parallel ranks each have some positions of every sequence. Sums and means of a sequence are over all of
+    them; sums over tokens are this rank's.
+
     Attributes:
         mask: bool `[t]`, True where the position predicts a token that the policy sampled.
         sequence_ids: int64 `[t]`, number of each position's sequence, below `num_sequences`.
         num_sequences: sequences of the microbatch. One without a sampled token, such as padding, does not count.
+        group: the ranks that share the sequences; None if all positions are here.
     """
 
     mask: torch.Tensor
     sequence_ids: torch.Tensor
     num_sequences: int
+    group: dist.ProcessGroup | None = None
 
     def masked(self, values: torch.Tensor) -> torch.Tensor:
         """Return `values` `[t]` with 0 where no token was sampled. Even NaN there has no effect and no gradient."""
         return torch.where(self.mask, values, torch.zeros_like(values))
 
-    def sequence_sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum `values` `[t]` over the sampled tokens of each sequence, `[num_sequences]`."""
+    def own_sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum `values` `[t]` over this rank's sampled tokens of each sequence, `[num_sequences]`."""
         sums = values.new_zeros(self.num_sequences)
         return sums.index_add(0, self.sequence_ids, self.masked(values))
 
+    def sequence_sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum `values` `[t]` over the sampled tokens of each sequence, `[num_sequences]`. Collective over `group`.
+
+        So is the backward pass: each rank's loss depends on the values of all ranks.
+        """
+        sums = self.own_sums(values)
+        if self.group is None or self.group.size() == 1:
+            return sums
+        whole: torch.Tensor = all_reduce(sums, group=self.group)
+        return whole
+
     def lengths(self) -> torch.Tensor:
-        """Count the sampled tokens of each sequence, float32 `[num_sequences]`."""
+        """Count the sampled tokens of each sequence, float32 `[num_sequences]`. Collective over `group`."""
         return self.sequence_sums(torch.ones_like(self.mask, dtype=torch.float32))
+
+    def count_sequences(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Count the sequences with sampled tokens, int32 scalar: 0 on all ranks of `group` but the first.
+
+        `lengths` are those of `lengths()`.
+        """
+        counts = self.group is None or self.group.rank() == 0
+        return (lengths > 0).sum(dtype=torch.int32) * counts
 
     def sequence_means(self, values: torch.Tensor) -> torch.Tensor:
         """Average `values` `[t]` over the sampled tokens of each sequence, `[num_sequences]`; 0 without any."""
@@ -137,6 +162,8 @@ def kl_of_sequences(
 ) -> torch.Tensor:
     """Sum the estimates over each sequence, without gradient. `--kl-in reward` subtracts them, times --kl-coeff.
 
+    The sums are those of this rank's tokens, to be added up over context-parallel ranks.
+
     Args:
         sampled: the positions.
         log_probs: `[t]`, the sampling policy's log-probs, computed by the trainer.
@@ -147,7 +174,7 @@ def kl_of_sequences(
         `[num_sequences]`.
     """
     log_probs, reference = sampled.masked(log_probs.detach()), sampled.masked(reference_log_probs.detach())
-    return sampled.sequence_sums(kl_estimates(log_probs, reference, kind))
+    return sampled.own_sums(kl_estimates(log_probs, reference, kind))
 
 
 @dataclass
@@ -305,7 +332,7 @@ def token_weights(config: RlConfig, sampled: SampledTokens) -> tuple[torch.Tenso
     if kind == "token-mean":
         return sampled.masked(ones), sampled.mask.sum(dtype=torch.int32)
     lengths = sampled.lengths()
-    num_sequences = (lengths > 0).sum(dtype=torch.int32)
+    num_sequences = sampled.count_sequences(lengths)
     if kind == "seq-mean-token-mean":
         return sampled.masked(sampled.spread(1.0 / lengths.clamp(min=1))), num_sequences
     assert kind == "seq-mean-token-sum-norm" and config.loss_norm_length is not None, kind

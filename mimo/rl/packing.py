@@ -19,14 +19,16 @@ NO_LABEL = -1
 
 @dataclass
 class PackedRows:
-    """The `t` tokens of some rows, packed sequence by sequence and padded at the end to a multiple.
+    """The `t` tokens of some rows, packed sequence by sequence and padded to multiples.
 
     Attributes:
         input_ids: int64 `[1, t]`.
         labels: int64 `[1, t]`, the next token of the same sequence; `NO_LABEL` at its last token and for padding.
         position_ids: int64 `[1, t]`, from 0 in each sequence.
-        sequence_ids: int64 `[t]`, row of each token; padding has the number of rows as its id.
-        packed: starts of the sequences, with the padding as one more sequence.
+        is_padding: bool `[1, t]`.
+        sequence_ids: int64 `[t]`, row of each token, and of the padding behind it; padding at the end has the number of
+            rows as its id.
+        packed: starts of the sequences with their own padding, and the padding at the end as one more sequence.
         source: int64 `[t]`, index in the flattened rows of the token that each position predicts; -1 for none.
         shape: rows and columns.
     """
@@ -34,6 +36,7 @@ class PackedRows:
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor
+    is_padding: torch.Tensor
     sequence_ids: torch.Tensor
     packed: PackedSequences
     source: torch.Tensor
@@ -60,7 +63,7 @@ class PackedRows:
 
 
 def pack_rows(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor, *, pad_token_id: int, multiple: int = 1
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, *, pad_token_id: int, multiple: int = 1, align: int = 1
 ) -> PackedRows:
     """Pack rows without their padding. Rows that differ only in padding give the same result.
 
@@ -69,33 +72,36 @@ def pack_rows(
         attention_mask: bool `[b, s]`, True at tokens, which must be contiguous in every row.
         pad_token_id: token for padding at the end.
         multiple: `t` becomes a multiple of this, as sequence parallelism needs.
+        align: each sequence is padded to a multiple of this, as context parallelism needs; a divisor of `multiple`.
+            Causal layers never show this padding to the sequence's tokens.
 
     Raises:
         ValueError: a row has no token, or padding between tokens.
     """
+    assert multiple % align == 0, f"rows of a multiple of {multiple}, sequences of {align}"
     starts, lengths = token_runs(attention_mask)
     num_rows, num_columns = input_ids.shape
-    tokens = int(lengths.sum())
-    padding = -tokens % multiple
-    ends = lengths.cumsum(0)
-    sequence_ids = torch.repeat_interleave(torch.arange(num_rows), lengths)
-    position_ids = torch.arange(tokens) - (ends - lengths)[sequence_ids]
+    sizes = (lengths + align - 1) // align * align
+    rest = -int(sizes.sum()) % multiple
+    sequence_ids = torch.repeat_interleave(torch.arange(num_rows), sizes)
+    position_ids = torch.arange(len(sequence_ids)) - (sizes.cumsum(0) - sizes)[sequence_ids]
+    is_token, has_next = (position_ids + more < lengths[sequence_ids] for more in (0, 1))
     index = sequence_ids * num_columns + starts[sequence_ids] + position_ids
-    ids = input_ids.reshape(-1)[index]
-    has_next = position_ids + 1 < lengths[sequence_ids]
+    flat = input_ids.reshape(-1)
+    ids = torch.where(is_token, flat[torch.where(is_token, index, 0)], pad_token_id)
     source = torch.where(has_next, index + 1, -1)
     labels = torch.where(has_next, ids.roll(-1), NO_LABEL)
-    boundaries, longest = [0, *ends.tolist()], int(lengths.max())
-    if padding:
-        boundaries, longest = [*boundaries, tokens + padding], max(longest, padding)
+    boundaries, longest = [0, *sizes.cumsum(0).tolist()], int(sizes.max())
+    if rest:
+        boundaries, longest = [*boundaries, boundaries[-1] + rest], max(longest, rest)
 
     def filled(values: torch.Tensor, value: int) -> torch.Tensor:
-        return torch.cat([values, values.new_full((padding,), value)])
+        return torch.cat([values, values.new_full((rest,), value)])
 
     sequence_ids = filled(sequence_ids, num_rows)
     return PackedRows(
         filled(ids, pad_token_id)[None], filled(labels, NO_LABEL)[None],
-        torch.cat([position_ids, torch.arange(padding)])[None], sequence_ids,
+        torch.cat([position_ids, torch.arange(rest)])[None], filled(~is_token, True)[None], sequence_ids,
         PackedSequences(torch.tensor(boundaries, dtype=torch.int32), longest, sequence_ids[None].to(torch.int32)),
         filled(source, -1), (num_rows, num_columns))
 

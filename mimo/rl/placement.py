@@ -10,9 +10,10 @@ from mimo import registry
 from mimo.config.rl import RolloutConfig
 from mimo.config.rl_run import RlRunConfig
 from mimo.grid.dry_run import counted, grid_parts, logits_lines, total_parameters
+from mimo.grid.lanes import sequence_multiple
 from mimo.grid.spec import Layout
 from mimo.protocols import ModelProvider
-from mimo.rl.batching import plan_microbatches
+from mimo.rl.batching import aligned, plan_microbatches
 
 # Variables of the trainer that an engine on another node gets, by prefix and by name. Variables of a device, process or
 # node are not among them: Ray sets CUDA_VISIBLE_DEVICES, and torchrun sets RANK and others.
@@ -209,7 +210,8 @@ def _batch_lines(config: RlRunConfig, layout: Layout) -> list[str]:
     train, rl = config.train, config.rl
     per_update = train.global_batch_size // rl.updates_per_rollout
     # The most there can be, with all sequences at full length. The real number depends on the lengths.
-    most = len(plan_microbatches([train.seq_length] * per_update, layout.num_lanes, rl.max_tokens_per_microbatch)[0])
+    longest = aligned(train.seq_length, sequence_multiple(layout))
+    most = len(plan_microbatches([longest] * per_update, layout.num_lanes, rl.max_tokens_per_microbatch)[0])
     return [
         f"batch: {counted(config.prompts_per_step, 'prompt')} * {counted(rl.completions_per_prompt, 'completion')} "
         f"(--completions-per-prompt) = {counted(train.global_batch_size, 'completion')} of an iteration "

@@ -16,11 +16,15 @@ import torch.distributed as dist
 
 from mimo.config.precision import FP8_MULTIPLES
 from mimo.config.rl import RlConfig
+from mimo.config.trainer import RunConfig
 from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
+from mimo.data.context import with_part
+from mimo.grid.lanes import sequence_multiple
+from mimo.grid.spec import Layout
 from mimo.model.build import KINDS, params_dtype, set_training
 from mimo.model.output_layer import TokenFunction
 from mimo.protocols import LANGUAGE
-from mimo.rl.batching import plan_microbatches
+from mimo.rl.batching import aligned, plan_microbatches
 from mimo.rl.images import EncoderSide, ImageTokens
 from mimo.rl.logprobs import VocabShard, entropy, log_normaliser, log_probs
 from mimo.rl.losses import (
@@ -45,6 +49,7 @@ from mimo.rl.packing import PackedRows, pack_rows
 from mimo.rl.prompts import PromptSet
 from mimo.rl.reference import ReferencePolicy
 from mimo.rl.rollouts import Completion
+from mimo.training.evaluate import whole_rows
 from mimo.training.step import LossScale, TrainerParts, UpdateResult, clear_gradients, run_schedule, update_weights
 from mimo.training.step_metrics import MoeLosses, peak_memory_bytes
 from mimo.watchdog.process_exit import ReportedElsewhereError
@@ -112,7 +117,8 @@ Consume = Callable[[int, tuple[torch.Tensor, ...]], tuple[torch.Tensor, torch.Te
 class PolicyMicrobatch:
     """Whole sequences that a rank processes together. Tensors are on the device.
 
-    Values belong to the positions that predict tokens. On ranks without the language model all but `batch` is empty.
+    Values belong to the positions that predict tokens; `t` counts this rank's positions where context-parallel ranks
+    share the sequences. On ranks without the language model all but `batch` is empty.
 
     Attributes:
         keys: keys of the completions.
@@ -159,6 +165,8 @@ class PolicyTrainer:
         self.reference, self._max_gen_kl = reference, max_gen_kl
         groups, layout = parts.grids.collections.get(LANGUAGE), parts.grids.layout
         self._shard = VocabShard(vocab_size, groups.tp if groups is not None else None, config.temperature)
+        self._cp_group = groups.cp if groups is not None else None
+        self._align, self._multiple = _multiples(parts.config, layout, config)
         self._moe_losses = MoeLosses(parts.built.model, groups, parts.platform.device,
                                      per_layer=parts.config.observe.moe_per_layer_logging)
         self._encoders = None
@@ -248,7 +256,7 @@ class PolicyTrainer:
             ValueError: a sequence is longer than a microbatch, or they do not divide over the data-parallel ranks.
         """
         language = self.parts.grids.layout.language
-        plan = plan_microbatches([each.length for each in completions], language.dp,
+        plan = plan_microbatches([aligned(each.length, self._align) for each in completions], language.dp,
                                  self.config.max_tokens_per_microbatch)
         encoders: list[dict[str, EncoderBatch]] = [{} for _ in plan[0]]
         if self._encoders is not None:
@@ -309,7 +317,8 @@ class PolicyTrainer:
                     kl = kl_of_sequences(own.sampled, old.double(), reference.double(), self.config.kl_type)
                     sums[list(own.members)] = kl[:len(own.members)]
             with self.parts.watchdog.waiting("KL divergence of each completion"):
-                dist.all_reduce(sums)  # one rank of one lane holds each of them, the others hold zeros
+                # Each is the sum over the context-parallel ranks of one lane; the others hold zeros.
+                dist.all_reduce(sums)
             penalties = (self.config.kl_coeff * sums).tolist()
             rewards = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
             figures["kl_penalty"] = sum(penalties) / len(penalties)
@@ -363,37 +372,42 @@ class PolicyTrainer:
             is_token[row, :each.length] = True
             is_sampled[row, len(prompt):each.length] = True
             rollout[row, len(prompt):each.length] = torch.tensor(each.logprobs)
-        # Pipeline stages exchange tensors of one size, and sequence parallelism splits the tokens over ranks.
-        layout, fp8, multiple = self.parts.config.layout, self.parts.config.model.fp8(LANGUAGE), 1
-        if self.parts.grids.layout.language.pp > 1:
-            multiple = self.config.max_tokens_per_microbatch
-        elif layout.sequence_parallel:
-            multiple = layout.llm_tp
-            if fp8 is not None:  # each rank's part of the tokens is an operand of its own
-                multiple *= FP8_MULTIPLES[fp8.recipe]
-        packed = pack_rows(ids, is_token, pad_token_id=self.pad_token_id, multiple=multiple)
+        packed = pack_rows(ids, is_token, pad_token_id=self.pad_token_id, multiple=self._multiple, align=self._align)
+        language = self.parts.grids.layout.language
+        text = with_part(self._text(packed, completions, prompts), language.cp,
+                         language.coordinates(self.parts.grids.rank)["cp"])
         sampled = packed.sampled(is_sampled)
         return PolicyMicrobatch(
-            tuple(each.key for each in completions), tuple(members),
-            Microbatch(self._text(packed, completions, prompts), encoders), packed.labels.to(device),
-            SampledTokens(sampled.mask.to(device), sampled.sequence_ids.to(device), sampled.num_sequences),
-            packed.take(rollout).to(device))
+            tuple(each.key for each in completions), tuple(members), Microbatch(text, encoders),
+            text.own(packed.labels).to(device),
+            SampledTokens(text.own(sampled.mask).to(device), text.own(sampled.sequence_ids).to(device),
+                          sampled.num_sequences, self._cp_group),
+            text.own(packed.take(rollout)).to(device))
+
+    def whole_row(self, microbatch: PolicyMicrobatch, values: torch.Tensor) -> torch.Tensor:
+        """Gather the values of all positions from those of this rank's, `[t]`. Collective over context-parallel ranks.
+
+        Called on ranks with the language model.
+        """
+        text = microbatch.batch.text
+        assert text is not None and self._cp_group is not None, "language ranks hold text"
+        return whole_rows(text, values[None], self._cp_group)[0]
 
     def _text(self, packed: PackedRows, completions: Sequence[Completion], prompts: Sequence[np.ndarray]) -> TextBatch:
         """Return packed rows as the language side of a microbatch. Its labels and loss mask are not used."""
         length, num_tokens = packed.input_ids.shape[1], sum(each.length for each in completions)
-        # Given even without padding: without a mask, routers assume that every lane has as many tokens as theirs.
-        padding = (torch.arange(length) >= num_tokens)[None]
         keys: tuple[str, ...] = ("packed",)
         counts: dict[str, tuple[int, ...]] = {}
         placeholders: dict[str, torch.Tensor] = {}
         if self.images is not None:
             keys, counts = self.images.text_parts(completions, self.parts.config.lane_rows)
             placeholders = self.images.placeholders(prompts, packed.packed.cu_seqlens.tolist()[:len(prompts)])
-        positions = None if self.images is None else self.images.positions(completions, length)
+        positions = None if self.images is None else self.images.positions(completions, packed.packed.cu_seqlens)
         return TextBatch(keys, counts, packed.input_ids, packed.labels.clamp(min=0), torch.ones(1, length),
                          packed.position_ids if positions is None else positions, placeholders, num_tokens,
-                         packed.packed, padding=padding)
+                         # Given even without padding: without a mask, routers assume that every lane has as many
+                         # tokens as theirs.
+                         packed.packed, padding=packed.is_padding)
 
     def _without_text(self, encoders: dict[str, EncoderBatch]) -> PolicyMicrobatch:
         """Return the batch of a rank without the language model."""
@@ -425,6 +439,20 @@ class PolicyTrainer:
         none = Totals.zeros(sums, maxima, self.parts.platform.device)
         with self.parts.watchdog.waiting("sum of losses and figures over the world"):
             return (add_totals(totals) if self.parts.counts_losses else none).over_group()
+
+
+def _multiples(run: RunConfig, layout: Layout, config: RlConfig) -> tuple[int, int]:
+    """Return the tokens of which each sequence of a microbatch, and the microbatch, has a multiple."""
+    align = sequence_multiple(layout)
+    # Pipeline stages exchange tensors of one size, and sequence parallelism splits the tokens over ranks.
+    if layout.language.pp > 1:
+        return align, config.max_tokens_per_microbatch
+    if not run.layout.sequence_parallel:
+        return align, align
+    multiple, fp8 = layout.language.tp * layout.language.cp, run.model.fp8(LANGUAGE)
+    if fp8 is not None:  # each rank's part of the tokens is an operand of its own
+        multiple *= FP8_MULTIPLES[fp8.recipe]
+    return align, math.lcm(align, multiple)
 
 
 def _wrong_engine(mismatch: Totals, divergence: float, limit: float) -> str:

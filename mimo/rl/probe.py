@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from megatron.core.utils import get_model_config
 
 from mimo.comm.host import broadcast_object, gather, raise_on_any_rank
@@ -288,15 +289,16 @@ class RefitProbe:
         own: dict[int, list[float | None]] = {}
         if self._policy.parts.counts_losses:
             for batch, found in zip(microbatches, values, strict=True):
-                own |= self._by_sequence(batch, found.tolist())
+                own |= self._by_sequence(batch, found)
         by_sequence = {index: row for each in gather(self._grids, own) for index, row in each.items()}
         return [by_sequence[index] for index in range(len(self._sequences))]
 
-    def _by_sequence(self, batch: PolicyMicrobatch, values: list[float]) -> dict[int, list[float | None]]:
+    def _by_sequence(self, batch: PolicyMicrobatch, values: torch.Tensor) -> dict[int, list[float | None]]:
         images = set() if self._policy.images is None else set(self._policy.images.modules.values())
         rows: dict[int, list[float | None]] = {member: [] for member in batch.members}
-        numbers = batch.sampled.sequence_ids.tolist()
-        for row, label, value in zip(numbers, batch.labels[0].tolist(), values, strict=True):
+        whole = (self._policy.whole_row(batch, each).tolist()
+                 for each in (batch.sampled.sequence_ids, batch.labels[0], values))
+        for row, label, value in zip(*whole, strict=True):
             if label >= 0:
                 rows[batch.members[row]].append(None if label in images else value)
         return rows

@@ -27,6 +27,8 @@ LAYOUTS = {
     "fan-in-tp2": (4, "--encoder-dp 2 --llm-tp 2 --sequence-parallel", 48, 3),
     "pipelines": (4, "--encoder-pp 2 --llm-pp 2", 48, 3),
     "colocated-fan-out": (2, "--layout colocated --encoder-tp 2 --llm-dp 2", 48, 2),
+    "cp2": (3, "--llm-cp 2", 48, 3),
+    "fan-in-cp2": (4, "--encoder-dp 2 --llm-cp 2 --logits-chunk-size 9", 48, 3),
     "colocated-fan-in": (2, "--layout colocated --encoder-dp 2 --llm-tp 2", 48, 3),
 }
 
@@ -78,7 +80,7 @@ def test_loss_and_gradients_are_those_of_the_plain_formula(pool, expected):
                for name, value in assemble(gradients).items()), "the encoder learns from completions"
 
 
-@pytest.mark.parametrize("layout", fast_only(["fan-out"], LAYOUTS))
+@pytest.mark.parametrize("layout", fast_only(["fan-out", "cp2"], LAYOUTS))
 def test_every_layout_and_budget_takes_the_same_step(pool, expected, layout):
     world_size, flags, budget, num_microbatches = LAYOUTS[layout]
     config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=budget)

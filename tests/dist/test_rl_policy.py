@@ -28,7 +28,15 @@ LAYOUTS = {
     "dp2-ep2": (2, "--llm-dp 2 --llm-ep 2 --logits-chunk-size 5", 24, 2),
     "tp2": (2, "--llm-tp 2 --sequence-parallel --logits-chunk-size 7", 24, 4),
     "pp2": (2, "--llm-pp 2", 24, 4),
+    "cp2-ep2": (2, "--llm-cp 2 --llm-ep 2", 24, 4),
+    "cp2-tp2": (4, "--llm-cp 2 --llm-tp 2 --sequence-parallel", 48, 2),
+    "cp2-pp2": (4, "--llm-cp 2 --llm-pp 2 --logits-chunk-size 4", 24, 4),
+    "cp2-dp2": (4, "--llm-cp 2 --llm-dp 2", 24, 2),
+    "cp4": (4, "--llm-cp 4", 24, 5),
 }
+# Every term that looks at whole sequences.
+OF_SEQUENCES = dataclasses.replace(IN_REWARD, policy_loss="gspo", loss_aggregation="seq-mean-token-mean",
+                                   importance_correction="sequence", importance_low=0.9, importance_high=1.1)
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +68,22 @@ def test_an_update_moves_the_policy_towards_rewarded_completions(expected_of):
     assert still == [] and second.metrics["loss"] != first.metrics["loss"]
 
 
-@pytest.mark.parametrize("layout", fast_only(["dp2-ep2"], LAYOUTS))
+@pytest.mark.parametrize("layout", fast_only(["dp2-ep2", "cp2-ep2"], LAYOUTS))
 def test_every_layout_and_budget_takes_the_same_step(pool, expected_of, layout):
     world_size, flags, budget, num_microbatches = LAYOUTS[layout]
     config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=budget)
     found = pool.run(policy_updates.update, tuple(flags.split()), world_size, config, world_size=world_size)
     assert_same_updates(expected_of(CONFIG), found, num_microbatches)
+
+
+@pytest.mark.parametrize("layout", fast_only(["cp2-ep2"], ["cp2-ep2", "cp2-pp2", "cp4"]))
+def test_terms_of_whole_sequences_are_the_same_where_ranks_share_them(pool, expected_of, layout):
+    world_size, flags, budget, num_microbatches = LAYOUTS[layout]
+    config = dataclasses.replace(OF_SEQUENCES, max_tokens_per_microbatch=budget)
+    found = pool.run(policy_updates.update, tuple(flags.split()), world_size, config, world_size=world_size)
+    expected = expected_of(OF_SEQUENCES)
+    assert_same_updates(expected, found, num_microbatches)
+    assert 0 < expected.results[0].metrics["importance_clipped_fraction"] < 1
 
 
 @pytest.mark.slow

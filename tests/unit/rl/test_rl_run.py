@@ -110,7 +110,8 @@ def test_help_says_which_flags_are_for_train_hetero_alone(capsys):
 @pytest.mark.parametrize(("flags", "expected"), [
     ("--global-batch-size 18", "--global-batch-size 18 counts completions; .* nearest are 16 and 20"),
     ("--micro-batch-size 2", "--micro-batch-size 2: microbatches are made by --max-tokens-per-microbatch"),
-    ("--llm-cp 2", "--llm-cp 2 is not supported in RL yet: use --llm-cp 1"),
+    ("--llm-cp 2 --max-tokens-per-microbatch 66", "--max-tokens-per-microbatch 66 is not divisible by 4, twice "
+     "--llm-cp 2 times --llm-tp 1; nearest are 64 and 68"),
     ("--max-tokens-per-microbatch 63", "--max-tokens-per-microbatch 63 is below --seq-length 64"),
     ("--max-completion-tokens 64", "--max-completion-tokens 64 leaves no room for a prompt in --seq-length 64"),
     ("--engine-tp 0", "--engine-tp 0 is below 1"),

@@ -51,11 +51,24 @@ def test_padding_at_the_end_is_a_sequence_of_its_own(multiple):
     assert packed.sequence_ids[11:].tolist() == [4] * extra and packed.position_ids[0, 11:].tolist() == [*range(extra)]
 
 
+def test_sequences_of_a_multiple_have_their_own_padding():
+    packed = pack_rows(*rows_of("both"), pad_token_id=7, align=4, multiple=8)
+    no = NO_LABEL
+    assert packed.input_ids.tolist() == [[11, 12, 13, 7, 21, 7, 7, 7, 31, 32, 33, 34, 35, 7, 7, 7, 41, 42, 7, 7,
+                                          7, 7, 7, 7]]
+    assert packed.labels[0, :8].tolist() == [12, 13, no, no, no, no, no, no]
+    assert packed.labels[0, 16:].tolist() == [42, no, no, no, no, no, no, no]
+    assert packed.position_ids[0, :8].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert packed.packed.cu_seqlens.tolist() == [0, 4, 8, 16, 20, 24] and packed.packed.max_seqlen == 8
+    assert packed.sequence_ids.tolist() == [0] * 4 + [1] * 4 + [2] * 8 + [3] * 4 + [4] * 4
+    assert packed.is_padding[0].tolist() == [each == 7 for each in packed.input_ids[0].tolist()]
+
+
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("multiple", [1, 8])
-def test_values_of_tokens_go_to_the_positions_that_predict_them_and_back(side, multiple):
+@pytest.mark.parametrize(("multiple", "align"), [(1, 1), (8, 1), (8, 8), (12, 4)])
+def test_values_of_tokens_go_to_the_positions_that_predict_them_and_back(side, multiple, align):
     rows, mask = rows_of(side)
-    packed = pack_rows(rows, mask, pad_token_id=0, multiple=multiple)
+    packed = pack_rows(rows, mask, pad_token_id=0, multiple=multiple, align=align)
     taken = packed.take(rows)
     has_label = packed.labels[0] != NO_LABEL
     assert torch.equal(taken[has_label], packed.labels[0][has_label]) and (taken[~has_label] == 0).all()
