@@ -110,8 +110,6 @@ def test_help_says_which_flags_are_for_train_hetero_alone(capsys):
 @pytest.mark.parametrize(("flags", "expected"), [
     ("--global-batch-size 18", "--global-batch-size 18 counts completions; .* nearest are 16 and 20"),
     ("--micro-batch-size 2", "--micro-batch-size 2: microbatches are made by --max-tokens-per-microbatch"),
-    ("--llm-cp 2 --max-tokens-per-microbatch 66", "--max-tokens-per-microbatch 66 is not divisible by 4, twice "
-     "--llm-cp 2 times --llm-tp 1; nearest are 64 and 68"),
     ("--max-tokens-per-microbatch 63", "--max-tokens-per-microbatch 63 is below --seq-length 64"),
     ("--max-completion-tokens 64", "--max-completion-tokens 64 leaves no room for a prompt in --seq-length 64"),
     ("--engine-tp 0", "--engine-tp 0 is below 1"),
@@ -161,6 +159,10 @@ def test_the_budget_divides_over_sequence_parallel_ranks():
     with pytest.raises(ValueError, match="--max-tokens-per-microbatch 129 is not divisible by --llm-tp 2, which "
                        "--sequence-parallel needs; nearest are 128 and 130"):
         validate_rl(parsed(*flags, "--sequence-parallel"), 2)
+    validate_rl(parsed("--llm-cp", "2", "--max-tokens-per-microbatch", "68"), 2)
+    with pytest.raises(ValueError, match="--max-tokens-per-microbatch 66 is not divisible by 4, twice --llm-cp 2 times "
+                       "--llm-tp 1; nearest are 64 and 68"):
+        validate_rl(parsed("--llm-cp", "2", "--max-tokens-per-microbatch", "66"), 2)
 
 
 def test_the_completions_of_an_update_divide_over_its_ranks():
