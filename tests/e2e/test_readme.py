@@ -38,6 +38,7 @@ OTHER_FLAGS = {
     "--steps": "scripts/quickstart.sh",
     **dict.fromkeys(("--learning-rate", "--tensor-model-parallel-size")),
     "--slow": "scripts/test.sh",
+    "--overlap-moe-expert-parallel-comm": "mimo/config/flag_hints.py",
     "--out": "scripts/data_stats.py",
     **dict.fromkeys(("--output", "--plan"), "scripts/report.py"),
     **dict.fromkeys(("--image-size", "--llava"), "scripts/prepare_digits.py"),
