@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 # Demuxers that read a file alone. Others, such as those of playlists, would open further files or the network.
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif"
 
+# Decoders that can leave out a frame on which no others depend, told so packet by packet.
+SKIPPING_DECODERS = ("h264", "hevc", "mpeg4")
+
 
 @dataclass(frozen=True)
 class VideoInfo:
@@ -122,18 +125,19 @@ def read_frames(name: str, data: Any, info: VideoInfo, indices: Sequence[int]) -
         ValueError: a frame cannot be decoded; the message names the video.
     """
     number_of = {time: number for number, time in enumerate(info.times)}
+    wanted = {info.times[index] for index in indices} if info.times else set()
     with _opened(name, data) as (container, stream):
-        frames, number, picture = container.decode(stream), -1, np.empty(0, np.uint8)
+        frames, number, picture = _decoded(container, stream, wanted), -1, np.empty(0, np.uint8)
         for index in indices:
             if index != number:
                 key = bisect_right(info.key_times, info.times[index]) - 1 if info.times else -1
                 if key >= 0 and number_of[info.key_times[key]] > number + 1:
                     container.seek(info.key_times[key], stream=stream)
-                    frames = container.decode(stream)
+                    frames = _decoded(container, stream, wanted)
                 number, frame = _decoded_until(frames, number_of, number, index)
                 if number != index:  # the container's index is not exact
                     container.seek(0)
-                    frames = container.decode(stream)
+                    frames = _decoded(container, stream, wanted)
                     number, frame = _decoded_until(frames, number_of, -1, index)
                 if number != index or frame.is_corrupt:
                     raise ValueError(f"undecodable video {name}: frame {index} of {info.num_frames} is damaged")
@@ -142,6 +146,22 @@ def read_frames(name: str, data: Any, info: VideoInfo, indices: Sequence[int]) -
                     raise ValueError(f"video {name} changes its size at frame {index}: {picture.shape[0]}x"
                                      f"{picture.shape[1]} pixels, before {info.height}x{info.width}")
             yield picture
+
+
+def _decoded(container: InputContainer, stream: VideoStream, wanted: set[int]) -> Iterator[VideoFrame]:
+    """Decode all frames from here on, but for frames that are neither wanted nor needed to decode others.
+
+    Args:
+        container: the video.
+        stream: its pictures.
+        wanted: time stamps of the wanted frames; empty: all.
+    """
+    can_skip = wanted and stream.codec_context.name in SKIPPING_DECODERS
+    for packet in container.demux(stream):
+        if can_skip:
+            is_needed = not packet.size or packet.pts in wanted
+            stream.codec_context.skip_frame = "DEFAULT" if is_needed else "NONREF"
+        yield from packet.decode()
 
 
 def _decoded_until(frames: Iterator[VideoFrame], number_of: dict[int, int], number: int, index: int) -> (

@@ -61,17 +61,17 @@ def _filled(config: Config, processing: VideoProcessing) -> Config:
 
 
 def video_processing_of(config: Config, tokens: TokenSpec) -> VideoProcessing | None:
-    """Return how videos become pixels under flags that are filled in; None if the model takes none.
+    """Return how videos become pixels; None if the model takes none, or nothing was filled in from it.
 
     Raises:
-        ValueError: the flags cannot work, or were not filled in; the message names them and their values.
+        ValueError: the flags cannot work; the message names them and their values.
     """
-    if tokens.video_token_id < 0 or tokens.image_token_id < 0:
+    rule = config.video_processing
+    if tokens.video_token_id < 0 or tokens.image_token_id < 0 or rule == "auto":
         return None
     values = {name: vars(config)[f"video_{name}"] for name in FIELDS}
-    rule = config.video_processing
     for name, value in values.items():
-        if rule == "auto" or value in OPEN:
+        if value in OPEN:
             raise ValueError(f"{flag_name(f'video_{name}')} {value}: not filled in from the model")
     for name in ("fps", "num_frames", "max_tokens"):
         if values[name] < 0:

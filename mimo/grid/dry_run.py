@@ -11,7 +11,7 @@ from typing import Any
 
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import PROJECTOR, num_microbatches
-from mimo.grid.lanes import describe_images
+from mimo.grid.lanes import describe_images, describe_videos
 from mimo.grid.spec import GridSpec, Layout, lane_shares
 from mimo.protocols import LANGUAGE, DeepStackProvider, ModelProvider, ParameterShape
 
@@ -253,9 +253,7 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
     lines += logits_lines(config, layout, provider)
     if not layout.encoders:
         return lines
-    images = describe_images(config, provider)
-    if images is not None:
-        lines.append(images)
+    lines += filter(None, (describe(config, provider) for describe in (describe_images, describe_videos)))
     spec = provider.token_spec(config.model_family)
     side = max(ANY_IMAGE_SIZE // spec.size_multiple, 1) * spec.size_multiple
     height, width = spec.image_shape if spec.image_size else (side, side)

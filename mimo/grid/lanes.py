@@ -8,7 +8,15 @@ from typing import Any
 
 from mimo.config.trainer import RunConfig
 from mimo.grid.spec import LaneShare, Layout, lane_shares
-from mimo.protocols import LANGUAGE, DataRequest, ImageDataProvider, ModelProvider, RoutedDataProvider
+from mimo.protocols import (
+    LANGUAGE,
+    DataRequest,
+    ImageDataProvider,
+    ModelProvider,
+    RoutedDataProvider,
+    VideoDataProvider,
+    VideoProvider,
+)
 from mimo.visual import count_tokens
 
 
@@ -110,3 +118,17 @@ def describe_images(config: RunConfig, model_provider: ModelProvider) -> str | N
         details.append("--use-thumbnail")
     mean, std = (" ".join(map(str, values)) for values in (chosen.mean, chosen.std))
     return f"images: {' '.join(details)} --image-mean {mean} --image-std {std}"
+
+
+def describe_videos(config: RunConfig, model_provider: ModelProvider) -> str | None:
+    """Return a line on how video files become pixels in a run; None if it reads none."""
+    dataset = config.find_dataset(config.data.dataset_provider)
+    if not isinstance(dataset, VideoDataProvider) or not isinstance(model_provider, VideoProvider):
+        return None
+    chosen = dataset.video_processing(config.dataset, model_provider.token_spec(config.model_family))
+    if chosen is None:
+        return None
+    names = ["min_pixels", "max_pixels", *(["max_tokens"] if chosen.max_tokens else [])]
+    names = ["num_frames", *names] if chosen.num_frames else ["fps", "min_frames", "max_frames", *names]
+    details = [f"--video-{name.replace('_', '-')} {vars(chosen)[name]}" for name in names]
+    return f"videos: --video-processing {chosen.rule} {' '.join(details)}"

@@ -18,7 +18,7 @@ from mimo.data.batch import Microbatch
 from mimo.data.loader import StepLoader, open_loader
 from mimo.data.sources import check_bad_samples
 from mimo.grid.groups import Grids
-from mimo.grid.lanes import describe_images
+from mimo.grid.lanes import describe_images, describe_videos
 from mimo.model.build import layer_impl
 from mimo.model.mtp import mtp_losses
 from mimo.observability.metrics import RunLogger, StepRecord
@@ -238,8 +238,8 @@ class TrainingLoop:
         lines = self.session.resume(run_state(self.parts, loader), self.provider, loader)
         STARTUP.enter(Phase.RECORDS)
         logger = self.session.open_records()
-        images = describe_images(self.config, self.provider)
-        for line in [*lines, *([] if images is None else [images])]:
+        shown = [describe(self.config, self.provider) for describe in (describe_images, describe_videos)]
+        for line in [*lines, *filter(None, shown)]:
             logger.message(line)
         if self.meter is not None and self.meter.peak is not None:
             logger.message(f"MFU is against {self.meter.peak:g} TFLOP/s per GPU")
