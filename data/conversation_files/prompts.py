@@ -107,10 +107,7 @@ class ConversationPrompts:
 
     def _pictures(self, images: Sequence[tuple[str, bytes]]) -> list[np.ndarray]:
         """Return the images as the encoder takes them, in 8 bits, uint8 `[height, width, channels]` each."""
-        mean, std = (np.array(values, np.float32)[:, None, None]
-                     for values in (self.normalisation.mean, self.normalisation.std))
-        return [np.rint((tile * std + mean) * 255).clip(0, 255).astype(np.uint8).transpose(1, 2, 0)
-                for name, data in images for tile in self._encoder.pixels(name, data)]
+        return [tile for name, data in images for tile in self._encoder.pixels(name, data, normalise=False)]
 
 
 def _text(content: Any) -> str:

@@ -32,7 +32,7 @@ from data.conversations import FrameList, Video
 from data.energon import compat
 from data.energon.cookers import TextDecoder, conversation_of, cook
 from data.energon.videos import video_processing_of
-from data.image_tiling import oriented_size, tile_image, tile_sizes, tiling_of, upright_image
+from data.image_tiling import oriented_size, tile_image, tile_pictures, tile_sizes, tiling_of, upright_image
 from data.packing import select_balanced, select_packs
 from data.prompts import Tokenizer
 from data.video import VideoInfo, probe, read_frames
@@ -221,11 +221,15 @@ class VlmTaskEncoder(TaskEncoder):
         drawn = [tile for name, data in images for tile in self.pixels(name, data)] if pixels else None
         return Question(Sample("the question", tokens, np.zeros(len(tokens), np.bool_), sizes, drawn), ends)
 
-    def pixels(self, name: str, data: Any) -> list[np.ndarray]:
-        """Decode the tiles of an image. Raises ValueError if that is not possible."""
+    def pixels(self, name: str, data: Any, *, normalise: bool = True) -> list[np.ndarray]:
+        """Decode the tiles of an image; without `normalise` in 8 bits, uint8 `[height, width, channels]` each.
+
+        Raises:
+            ValueError: the image cannot be decoded.
+        """
         assert self._tiling is not None, "checked with the sizes"
         try:
-            return list(tile_image(open_image(name, data), self._tiling))
+            return (tile_image if normalise else tile_pictures)(open_image(name, data), self._tiling)
         except UNDECODABLE as error:
             raise ValueError(f"undecodable image {name}: {reason_of(error)}") from error
 

@@ -42,6 +42,8 @@ from mimo.protocols import (
     QuestionDataProvider,
     Sample,
 )
+from mimo.rl.launch_engine import has_processor
+from mimo.rl.placement import check_cpu_engine
 from mimo.training.evaluate import next_tokens
 from mimo.training.setup import setup_trainer
 from mimo.watchdog.watchdog import open_watchdog
@@ -171,7 +173,9 @@ def _engine(wanted: str, asked: Asked) -> str:
     family = asked.config.model_family
     problem = "" if importlib.util.find_spec("vllm") else "vLLM is not installed"
     try:
-        asked.provider.hf_config(family)
+        described = asked.provider.hf_config(family)
+        if asked.config.train.device == "cpu":
+            check_cpu_engine(asked.config.model.model_provider, described)
         if asked.provider.encoders(family) and not asked.config.layout.llm_only:
             if not isinstance(asked.provider, ImageProcessorProvider):
                 problem = problem or f"{asked.config.model.model_provider} has no image processor for vLLM"
@@ -285,7 +289,7 @@ def _ask_vllm(asked: Asked, platform: Platform) -> list[int]:
         prompt["multi_modal_data"] = {"image": _pictures(asked)}
     with tempfile.TemporaryDirectory(prefix="mimo-ask-") as scratch:
         folder = _folder_for_vllm(asked, Path(scratch) / "model")
-        arguments: dict[str, Any] = {"skip_tokenizer_init": not sample.images, "enforce_eager": True}
+        arguments: dict[str, Any] = {"skip_tokenizer_init": not has_processor(folder), "enforce_eager": True}
         if platform.name == "cpu":
             arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
         engine = RolloutEngine(EngineOptions(

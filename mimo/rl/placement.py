@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mimo import registry
 from mimo.config.rl import RolloutConfig
@@ -69,17 +70,21 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
         if flags.engine_ep and flags.engine_tp > 1:
             raise ValueError(f"--engine-ep with --engine-tp {flags.engine_tp} is for GPUs: vLLM's experts on CPUs do "
                              "not know on which worker an expert is; leave out --engine-ep")
-        _check_cpu_engine(config)
+        name = config.model.model_provider
+        check_cpu_engine(name, registry.model_provider(name).hf_config(config.model_family))
     elif rank == 0:
         replica_gpus(config)
     if rank == 0:
         forwarded(os.environ, flags.engine_env)
 
 
-def _check_cpu_engine(config: RlRunConfig) -> None:
-    """Refuse a model that vLLM computes on GPUs alone."""
-    name = config.model.model_provider
-    described = registry.model_provider(name).hf_config(config.model_family)
+def check_cpu_engine(name: str, described: Mapping[str, Any]) -> None:
+    """Raise ValueError for a model that vLLM computes on GPUs alone.
+
+    Args:
+        name: value of --model-provider.
+        described: the model's config.json.
+    """
     pattern = described.get("llm_config", described).get("hybrid_override_pattern", "")
     if NEMOTRON_EXPERTS in pattern:
         raise ValueError(f"--model-provider {name} --hybrid-layer-pattern {pattern}: vLLM has no kernels for CPUs for "

@@ -15,15 +15,16 @@ class NemotronVlConfig(PreTrainedConfig):
     Args:
         vision_config: the RADIO encoder.
         llm_config: a `NemotronHConfig` as a dict.
+        text_config: the same, under the other of its two names.
         values: all other keys.
     """
 
     model_type = NEMOTRON_VL
 
     def __init__(self, vision_config: dict[str, Any] | None = None, llm_config: dict[str, Any] | None = None,
-                 **values: Any) -> None:
+                 text_config: dict[str, Any] | None = None, **values: Any) -> None:
         self.vision_config = PreTrainedConfig(**(vision_config or {}))
-        self.text_config = NemotronHConfig(**(llm_config or {}))
+        self.text_config = NemotronHConfig(**(text_config or llm_config or {}))
         super().__init__(**values)
 
 
