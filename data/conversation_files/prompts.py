@@ -85,6 +85,8 @@ class ConversationPrompts:
         file, _ = self._reader.place(number)
         try:
             found = conversation_of_record(file.parse(self._reader[number]["raw"]), self._images)
+            if found.videos:
+                raise ValueError("has a video; prompts of train_rl.py may have images, no videos")
             *before, last = found.messages or [{}]
             if not before or last.get("role") != "assistant":
                 raise ValueError("has no answer at its end, against which completions are scored")

@@ -19,6 +19,7 @@ from pyarrow import parquet
 from transformers import AutoTokenizer
 
 from data.conversation_files.files import FolderImages, open_file
+from data.conversation_files.prompts import provider as prompts
 from data.conversation_files.provider import Config, provider
 from data.energon.provider import Config as EnergonConfig
 from data.energon.provider import provider as energon
@@ -655,3 +656,18 @@ def test_a_mix_becomes_a_blend_of_shards(tmp_path, config, kind):
     shown = sum(bool(row.images) for row in rows)
     assert (shown == 30) if kind == "repetitions" else 35 < shown < 55
     assert energon.num_samples(EnergonConfig(data_path=str(path)), "valid") == 30
+
+
+def test_prompts_have_the_pictures_of_a_record_and_no_videos(config: Config, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "<image>Which grey?<image>"}, {"role": "assistant", "content": "Dark."}]
+    write_lines(tmp_path / "train.jsonl", [{"messages": turns, "images": ["3.png", "7.png"]}])
+    tokens = request().tokens
+    prompt = prompts.open(config, tokens, "train", 0).prompt(0)
+    assert (prompt.ground_truth, prompt.image_sizes, prompt.token_ids.count(IMAGE)) == ("Dark.", ((SIDE, SIDE),) * 2, 2)
+    assert [(picture.shape, set(picture.ravel())) for picture in prompt.pictures()] == [
+        ((SIDE, SIDE, 3), {3}), ((SIDE, SIDE, 3), {7})]
+    (tmp_path / "images" / "a.mp4").write_bytes(b"video")
+    video = [{"role": "user", "content": "<video>What happens?"}, turns[1]]
+    write_lines(tmp_path / "train.jsonl", [{"messages": video, "videos": ["a.mp4"]}])
+    with pytest.raises(ValueError, match=r"train.jsonl.* has a video; prompts of train_rl.py may have images, no vid"):
+        prompts.open(config, tokens, "train", 0).prompt(0)
