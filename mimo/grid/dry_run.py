@@ -269,6 +269,8 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
                      f"{format_bytes(lane * layout.num_lanes)} over all lanes, forward and again backward")
         columns = f"hidden size {hidden}" + (f" and {counted(levels, 'DeepStack level')}" if levels else "")
         lines.append(f"  (one {height}x{width} image per sample = {tokens} tokens, {columns}, {dtype})")
+        if spec.video_token_id >= 0:
+            lines.append(f"  (a video of this size: as much for every {spec.temporal_patch_size} frames)")
         if cp > 1:
             lines.append(f"  each of the {cp} context-parallel ranks of a lane gets all {format_bytes(lane)} and takes "
                          "the rows of its own tokens; their gradients are summed over these ranks")

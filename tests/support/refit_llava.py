@@ -37,7 +37,7 @@ QWEN_MODEL = {
     "text_config": hf_families.QWEN_TEXT | {
         "hidden_size": 128, "num_hidden_layers": 2, "rms_norm_eps": 1e-5, "rope_parameters": {
             "rope_type": "default", "rope_theta": 1000.0, "mrope_section": [4, 6, 6]}},
-    "vision_config": hf_families.QWEN_TOWER | {"hidden_size": 64, "out_hidden_size": 128},
+    "vision_config": hf_families.QWEN_TOWER | {"hidden_size": 64, "out_hidden_size": 128, "tokens_per_second": 25},
     "video_token_id": 97, "vision_start_token_id": 96, "vision_end_token_id": 95}
 QWEN3_TEXT = hf_families.QWEN3_TEXT | {
     "hidden_size": 128, "head_dim": 32, "num_hidden_layers": 4, "rms_norm_eps": 1e-5, "rope_parameters": {
@@ -53,6 +53,8 @@ QWENS = {QWEN: QWEN_MODEL, "refit-qwen3-vl": QWEN3_MODEL, "refit-qwen3-vl-moe": 
 QWEN_IMAGES = ("--seq-length", "56", "--mock-image-size", "16", "--mock-image-size-cv", "0.3",
                "--mock-video-fraction", "0")
 LENGTH = ("--seq-length", "40", "--global-batch-size", "8", "--mock-text-only-fraction", "0.5")
+# Frames of a second of the tests' videos.
+FPS = 4.0
 GREEDY = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
@@ -221,64 +223,70 @@ def _log_probabilities(parts: Any, batches: list[Microbatch]) -> dict[str, torch
     return found
 
 
-def video_log_probs(rank: int, folder: str, name: str) -> tuple[dict[str, Any], list[int], torch.Tensor]:
-    """Save a Qwen-VL and give it a prompt of a video, an image, another video and text between them.
-
-    Returns:
-        The prompt as vLLM takes it, its tokens, and the trainer's log-probs of these from the second on.
-    """
+def video_sample(folder: str, provider: Any, family: Any) -> tuple[Sample, dict[str, Any]]:
+    """Return a sample of a video, an image, another video and text between them, and the same as a prompt of vLLM."""
     from transformers import AutoTokenizer
 
-    from mimo.data.collate import Placeholders, collate_encoder, collate_text, expand_images
-
-    register()
-    model = hf_families.build_hf(name)
-    hf_families.save_published(model, folder)
-    flags = flags_of(folder, ("--layout", "colocated", "--micro-batch-size", "1", "--seq-length", "96"), name)
-    with hf_families.trainer_of(flags, 1) as parts:
-        provider, family = model_provider(parts.config.model.model_provider), parts.config.model_family
-        provider.write_processor(family, Path(folder), hf_processor.CLIP_MEAN, hf_processor.CLIP_STD)
-        hf_families.load(parts, model=folder)
-        rng, tokenizer = np.random.default_rng(3), AutoTokenizer.from_pretrained(folder)
-        start, end = family.vision_start_token_id, family.vision_end_token_id
-        short, tokens = [5, 7], [5, 7]
-        sizes: list[ImageSize] = []
-        stored = []
-        for index, (frames, height, width) in enumerate(((6, 16, 24), (0, 24, 16), (4, 8, 16))):
-            stored.append(rng.integers(0, 256, (frames or 1, height, width, 3), dtype=np.uint8))
-            token = family.video_token_id if frames else family.image_token_id
-            short += [start, token, end, 10 + index]
-            if frames and provider.cuts_videos:
-                sizes += [VideoSize(height, width, 2)] * (frames // 2)
-                tokens.append(start)
-                for second in range(frames // 2):
-                    # Two frames a second, of which a temporal patch has the mean time.
-                    time = tokenizer.encode(f"<{second + 0.25:.1f} seconds>", add_special_tokens=False)
-                    tokens += [*time, start, token, end]
-                tokens += [end, 10 + index]
-            else:
-                sizes.append(VideoSize(height, width, frames, 0.5) if frames else (height, width))
-                tokens += [start, token, end, 10 + index]
-        mean, std = (np.array(values, np.float32) for values in (hf_processor.CLIP_MEAN, hf_processor.CLIP_STD))
-        pixels = [((each / np.float32(255) - mean) / std).transpose(0, 3, 1, 2) for each in stored]
-        images = [part for each, was in zip(pixels, stored, strict=True) for part in (
-            [each[0]] if len(was) == 1 else
-            [each[at:at + 2] for at in range(0, len(each), 2)] if provider.cuts_videos else [each])]
-        row = Sample("videos", np.array(tokens), np.zeros(len(tokens), np.bool_), sizes, images)
-        how = Placeholders.of(provider, family, parts.grids.layout)
-        expanded = expand_images(row, how).tokens
-        batch = Microbatch(
-            collate_text([row], images=how, seq_length=len(expanded), vocab_size=family.vocab_size, pad_token_id=0),
-            {"vision": collate_encoder([row], module="vision", images=how, lane_sizes=[1], dtype=torch.float32)})
-        (found,) = _log_probabilities(parts, [batch]).values()
-    ours = found[:-1].gather(-1, torch.from_numpy(expanded[1:, None])).squeeze(-1)
-    videos = [(each, {"fps": 2.0, "duration": len(each) / 2, "total_num_frames": len(each), "video_backend": "opencv",
+    rng, tokenizer = np.random.default_rng(3), AutoTokenizer.from_pretrained(folder)
+    start, end = family.vision_start_token_id, family.vision_end_token_id
+    short, tokens = [5, 7], [5, 7]
+    sizes: list[ImageSize] = []
+    stored: list[np.ndarray] = []
+    for index, (frames, height, width) in enumerate(((6, 16, 24), (0, 24, 16), (4, 8, 16))):
+        stored.append(rng.integers(0, 256, (frames or 1, height, width, 3), dtype=np.uint8))
+        token = family.video_token_id if frames else family.image_token_id
+        short += [start, token, end, 10 + index]
+        if frames and provider.cuts_videos:
+            sizes += [VideoSize(height, width, 2)] * (frames // 2)
+            tokens.append(start)
+            for first in range(0, frames, 2):
+                time = tokenizer.encode(f"<{(first + 0.5) / FPS:.1f} seconds>", add_special_tokens=False)
+                tokens += [*time, start, token, end]
+            tokens += [end, 10 + index]
+        else:
+            sizes.append(VideoSize(height, width, frames, 1 / FPS) if frames else (height, width))
+            tokens += [start, token, end, 10 + index]
+    mean, std = (np.array(values, np.float32) for values in (hf_processor.CLIP_MEAN, hf_processor.CLIP_STD))
+    images: list[np.ndarray] = []
+    for frames_fhwc in stored:
+        pixels = np.ascontiguousarray(((frames_fhwc / np.float32(255) - mean) / std).transpose(0, 3, 1, 2))
+        if len(pixels) == 1:
+            images.append(pixels[0])
+        else:
+            images += np.split(pixels, len(pixels) // 2) if provider.cuts_videos else [pixels]
+    videos = [(each, {"fps": FPS, "duration": len(each) / FPS, "total_num_frames": len(each), "video_backend": "opencv",
                       "frames_indices": list(range(len(each))), "do_sample_frames": False})
               for each in stored if len(each) > 1]
     prompt = {"prompt_token_ids": short, "multi_modal_data": {
         "video": videos, "image": [Image.fromarray(each[0]) for each in stored if len(each) == 1]},
         "mm_processor_kwargs": {"do_sample_frames": False}}
-    return prompt, expanded.tolist(), ours
+    return Sample("videos", np.array(tokens), np.zeros(len(tokens), np.bool_), sizes, images), prompt
+
+
+def video_log_probs(rank: int, folder: str, name: str) -> tuple[dict[str, Any], list[int], torch.Tensor]:
+    """Save a Qwen-VL and give the trainer a prompt with videos.
+
+    Returns:
+        The prompt as vLLM takes it, its tokens, and the trainer's log-probs of these from the second on.
+    """
+    from mimo.data.collate import Placeholders, collate_encoder, collate_text, expand_images
+
+    register()
+    hf_families.save_published(hf_families.build_hf(name), folder)
+    flags = flags_of(folder, ("--layout", "colocated", "--micro-batch-size", "1", "--global-batch-size", "1",
+                              "--seq-length", "96"), name)
+    with hf_families.trainer_of(flags, 1) as parts:
+        provider = model_provider(parts.config.model.model_provider)
+        family = provider.resolved(parts.config.model_family)
+        provider.write_processor(family, Path(folder), hf_processor.CLIP_MEAN, hf_processor.CLIP_STD)
+        hf_families.load(parts, model=folder)
+        row, prompt = video_sample(folder, provider, family)
+        images = Placeholders.of(provider, family, parts.grids.layout)
+        tokens = expand_images(row, images).tokens
+        text = collate_text([row], images=images, seq_length=len(tokens), vocab_size=family.vocab_size, pad_token_id=0)
+        side = collate_encoder([row], module="vision", images=images, lane_sizes=[1], dtype=torch.float32)
+        (found,) = _log_probabilities(parts, [Microbatch(text, {"vision": side})]).values()
+    return prompt, tokens.tolist(), found[:-1].gather(-1, torch.from_numpy(tokens[1:, None])).squeeze(-1)
 
 
 def sync(rank: int, folder: str, layout: tuple[str, ...], world_size: int, handle: EngineHandle, options: RefitOptions,

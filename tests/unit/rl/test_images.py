@@ -18,7 +18,7 @@ from data.energon.provider import Config as energon_flags
 from mimo.config.rl_run import RlRunConfig, validate_rl
 from mimo.data.collate import PatchOrder, patchify
 from mimo.grid.spec import GridSpec, Layout
-from mimo.protocols import LANGUAGE
+from mimo.protocols import LANGUAGE, VideoSize
 from mimo.registry import model_provider
 from mimo.rl.images import ImageTokens, as_request, cut, needs_pixels
 from mimo.rl.prompts import Normalisation
@@ -80,6 +80,7 @@ def test_parts_of_a_microbatch_have_keys_and_counts_of_their_own(images):
 @pytest.mark.parametrize(("changes", "expected"), [
     ({"image_sizes": ()}, "prompt 0: 1 image placeholders .* but 0 images"),
     ({"image_sizes": ((8, 8),)}, "prompt 0: image 0 of 8x8 pixels: .* does not fit --vision-image-size 16"),
+    ({"image_sizes": (VideoSize(16, 16, 2),)}, "prompt 0 has a video; prompts of train_rl.py may have images"),
 ])
 def test_images_that_the_model_does_not_take_are_refused_by_prompt(images, changes, expected):
     with pytest.raises(ValueError, match=expected):
