@@ -9,9 +9,9 @@ rows moves nothing, and nothing is summed for a log.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 import torch.distributed as dist
@@ -52,9 +52,10 @@ class Sent:
 class Bridge(BridgeCommunicator):
     """Moves activations of one encoder to the language grid, and gradients back.
 
-    The tensor-parallel ranks of a replica (of the encoder's last stage, of the language model's first stage) hold equal
-    copies of what it sends, since the same collectives made them. Each sends a part of it, and the receiving replica
-    completes its copies by an all-gather where needed (`mimo.bridge.slices` says which rank sends what, and why).
+    The tensor-parallel ranks of a replica hold equal copies of what it sends, since the same collectives made them. A
+    replica is one of the encoder's last stage, or of the language model's first stage; there each context-parallel rank
+    is one of its own and gets the rows of its own tokens. Each rank sends a part, and the receiving replica completes
+    its copies by an all-gather where needed (`mimo.bridge.slices` says which rank sends what, and why).
 
     An encoder that does not run ahead sends a microbatch and receives the gradient that is due in one batch of P2P
     operations, which it waits for. One that runs ahead sends microbatches long before the language model takes them.
@@ -103,9 +104,11 @@ class Bridge(BridgeCommunicator):
         self.current_rank = grids.rank
         layout = grids.layout
         encoder, language = layout.grids[module], layout.language
-        encoders = [_replica(encoder, dp, -1) for dp in range(encoder.dp)]
-        lanes = [_replica(language, lane, 0) for lane in range(language.dp)]
-        members = sorted(rank for replica in (*encoders, *lanes) for rank in replica)
+        cp = language.cp
+        encoders = [_replica(encoder, dp, 0, -1) for dp in range(encoder.dp)]
+        # Each context-parallel rank of a lane gets the rows of its own tokens.
+        lanes = [[_replica(language, lane, part, 0) for part in range(cp)] for lane in range(language.dp)]
+        members = sorted(rank for replica in (*encoders, *chain(*lanes)) for rank in replica)
         self.group = self.gradient_group = self._new_group(members, backend)
         if run_ahead:
             self.gradient_group = self._new_group(members, backend)
@@ -127,13 +130,14 @@ class Bridge(BridgeCommunicator):
         if self.current_rank in encoder.ranks:
             dp = encoder.coordinates(self.current_rank)["dp"]
             self.replica, self.replica_group = encoders[dp], grids.collections[module].tp
-            self.peers = [Peer(lanes[lane], feeding(lane).index(dp)) for lane in served(dp)]
+            self.peers = [Peer(ranks, feeding(lane).index(dp)) for lane in served(dp) for ranks in lanes[lane]]
         elif self.current_rank in language.ranks:
             here, there, self._sends_gradients = language, encoder, True
-            lane = language.coordinates(self.current_rank)["dp"]
-            self.replica, self.replica_group = lanes[lane], grids.collections[LANGUAGE].tp_cp
-            self.peers = [Peer(encoders[dp], served(dp).index(lane)) for dp in feeding(lane)]
-        sizes = [(grid.dp * grid.tp * grid.cp, grid.tp * grid.cp) for grid in (here, there)]
+            place = language.coordinates(self.current_rank)
+            lane, part = place["dp"], place["cp"]
+            self.replica, self.replica_group = lanes[lane][part], grids.collections[LANGUAGE].tp
+            self.peers = [Peer(encoders[dp], served(dp).index(lane) * cp + part) for dp in feeding(lane)]
+        sizes = [(grid.dp * grid.tp * grid.cp, grid.tp) for grid in (here, there)]
         (own_ranks, own_size), (their_ranks, their_size) = sizes
         self._sends_whole = sends_whole_pieces(own_ranks, their_ranks, their_size, one_host=one_host)
         self._receives_whole = sends_whole_pieces(their_ranks, own_ranks, own_size, one_host=one_host)
@@ -142,6 +146,7 @@ class Bridge(BridgeCommunicator):
         self._sent: deque[Sent] = deque()
         self.timer = DeviceTimer()
         self._rows: Rows = []
+        self._orders: Sequence[torch.Tensor] | None = None
         self._forward_index = self._backward_index = 0
 
     def _new_group(self, members: list[int], backend: str) -> dist.ProcessGroup:
@@ -156,9 +161,14 @@ class Bridge(BridgeCommunicator):
         """Position of this rank in its replica."""
         return self.replica.index(self.current_rank)
 
-    def begin_step(self, rows: Rows) -> None:
-        """Give the row counts of every microbatch of the coming schedule, per peer in `self.peers` order."""
+    def begin_step(self, rows: Rows, orders: Sequence[torch.Tensor] | None = None) -> None:
+        """Give the row counts of every microbatch of the coming schedule, per peer in `self.peers` order.
+
+        `orders` says which row of the encoder's output comes where, so that those of each peer lie together, int64
+        `[rows]` for each microbatch; None: they do already, as on the language grid.
+        """
         self._rows = rows
+        self._orders = None if orders is None else [order.to(self.device) for order in orders]
         self._forward_index = self._backward_index = 0
         # Of this schedule alone: evaluations and policy updates come here too, and nobody asks for their times.
         self.timer = DeviceTimer()
@@ -308,7 +318,7 @@ class Bridge(BridgeCommunicator):
         """Send one microbatch's encoder output `[rows, hidden]` to its lanes."""
         rows = self._next_forward()
         self._check(tensor_to_send, rows, self._forward_index - 1, "encoder output")
-        self._exchange("send_forward", (tensor_to_send, rows), None)
+        self._exchange("send_forward", (self._by_peer(tensor_to_send), rows), None)
 
     def recv_forward(self) -> torch.Tensor:
         """Receive this lane's encoder output `[rows, hidden]`, a leaf that collects the gradient to send back."""
@@ -329,7 +339,9 @@ class Bridge(BridgeCommunicator):
         out.
         """
         rows = self._next_backward()
-        return self._exchange("recv_backward", None, rows) if self.needs_grad else self._gradient(None, rows)
+        if not self.needs_grad:
+            return self._gradient(None, rows)
+        return self._as_encoded(self._exchange("recv_backward", None, rows))
 
     def send_forward_recv_backward(
         self, tensor_to_send: torch.Tensor, grad_shape: tuple[int, ...] | None = None
@@ -343,7 +355,18 @@ class Bridge(BridgeCommunicator):
             return self.recv_backward()
         rows = self._next_forward()
         self._check(tensor_to_send, rows, self._forward_index - 1, "encoder output")
-        return self._exchange("send_forward_recv_backward", (tensor_to_send, rows), self._next_backward())
+        return self._as_encoded(self._exchange(
+            "send_forward_recv_backward", (self._by_peer(tensor_to_send), rows), self._next_backward()))
+
+    def _by_peer(self, output: torch.Tensor) -> torch.Tensor:
+        """Sort the rows of the microbatch that is sent by peer."""
+        return output if self._orders is None else output.detach()[self._orders[self._forward_index - 1]]
+
+    def _as_encoded(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Put the rows of a received gradient where the encoder's output has them."""
+        if self._orders is None or gradient is None:
+            return gradient
+        return torch.empty_like(gradient).index_copy_(0, self._orders[self._backward_index - 1], gradient)
 
     def send_backward_recv_forward(
         self, grad_tensor: torch.Tensor | None, forward_shape: tuple[int, ...] | None = None
@@ -373,6 +396,6 @@ class Bridge(BridgeCommunicator):
             dist.destroy_process_group(group)
 
 
-def _replica(grid: GridSpec, dp: int, stage: int) -> tuple[int, ...]:
-    """Return the ranks of a stage of a replica, which hold equal copies of its output or input."""
-    return tuple(grid.rank_at(tp=tp, cp=cp, dp=dp, pp=stage) for cp in range(grid.cp) for tp in range(grid.tp))
+def _replica(grid: GridSpec, dp: int, cp: int, stage: int) -> tuple[int, ...]:
+    """Return the ranks of a stage of a replica that hold equal copies of its output or input."""
+    return tuple(grid.rank_at(tp=tp, cp=cp, dp=dp, pp=stage) for tp in range(grid.tp))

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
+
 from mimo.comm.host import HostChannel
 from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.grid.groups import Grids
@@ -17,6 +19,8 @@ from mimo.protocols import LANGUAGE
 
 # Per microbatch: (key, token count) of each sample.
 Manifest = list[list[tuple[str, int]]]
+# Per microbatch and served lane, in lane order: the context-parallel rank of each row of an encoder's output, as bytes.
+Owners = list[list[bytes]]
 
 
 class Handshake:
@@ -25,10 +29,14 @@ class Handshake:
     Args:
         grids: process groups; messages travel on `grids.host`.
         micro_batch_size: samples of one lane in one microbatch.
+
+    Attributes:
+        owners: of the step, on ranks whose encoder sends over a bridge to context-parallel ranks; empty elsewhere.
     """
 
     def __init__(self, grids: Grids, micro_batch_size: int) -> None:
         self.grids = grids
+        self.owners: dict[str, Owners] = {}
         self.micro_batch_size = micro_batch_size
         self._channel = HostChannel(grids.host, tag=0)
 
@@ -49,6 +57,31 @@ class Handshake:
             own |= self._offer(encoder, microbatches)
         for encoder in self.grids.layout.encoders:
             self._compare(encoder, microbatches, own)
+        layout = self.grids.layout
+        for encoder in layout.encoders if layout.kind == "disjoint" and layout.language.cp > 1 else ():
+            self._tell_owners(encoder, microbatches)
+
+    def _tell_owners(self, encoder: GridSpec, microbatches: Sequence[Microbatch]) -> None:
+        """Tell the encoder's last stage which context-parallel rank needs each row: it has no whole rows of text."""
+        layout, rank = self.grids.layout, self.grids.rank
+        if rank in layout.language.ranks:
+            place = layout.language.coordinates(rank)
+            if place["tp"] or place["cp"] or place["pp"]:
+                return
+            for dp, share in lane_sources(encoder.dp, layout.num_lanes, self.micro_batch_size, place["dp"]):
+                message = []
+                for batch in microbatches:
+                    assert batch.text is not None and batch.text.part is not None, "language ranks share rows"
+                    ends = list(accumulate(batch.text.token_counts[encoder.name], initial=0))
+                    owners = batch.text.part.owners[encoder.name]
+                    message.append(owners[ends[share.start]:ends[share.stop]].numpy().tobytes())
+                for tp in range(encoder.tp):
+                    self._channel.send(encoder.rank_at(dp=dp, tp=tp, pp=-1), message)
+        elif rank in encoder.ranks and encoder.coordinates(rank)["pp"] == encoder.pp - 1:
+            shares = lane_shares(encoder.dp, layout.num_lanes, self.micro_batch_size,
+                                 encoder.coordinates(rank)["dp"])
+            by_lane = [self._channel.receive(layout.language.rank_at(dp=share.lane)) for share in shares]
+            self.owners[encoder.name] = [list(each) for each in zip(*by_lane, strict=True)]
 
     def flush(self) -> None:
         """Wait until the other sides have taken what this rank has sent."""
@@ -141,10 +174,34 @@ def rows_to_lanes(batch: EncoderBatch) -> list[int]:
 
 
 def rows_from_sources(text: TextBatch, module: str, encoder: GridSpec, layout: Layout, lane: int) -> list[int]:
-    """Count the rows of one lane's microbatch that each encoder data-parallel rank feeds, in sample order."""
-    counts = text.token_counts[module]
+    """Count the rows of one lane's microbatch that each encoder data-parallel rank feeds, in sample order.
+
+    Of a context-parallel rank these are the rows of its own tokens.
+    """
+    ends = np.cumsum([0, *text.token_counts[module]])
+    if text.part is not None:
+        ends = np.searchsorted(text.part.rows[module].numpy(), ends)
     sources = lane_sources(encoder.dp, layout.num_lanes, len(text.keys), lane)
-    return [sum(counts[share.start : share.stop]) for _, share in sources]
+    return [int(ends[share.stop] - ends[share.start]) for _, share in sources]
+
+
+def order_by_owner(owners: Sequence[bytes], cp: int) -> tuple[list[int], np.ndarray]:
+    """Sort the rows of one microbatch's encoder output such that those of each context-parallel rank lie together.
+
+    Args:
+        owners: for each served lane, the rank of each of its rows.
+        cp: context-parallel ranks of a lane.
+
+    Returns:
+        The rows of each rank, lane by lane; and which row comes where, int64 `[rows]`.
+    """
+    counts, order, first = [], [np.zeros(0, np.int64)], 0
+    for lane in owners:
+        ranks = np.frombuffer(lane, np.uint8)
+        counts += np.bincount(ranks, minlength=cp).tolist()
+        order.append(first + np.argsort(ranks, kind="stable"))
+        first += len(ranks)
+    return counts, np.concatenate(order)
 
 
 def lanes_of(encoder: GridSpec, layout: Layout, rank: int, micro_batch_size: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel.multimodule_communicator import MultiModule
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from mimo.bridge.disjoint import Bridge
-from mimo.bridge.handshake import destination_rows, source_rows
+from mimo.bridge.handshake import Owners, destination_rows, order_by_owner, source_rows
 from mimo.data.batch import Microbatch
 from mimo.grid.groups import Grids
 from mimo.observability.spans import ScheduleSpans
@@ -138,11 +138,18 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
         received: dict[str, torch.Tensor] = super().send_backward_recv_forward(*args, **kwargs)
         return received
 
-    def begin_step(self, microbatches: Sequence[Microbatch]) -> None:
-        """Tell every bridge of this rank how many rows each microbatch of the coming schedule moves."""
+    def begin_step(self, microbatches: Sequence[Microbatch], owners: Mapping[str, Owners]) -> None:
+        """Tell every bridge of this rank how many rows each microbatch of the coming schedule moves.
+
+        `owners` are those of `Handshake`.
+        """
         layout, rank = self.grids.layout, self.grids.rank
         for bridge in self.bridges:
-            if rank in layout.grids[bridge.module].ranks:
+            if rank in layout.grids[bridge.module].ranks and bridge.module in owners:
+                sorted_rows = [order_by_owner(each, layout.language.cp) for each in owners[bridge.module]]
+                bridge.begin_step([counts for counts, _ in sorted_rows],
+                                  [torch.from_numpy(order) for _, order in sorted_rows])
+            elif rank in layout.grids[bridge.module].ranks:
                 bridge.begin_step(source_rows(bridge.module, microbatches))
             elif rank in layout.language.ranks:
                 bridge.begin_step(destination_rows(bridge.module, layout, rank, microbatches))

@@ -48,11 +48,14 @@ class ContextPart:
         index: int64 `[s / cp]`, places of the tokens in their row, in the order of the rank's hidden states.
         rows: for each encoder module, int64: the rows of the lane's encoder output that belong to these tokens.
         slots: for each encoder module, int64: where each of `rows` goes, an index into `[s / cp * b]`.
+        owners: for each encoder module, uint8: the context-parallel rank that has the token of each row of the lane's
+            encoder output.
     """
 
     index: torch.Tensor
     rows: dict[str, torch.Tensor]
     slots: dict[str, torch.Tensor]
+    owners: dict[str, torch.Tensor]
 
 
 @dataclass

@@ -38,12 +38,17 @@ def with_part(text: TextBatch, cp: int, rank: int) -> TextBatch:
     if cp == 1:
         return text
     samples, length = text.input_ids.shape
-    index = positions((length,) if text.packed is None else text.packed.cu_seqlens[1:].tolist(), cp, rank)
+    stops = (length,) if text.packed is None else text.packed.cu_seqlens[1:].tolist()
+    index = positions(stops, cp, rank)
     local = torch.full((length,), -1)
     local[index] = torch.arange(len(index))
-    rows, slots = {}, {}
+    owner = torch.empty(length, dtype=torch.uint8)
+    for other in range(cp):
+        owner[positions(stops, cp, other)] = other
+    rows, slots, owners = {}, {}, {}
     for module, placeholders in text.placeholders.items():
         places = local[placeholders // samples]
         rows[module] = (places >= 0).nonzero().flatten()
         slots[module] = (places * samples + placeholders % samples)[rows[module]]
-    return replace(text, part=ContextPart(index, rows, slots))
+        owners[module] = owner[placeholders // samples]
+    return replace(text, part=ContextPart(index, rows, slots, owners))

@@ -272,8 +272,8 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
         if spec.video_token_id >= 0:
             lines.append(f"  (a video of this size: as much for every {spec.temporal_patch_size} frames)")
         if cp > 1:
-            lines.append(f"  each of the {cp} context-parallel ranks of a lane gets all {format_bytes(lane)} and takes "
-                         "the rows of its own tokens; their gradients are summed over these ranks")
+            lines.append(f"  the {cp} context-parallel ranks of a lane each get the rows of their own tokens, "
+                         f"{format_bytes(lane // cp)} on average, and send back their gradients")
         lines += _prefetch_lines(config, layout, provider, encoder, tokens * dtype_bytes)
     ahead = config.layout.encoder_run_ahead
     if ahead:

@@ -29,6 +29,7 @@ class Image:
         tokens: rows of encoder output.
         size: height and width in pixels.
         shape: shape of its pixels as the encoder takes them: `(C, H, W)`, or packed `(patches, C * P * P)`.
+        owners: context-parallel rank that has the token of each row, a byte each; empty if one rank has all of them.
     """
 
     lane: int
@@ -36,6 +37,11 @@ class Image:
     tokens: int
     size: tuple[int, int]
     shape: tuple[int, ...]
+    owners: bytes = b""
+
+    def tokens_of(self, cp: int) -> int:
+        """Count the rows of a context-parallel rank."""
+        return self.owners.count(cp) if self.owners else self.tokens
 
     @property
     def num_patches(self) -> int:

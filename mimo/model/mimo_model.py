@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo.config import MimoModelConfig
 from megatron.core.models.mimo.model.base import MimoModel
@@ -50,25 +49,6 @@ class FeatureWindows(Protocol):
 
 FunctionOfText = Callable[[TextBatch], TokenFunction]
 """Makes the `TokenFunction` of a microbatch from its language side, on the device."""
-
-
-class _SumGradients(torch.autograd.Function):
-    """Features that all ranks of a group hold: their gradient is the sum of what each rank's tokens contribute.
-
-    Each row has one token, and so one rank whose gradient is not zero. The sum is exact in every precision.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, features: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return features.view_as(features)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        gradient = gradients[0].contiguous()
-        if gradient.numel():
-            dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
 
 
 class HeteroModel(MimoModel):
@@ -250,8 +230,9 @@ class HeteroModel(MimoModel):
     def _merge(self, text: TextBatch, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Word embeddings with each placeholder replaced by its encoder row, `[s / cp, b, (1 + levels) * hidden]`.
 
-        The levels of an encoder (`mimo.model.deepstack`) come after the embeddings; they are zero elsewhere. Every
-        context-parallel rank has all rows of its lane and takes those of its own tokens.
+        The levels of an encoder (`mimo.model.deepstack`) come after the embeddings; they are zero elsewhere. A
+        context-parallel rank gets the rows of its own tokens; in a homogeneous layout it makes all rows of its lane and
+        takes these.
         """
         embedding = unwrap_model(self.language_model).embedding
         merged = embedding(input_ids=text.own(text.input_ids), position_ids=text.own(text.position_ids))
@@ -259,16 +240,17 @@ class HeteroModel(MimoModel):
         merged = _widened(merged, width)
         length, samples, _ = merged.shape
         for name, encoded in rows.items():
-            positions = text.placeholders[name]
+            part, positions = text.part, text.placeholders[name]
+            makes_all = self.grids.layout.kind == "homogeneous"
+            if part is not None and not makes_all:
+                positions = part.slots[name]
             if positions.numel() != encoded.shape[0]:
                 raise ValueError(
                     f"samples {', '.join(text.keys)} have {positions.numel()} {name} placeholders, but the "
                     f"encoder sent {encoded.shape[0]} tokens"
                 )
-            if text.part is not None:
-                if self.grids.layout.kind != "homogeneous":
-                    encoded = _SumGradients.apply(encoded, self.grids.collections[LANGUAGE].cp)
-                positions, encoded = text.part.slots[name], encoded.index_select(0, text.part.rows[name])
+            if part is not None and makes_all:
+                positions, encoded = part.slots[name], encoded.index_select(0, part.rows[name])
             # No rows are copied too: the colocated bridge's backward is collective, so every rank's graph must have it.
             encoded = _widened(encoded.to(merged.dtype), width)
             merged = merged.reshape(-1, width).index_copy(0, positions, encoded).view(length, samples, width)

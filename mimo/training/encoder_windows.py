@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from mimo.bridge.exchange import FEATURES, GRADIENTS, PIXELS, Exchange
@@ -146,7 +147,8 @@ class ModuleWindows:
             for tp in range(self._encoder.tp):
                 encodes = self._encoder.rank_at(dp=replica, tp=tp)
                 note(PIXELS, self._language.rank_at(dp=lane), encodes)
-                note(GRADIENTS, self._language.rank_at(dp=lane, tp=tp % self._language.tp), encodes)
+                for cp in range(self._language.cp):
+                    note(GRADIENTS, self._language.rank_at(dp=lane, tp=tp % self._language.tp, cp=cp), encodes)
             for tp, cp in product(range(self._language.tp), range(self._language.cp)):
                 note(FEATURES, self._encoder.rank_at(dp=replica, tp=tp % self._encoder.tp),
                      self._language.rank_at(dp=lane, tp=tp, cp=cp))
@@ -200,12 +202,11 @@ class ModuleWindows:
 
     def _spread_features(self, window: int, mine: list[Image]) -> None:
         rows = torch.cat([output.detach() for output in self._encoded[window].outputs] or [self._rows(0)])
-        # Rows of each image, so that those of a lane lie one behind the other in its message.
-        parts = rows.split([image.tokens for image in mine])
         sends = {}
-        for lane in sorted({image.lane for image in mine}):
-            message = torch.cat([part for image, part in zip(mine, parts, strict=True) if image.lane == lane])
-            for tp, cp in product(range(self._language.tp), range(self._language.cp)):
+        for lane, cp in product(sorted({image.lane for image in mine}), range(self._language.cp)):
+            # Rows of a lane lie one behind the other in its message.
+            message = rows.index_select(0, self._places(mine, lane, cp))
+            for tp in range(self._language.tp):
                 if tp % self._encoder.tp == self._place["tp"]:
                     sends[self._language.rank_at(dp=lane, tp=tp, cp=cp)] = message
         receives = {}
@@ -243,25 +244,25 @@ class ModuleWindows:
         if self._forward_only or not self._needs_grad:
             return
         mine, sends, receives = self._of_replica(window, self._place["dp"]), {}, {}
-        # All context-parallel ranks of a lane hold the same gradients, summed over them in the backward pass.
-        if self._is_first_stage and self._language_cp == 0:
+        if self._is_first_stage:
             for replica, parts in self._gradients_by_replica(window, encoded).items():
                 message = torch.cat(parts)
                 for tp in range(self._encoder.tp):
                     if tp % self._language.tp == self._language_tp:
                         sends[self._encoder.rank_at(dp=replica, tp=tp)] = message
-        sources = {}
-        for lane in sorted({image.lane for image in mine}):
-            sources[lane] = self._language.rank_at(dp=lane, tp=self._place["tp"] % self._language.tp)
-            receives[sources[lane]] = self._rows(sum(image.tokens for image in mine if image.lane == lane))
+        places = {}
+        for lane, cp in product(sorted({image.lane for image in mine}), range(self._language.cp)):
+            source = self._language.rank_at(dp=lane, tp=self._place["tp"] % self._language.tp, cp=cp)
+            places[source] = self._places(mine, lane, cp)
+            receives[source] = self._rows(len(places[source]))
         self._exchange.staged(GRADIENTS, sends, receives)
-        left = {lane: iter(receives[source].split([image.tokens for image in mine if image.lane == lane]))
-                for lane, source in sources.items()}
-        gradients = [next(left[image.lane]) for image in mine]
         if not mine:
             return
-        whole = torch.cat(gradients).split([output.shape[0] for output in encoded.outputs])
-        pairs = [(output, gradient) for output, gradient in zip(encoded.outputs, whole, strict=True)
+        whole = self._rows(sum(image.tokens for image in mine))
+        for source, where in places.items():
+            whole.index_copy_(0, where, receives[source])
+        parts = whole.split([output.shape[0] for output in encoded.outputs])
+        pairs = [(output, gradient) for output, gradient in zip(encoded.outputs, parts, strict=True)
                  if output.requires_grad]
         # One after the other: in a common backward pass autograd would add up the gradients of all chunks first, but
         # not those of recomputed layers, and sums of float32 depend on the order.
@@ -274,7 +275,8 @@ class ModuleWindows:
         """Gradients of this rank's lane, image by image, for the replica that encoded each."""
         left: dict[int, Any] = {}
         for microbatch, leaf in encoded.leaves.items():
-            tokens = [image.tokens for image, _ in self._of_lane(window) if image.microbatch == microbatch]
+            tokens = [image.tokens_of(self._language_cp) for image, _ in self._of_lane(window)
+                      if image.microbatch == microbatch]
             if not tokens:
                 continue
             # None: the loss of this microbatch does not depend on its images.
@@ -292,11 +294,24 @@ class ModuleWindows:
         return [(image, owner) for image, owner in self._windows[window] if image.lane == self._lane]
 
     def _tokens_by_replica(self, window: int) -> dict[int, list[int]]:
-        """Rows of each image of this rank's lane, by the replica that encodes it."""
+        """Rows of each image of this rank's lane that belong to its own tokens, by the replica that encodes it."""
         found: dict[int, list[int]] = {}
         for image, replica in self._of_lane(window):
-            found.setdefault(replica, []).append(image.tokens)
+            found.setdefault(replica, []).append(image.tokens_of(self._language_cp))
         return found
+
+    def _places(self, images: Sequence[Image], lane: int, cp: int) -> torch.Tensor:
+        """Find the rows of a context-parallel rank of a lane among those of `images`, int64."""
+        first, found = 0, [np.zeros(0, np.int64)]
+        for image in images:
+            if image.lane == lane:
+                own = (np.flatnonzero(np.frombuffer(image.owners, np.uint8) == cp) if image.owners
+                       else np.arange(image.tokens))
+                found.append(first + own)
+            first += image.tokens
+        places = torch.from_numpy(np.concatenate(found))
+        # A copy from memory that is not page-locked could make the host wait for the device.
+        return (places.pin_memory() if self.device.type == "cuda" else places).to(self.device, non_blocking=True)
 
     def _rows(self, count: int) -> torch.Tensor:
         return torch.empty((count, self._hidden_size), dtype=self.dtype, device=self.device)
@@ -326,8 +341,10 @@ def images_of(microbatches: Sequence[Microbatch], module: str, lane: int, rank: 
             raise ValueError(f"samples {', '.join(text.keys)} (lane {lane}, microbatch {index}): their text has "
                              f"{len(text.image_lengths[module])} images of {module}, their pixels are those of "
                              f"{len(pixels)}")
+        owners, first = b"" if text.part is None else text.part.owners[module].numpy().tobytes(), 0
         for tokens, (size, each) in zip(text.image_lengths[module], pixels, strict=True):
-            found.append(Image(lane, index, tokens, size, tuple(each.shape)))
+            found.append(Image(lane, index, tokens, size, tuple(each.shape), owners[first:first + tokens]))
+            first += tokens
     return found
 
 

@@ -204,7 +204,7 @@ def begin_schedule(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> N
     with parts.trace.wait("comparison of both sides of each lane", peers=lambda: parts.handshake.waits_for):
         parts.handshake.check(microbatches)
     if parts.communicator is not None:
-        parts.communicator.begin_step(microbatches)
+        parts.communicator.begin_step(microbatches, parts.handshake.owners)
     for (name, _), bridge in parts.built.model.colocated_comms.items():
         bridge.begin_step(
             source_rows(name, microbatches), destination_rows(name, parts.grids.layout, parts.grids.rank, microbatches)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mimo.bridge.handshake import order_by_owner
 from mimo.bridge.slices import Message, piece_messages, sends_whole_pieces, slice_rows
 
 RANKS = st.integers(1, 9)
@@ -23,6 +24,18 @@ def test_slices_move_every_row_once(rows: int, senders: int, receivers: int, num
         assert [len(part) for part in parts] == [min(height, max(rows - rank * height, 0)) for rank in range(ranks)]
     assert len({(each.sender, each.receiver) for each in messages}) == len(messages) <= senders + receivers - 1
     assert all(each.start < each.stop for each in messages)
+
+
+@given(st.lists(st.binary(max_size=9).map(lambda owners: bytes(each % 3 for each in owners)), max_size=4))
+def test_rows_of_each_context_parallel_rank_lie_together_lane_by_lane(lanes: list[bytes]) -> None:
+    counts, order = order_by_owner(lanes, 3)
+    assert sorted(order.tolist()) == list(range(sum(map(len, lanes))))
+    assert counts == [lane.count(rank) for lane in lanes for rank in range(3)]
+    owners, first = b"".join(lanes), 0
+    for number, count in enumerate(counts):
+        rows = order[first:first + count].tolist()
+        assert rows == sorted(rows) and all(owners[row] == number % 3 for row in rows)
+        first += count
 
 
 def test_ranks_of_equal_replicas_meet_in_pairs() -> None:
