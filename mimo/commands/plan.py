@@ -58,7 +58,9 @@ def plan(flags: PlanFlags, run_flags: list[str]) -> int:
     own = _own(config, search)
     found = search.run()
     if not found and not search.large and own is None:
-        raise ValueError(f"no layout of {counted(size, 'GPU')} works; the last one was refused: {search.refusal}")
+        cp = config.layout.llm_cp
+        why = search.refusal or f"--llm-cp {cp} leaves no grid of {counted(size, 'GPU')} to the language model"
+        raise ValueError(f"no layout of {counted(size, 'GPU')} works; the last one was refused: {why}")
     document = json.dumps({
         "gpus": size, "profile": asdict(profile), "run": _sections(config, RUN_SECTIONS),
         "layouts": [_record(each) for each in found], "own": None if own is None else _record(own)})

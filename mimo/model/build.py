@@ -13,9 +13,11 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.mimo.config import MimoModelConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo.config.trainer import RunConfig
 from mimo.grid.groups import Grids
+from mimo.grid.spec import GridSpec
 from mimo.model.fp8 import use_fp8
 from mimo.model.language import PaddedVocabulary
 from mimo.model.layer_ops import accumulate_into_main_grad, call_norm_kernels, install_packed_rotary, install_split
@@ -198,6 +200,26 @@ def build_model(
     return BuiltModel(model, wrapped, trainable, params_dtype(config))
 
 
+def check_shared_attention(config: RunConfig, grid: GridSpec, sizes: TransformerConfig) -> None:
+    """Refuse what Transformer Engine's attention cannot share among context-parallel ranks, on every rank alike.
+
+    Args:
+        config: the run.
+        grid: the language model's.
+        sizes: the language model's, as every rank has them.
+    """
+    if grid.cp == 1:
+        return
+    if not config.model.bf16:
+        raise ValueError(f"--llm-cp {grid.cp} with --no-bf16: Transformer Engine has no float32 attention over several "
+                         "ranks; use --bf16 or --transformer-impl local")
+    groups = max((sizes.num_query_groups or sizes.num_attention_heads) // grid.tp, 1)
+    if config.layout.cp_comm_type == "a2a" and groups % grid.cp:
+        raise ValueError(f"--cp-comm-type a2a: the {groups} key and value heads of a tensor-parallel rank "
+                         f"({sizes.num_query_groups or sizes.num_attention_heads} in all, --llm-tp {grid.tp}) are not "
+                         f"divisible by --llm-cp {grid.cp}; use --cp-comm-type p2p or all_gather")
+
+
 def _mimo_config(config: RunConfig, provider: ModelProvider, grids: Grids, impl: str) -> MimoModelConfig:
     family = config.model_family
     encoder_specs = {}
@@ -207,8 +229,11 @@ def _mimo_config(config: RunConfig, provider: ModelProvider, grids: Grids, impl:
         if name in grids.modules:
             encoder_specs[name] = provider.encoder_spec(family, name, build_context(config, grids, name, impl))
     context = build_context(config, grids, LANGUAGE, impl) if LANGUAGE in grids.modules else None
+    language = provider.language_spec(family, context)
+    if impl == "transformer_engine":
+        check_shared_attention(config, grids.layout.language, language.params["config"])
     return MimoModelConfig(
-        language_model_spec=provider.language_spec(family, context),
+        language_model_spec=language,
         modality_submodules_spec=encoder_specs,
         special_token_ids=provider.special_token_ids(family) if encoder_specs else {},
         module_to_grid_map=dict(grids.grids),

@@ -110,7 +110,7 @@ class Search:
     """Finds the layouts of a run that fit, with predictions.
 
     Args:
-        base: the run. Its layout is ignored, except for --llm-only.
+        base: the run. Its layout is ignored, except for --llm-only, --llm-cp and --cp-comm-type.
         costs: costs of the model.
         samples: sizes of the run's first samples.
         size: number of GPUs.
@@ -272,14 +272,17 @@ class Search:
             yield from ((DISJOINT, layout) for layout in self._disjoint(ranks))
 
     def _grids(self, size: int) -> Iterator[tuple[int, int, int]]:
-        return grids(size, self.costs.gpu.gpus_per_node, self.costs.num_layers)
+        """Yield all (tp, dp, pp) of a language grid of so many ranks; context parallelism is the run's."""
+        own, rest = divmod(size, self.base.layout.llm_cp)
+        return iter(()) if rest else grids(own, self.costs.gpu.gpus_per_node, self.costs.num_layers)
 
     def _colocated(self, tp: int, dp: int, pp: int) -> Iterator[LayoutConfig]:
         """Yield the layouts of a language grid with every encoder grid that is split no further, and windows."""
         for encoder_tp in (each for each in divisors(self.size) if each <= tp):
             encoder_dp = self.size // encoder_tp
             for layout in self._language(tp, dp, pp, layout="colocated", encoder_tp=encoder_tp, encoder_dp=encoder_dp):
-                if pp == 1 and (encoder_tp, encoder_dp) != (tp, dp):
+                # Where windows are needed, none stands for the default.
+                if pp == 1 and layout.llm_cp == 1 and (encoder_tp, encoder_dp) != (tp, dp):
                     yield layout
                 if encoder_dp > 1:
                     yield from (replace(layout, encoder_window=window) for window in self._windows)
@@ -293,12 +296,13 @@ class Search:
     def _language(self, tp: int, dp: int, pp: int, *, even: bool = False, **more: object) -> Iterator[LayoutConfig]:
         """Yield the layouts of a language grid: with every size of expert parallelism, and cuts of the pipeline."""
         experts = self.costs.num_experts
-        sizes = [ep for ep in divisors(tp * dp) if experts % ep == 0] if experts else [1]
+        given = self.base.layout
+        sizes = [ep for ep in divisors(tp * given.llm_cp * dp) if experts % ep == 0] if experts else [1]
         node = self.costs.gpu.gpus_per_node
         # Twice as many GPUs as a node has are as near as half as many.
         for ep in sorted(sizes, key=lambda ep: max(ep / node, node / ep))[:MAX_EXPERT_SIZES]:
-            layout = LayoutConfig(llm_tp=tp, llm_dp=dp, llm_pp=pp, llm_ep=ep, sequence_parallel=tp > 1,
-                                  **more)  # type: ignore[arg-type]
+            layout = LayoutConfig(llm_tp=tp, llm_cp=given.llm_cp, cp_comm_type=given.cp_comm_type, llm_dp=dp, llm_pp=pp,
+                                  llm_ep=ep, sequence_parallel=tp > 1, **more)  # type: ignore[arg-type]
             if pp == 1 or even:
                 yield layout
                 continue
@@ -310,7 +314,7 @@ class Search:
     def _cuts(self, layout: LayoutConfig) -> list[str]:
         """Return cuts of the layers with less on the first stage, for the encoder, or on the last, for the logits."""
         layers, stages = self.costs.num_layers, layout.llm_pp
-        cost = self.costs.language(layout.llm_tp, self.base.train.micro_batch_size, layout.llm_ep)
+        cost = self.costs.language(layout.llm_tp, self.base.train.micro_batch_size, layout.llm_ep, layout.llm_cp)
         layer = cost.forward_s + cost.backward_s
         first = last = 0.0
         if layer > 0:

@@ -219,9 +219,9 @@ class Costs:
         # Experts that a token passes, where the provider has such a field.
         self._top_k = int(vars(family).get("moe_router_topk") or 1) if self.num_experts else 1
 
-    def language(self, tp: int, micro_batch_size: int, ep: int = 1) -> LanguageCost:
-        """Return the costs of a microbatch of the language model."""
-        return self._once(self._language, tp, micro_batch_size, ep)
+    def language(self, tp: int, micro_batch_size: int, ep: int = 1, cp: int = 1) -> LanguageCost:
+        """Return the costs of a microbatch of the language model on a context-parallel rank."""
+        return self._once(self._language, tp, micro_batch_size, ep, cp)
 
     def encoder(self, name: str, tp: int) -> EncoderCost:
         """Return the costs of an encoder's passes."""
@@ -244,15 +244,16 @@ class Costs:
         found: R = self._known[key]
         return found
 
-    def _language(self, tp: int, micro_batch_size: int, ep: int) -> LanguageCost:
+    def _language(self, tp: int, micro_batch_size: int, ep: int, cp: int) -> LanguageCost:
         length = self.config.train.seq_length
-        tokens = micro_batch_size * length
+        tokens = micro_batch_size * length / cp
         sums = SequenceSums.of_rows([[length]] * micro_batch_size, length)
         layers, ends = [0.0, 0.0], [0.0, 0.0]
         for component, forward, backward in self.counter.passes(LANGUAGE, sums):
+            # Context-parallel ranks share the work of each row evenly.
             into = layers if component.recomputed else ends
-            into[0] += forward
-            into[1] += backward
+            into[0] += forward / cp
+            into[1] += backward / cp
         if layers[1]:
             layers[1] += layers[0] * self._repeated_share(LANGUAGE)
         gemm = self.config.model.moe_gemm
@@ -277,11 +278,18 @@ class Costs:
         dispatch = 2 * with_experts * (routed * (inside - 1) / (self.gpu.link_gb_s * 1e9)
                                        + routed * (ep - inside) / (self.gpu.network_gb_s * 1e9) + LATENCY_S)
         dispatch = dispatch if ep > 1 else 0.0
+        # Each rank gets the keys and values of the other context-parallel ranks, once in the forward pass, and again
+        # with their gradients in the backward pass. An estimate that no measurement has corrected yet: rings hide a
+        # part of it behind attention, other nodes take longer.
+        shared = 0.0
+        if cp > 1:
+            moved_bytes = tokens * self._key_value_bytes() / tp
+            shared = (cp - 1) * (moved_bytes / (self.gpu.link_gb_s * 1e9) + LATENCY_S)
         ratios = self.profile.ratios(LANGUAGE, tp, micro_batch_size)
-        forward_s = max(layers[0] / rate / self.num_layers, host_forward_s) + 2 * moved + dispatch
+        forward_s = max(layers[0] / rate / self.num_layers, host_forward_s) + 2 * moved + dispatch + shared
         backward_s = 0.0
         if layers[1]:
-            backward_s = max(layers[1] / rate / self.num_layers, host_backward_s) + 3 * moved + dispatch
+            backward_s = max(layers[1] / rate / self.num_layers, host_backward_s) + 3 * moved + dispatch + 2 * shared
         kept = tokens * self._kept_bytes(LANGUAGE, self.hidden_size) / self.num_layers / tp
         vocabulary = max((shape.shape[0] for shape in self.shapes[LANGUAGE] if shape.stage != "layer"), default=0)
         logits = min(tokens, self.config.model.logits_chunk_size or tokens) * vocabulary / tp
@@ -289,6 +297,18 @@ class Costs:
             forward_s * ratios.forward, backward_s * ratios.backward,
             ends[0] / ends_rate * ratios.ends_forward, ends[1] / ends_rate * ratios.ends_backward,
             kept * ratios.bytes, tokens * self.hidden_size * 2 / tp, 6.0 * logits * ratios.ends_bytes)
+
+    def _key_value_bytes(self) -> float:
+        """Return the bytes of a token's keys and values in a layer, the mean over the layers.
+
+        Latent attention unfolds them, and counts as if they were as wide as the hidden states.
+        """
+        found = {shape.name: shape for shape in self.shapes[LANGUAGE] if shape.stage == "layer"}
+        fused = next((shape for name, shape in found.items() if "linear_qkv" in name and len(shape.shape) == 2), None)
+        output = next((shape for name, shape in found.items() if "linear_proj" in name and len(shape.shape) == 2), None)
+        if fused is None or output is None:
+            return 4.0 * self.hidden_size
+        return 2.0 * (fused.shape[0] - output.shape[1]) * fused.count / self.num_layers
 
     def _layers_with_experts(self) -> float:
         return max((shape.count / self.num_experts for shape in self.shapes[LANGUAGE] if shape.split == "expert"),
@@ -404,8 +424,6 @@ def check_supported(config: RunConfig) -> None:
         raise ValueError(f"mimo plan does not support models with several encoders ({', '.join(encoders)})")
     if depth:
         raise ValueError(f"mimo plan does not support --encoder-prefetch-depth {depth}")
-    if config.layout.llm_cp > 1:
-        raise ValueError(f"mimo plan does not support --llm-cp {config.layout.llm_cp}, only 1")
     for module in (LANGUAGE, *encoders):
         fp8 = config.model.fp8(module)
         if fp8 is not None:

@@ -110,7 +110,7 @@ class Step:
         self.sampled = _with_fewer_lanes(layout)
         self.num_microbatches = num_microbatches(config)
         language = layout.language
-        self.pass_cost = costs.language(language.tp, config.train.micro_batch_size, language.ep)
+        self.pass_cost = costs.language(language.tp, config.train.micro_batch_size, language.ep, language.cp)
         self.layers = layers_of_stages(config, layout)
         # Seconds of the language model's passes without images, by microbatches.
         self._pipeline_s: dict[int, float] = {}
@@ -234,7 +234,7 @@ class Step:
         moved = self.config.train.micro_batch_size * self.config.train.seq_length * self.costs.hidden_size * 2
         across = self.layout.world_size > self.costs.gpu.gpus_per_node
         bandwidth = self.costs.gpu.network_gb_s if across else self.costs.gpu.link_gb_s
-        return LATENCY_S + moved / self.layout.language.tp / (bandwidth * 1e9)
+        return LATENCY_S + moved / (self.layout.language.tp * self.layout.language.cp) / (bandwidth * 1e9)
 
     def _images(self, lane: Sequence[SampleSize]) -> list[int]:
         return [tokens for sample in lane for tokens in sample.images]

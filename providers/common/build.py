@@ -39,8 +39,6 @@ def transformer_config(context: BuildContext | None, kind: type[TransformerConfi
     impl = "local" if context is None else context.transformer_impl
     fused = impl == "transformer_engine"
     shared = shares_rows and grid.name == LANGUAGE
-    if context is not None and fused and shared and grid.cp > 1:
-        _check_shared_attention(context, sizes.get("num_query_groups") or sizes["num_attention_heads"])
     _check_recomputed(sizes, kind, impl)
     if sizes.get("moe_shared_expert_overlap"):
         if not sizes.get("moe_shared_expert_intermediate_size"):
@@ -86,20 +84,6 @@ def _check_recomputed(sizes: Mapping[str, Any], kind: type[TransformerConfig], i
     if "mla_up_proj" in parts and not issubclass(kind, MLATransformerConfig):
         raise ValueError(f"--recompute-modules {','.join(parts)}: the model has no latent attention; leave mla_up_proj "
                          "out")
-
-
-def _check_shared_attention(context: BuildContext, query_groups: object) -> None:
-    """Raise ValueError for what Transformer Engine's attention cannot share among context-parallel ranks."""
-    assert isinstance(query_groups, int), query_groups
-    grid = context.grid
-    if context.params_dtype is torch.float32:
-        raise ValueError(f"--llm-cp {grid.cp} with --no-bf16: Transformer Engine has no float32 attention over several "
-                         "ranks; use --bf16 or --transformer-impl local")
-    groups = max(query_groups // grid.tp, 1)
-    if context.cp_comm_type == "a2a" and groups % grid.cp:
-        raise ValueError(f"--cp-comm-type a2a: the {groups} key and value heads of a tensor-parallel rank "
-                         f"(--num-query-groups {query_groups}, --llm-tp {grid.tp}) are not divisible by --llm-cp "
-                         f"{grid.cp}; use --cp-comm-type p2p or all_gather")
 
 
 def recompute_fields(context: BuildContext | None) -> dict[str, object]:

@@ -174,6 +174,30 @@ def test_logits_of_some_tokens_at_a_time_give_the_same_values(pool: WorkerPool, 
         assert found["largest"] <= max(LARGE // tp * SMALL.hidden_size, 14 * LARGE // tp)
 
 
+def shared_attention_errors(rank: int) -> list[str]:
+    """What Transformer Engine's attention cannot share, as every rank finds it."""
+    from types import SimpleNamespace
+
+    from mimo.config.cli import parse
+    from mimo.model.build import check_shared_attention
+
+    errors = []
+    for flags, tp, cp in (("--no-bf16", 1, 2), ("--no-bf16", 1, 1), ("--cp-comm-type a2a", 2, 2),
+                          ("--cp-comm-type a2a", 1, 2), ("", 2, 2)):
+        sizes: Any = SimpleNamespace(num_query_groups=2, num_attention_heads=4)
+        try:
+            check_shared_attention(parse(flags.split()), GridSpec(LANGUAGE, tp=tp, cp=cp), sizes)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_ranks_without_the_language_model_refuse_the_same_attention(pool: WorkerPool) -> None:
+    ((in_float32, by_heads),) = pool.run(shared_attention_errors, world_size=1)
+    assert "--llm-cp 2 with --no-bf16: Transformer Engine has no float32 attention" in in_float32
+    assert "--cp-comm-type a2a: the 1 key and value heads of a tensor-parallel rank (2 in all, --llm-tp 2)" in by_heads
+
+
 def rotary_errors(rank: int) -> dict[str, float]:
     """Largest differences from transformers of the cosines and sines of positions of three axes."""
     import torch

@@ -387,7 +387,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
                            (["--gpus", "2", "--nodes", "1"], "--gpus 2 and --nodes 1: give one of them"),
                            ([], "--gpus 0 and --nodes 0: give one of them"),
                            (["--gpus", "2", "--encoder-prefetch-depth", "2"], "support --encoder-prefetch-depth 2"),
-                           (["--gpus", "2", "--llm-cp", "2"], "support --llm-cp 2"),
                            (["--gpus", "2", "--gpu-memory-gib", "0"], "--gpu-memory-gib 0.0 is not above 0")):
         assert main(["plan", *flags, *run]) == 2
         assert message in capsys.readouterr().err
@@ -412,5 +411,33 @@ def test_the_plan_of_a_run_says_how_much_memory_it_takes() -> None:
     # The last stage is not the fullest with encoder windows.
     whole = needed("--layout", "homogeneous", "--llm-dp", "2")
     assert needed("--layout", "homogeneous", "--llm-dp", "2", "--logits-chunk-size", "64") < whole - 0.5
-    assert line("10b-even", "--layout", "colocated", "--encoder-dp", "2", "--llm-cp", "2") == (
-        "memory: not estimated: mimo plan does not support --llm-cp 2, only 1")
+    assert line("10b-even", "--layout", "colocated", "--encoder-dp", "2", "--llm-cp", "2").startswith("memory: about")
+
+
+def test_context_parallel_ranks_share_work_and_activations() -> None:
+    base = [*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1", "--layout", "colocated", "--encoder-dp", "4"]
+    config = parse([*base, "--llm-cp", "2", "--llm-dp", "2"])
+    costs = Costs(config, Profile(GPUS["H200"]))
+    whole, part = costs.language(1, 1), costs.language(1, 1, 1, 2)
+    for name in ("layer_bytes", "recomputed_bytes", "ends_bytes", "ends_forward_s", "ends_backward_s"):
+        assert vars(part)[name] == pytest.approx(vars(whole)[name] / 2), name
+    # Half of the time, and the keys and values of the other rank: 8 of 24 heads of 128 channels, in bfloat16.
+    family = config.model_family
+    moved = config.train.seq_length / 2 * 2 * family.query_groups * family.head_dim * 2
+    exchange = moved / (costs.gpu.link_gb_s * 1e9) + LATENCY_S
+    assert part.forward_s == pytest.approx(max(whole.forward_s / 2, HOST_FORWARD_S) + exchange)
+    step = Step(config, validate(config, 4), costs)
+    assert step.transfer_s("any") - LATENCY_S == pytest.approx(
+        (Step(parse([*base, "--llm-dp", "4"]), validate(parse([*base, "--llm-dp", "4"]), 4), costs).transfer_s("any")
+         - LATENCY_S) / 2)
+    # Weights are whole on each rank, states of the optimizer are shared by all four.
+    assert step.state_bytes("language", step.layout.language, 0) == pytest.approx(
+        sum(count * (2 + 4 + 12 / 4) for count, _ in step.parameters("language", step.layout.language, 0)))
+
+
+def test_the_command_plans_for_the_context_parallelism_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    run = [*presets.PRESETS["smallest"], "--no-bf16"]
+    assert main(["plan", "--gpus", "4", *run, "--llm-cp", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["layouts"]
+    assert len(found) > 5 and all("--llm-cp 2" in each["flags"] for each in found)
+    assert main(["plan", "--gpus", "1", *run, "--llm-cp", "2"]) == 2
