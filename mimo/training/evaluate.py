@@ -62,14 +62,14 @@ def vocabulary_argmax(logits: torch.Tensor, group: dist.ProcessGroup) -> torch.T
 
 
 def whole_rows(text: TextBatch, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather the values of whole rows `[b, s]` from those of each context-parallel rank's tokens `[b, s / cp]`."""
+    """Gather the values of whole rows `[b, s, ...]` from those of each context-parallel rank's, `[b, s / cp, ...]`."""
     if text.part is None:
         return own
     index = text.part.index.to(own.device)
     values, places = ([torch.empty_like(each) for _ in range(group.size())] for each in (own, index))
     dist.all_gather(values, own.contiguous(), group=group)
     dist.all_gather(places, index, group=group)
-    whole = own.new_empty(text.input_ids.shape)
+    whole = own.new_empty((*text.input_ids.shape, *own.shape[2:]))
     whole[:, torch.cat(places)] = torch.cat(values, dim=1)
     return whole
 

@@ -19,7 +19,7 @@ MAX_ERROR = 1e-5
 DENSE_LAYOUTS = {"one-process": (1, ""), "tp2": (2, "--llm-tp 2 --sequence-parallel"), "pp2": (2, "--llm-pp 2"),
                  "dp2": (2, "--llm-dp 2")}
 MOE_LAYOUTS = {"one-process": (1, ""), "tp2": (2, "--llm-tp 2 --sequence-parallel"), "pp2": (2, "--llm-pp 2"),
-               "ep2": (2, "--llm-dp 2 --llm-ep 2"),
+               "ep2": (2, "--llm-dp 2 --llm-ep 2"), "cp2-ep2": (2, "--llm-cp 2 --llm-ep 2"),
                "tp2-ep2": (4, "--llm-tp 2 --sequence-parallel --llm-dp 2 --llm-ep 2"),
                "tp2-expert-tp2": (2, "--llm-tp 2 --sequence-parallel --llm-expt-tp 2")}
 LAYOUTS = {"refit-qwen3": DENSE_LAYOUTS, "refit-qwen3-tied": {"tp2": DENSE_LAYOUTS["tp2"]},

@@ -87,16 +87,17 @@ def change(parts: Any, step: int, only: str = "") -> None:
 @torch.no_grad()
 def logprobs_of(parts: Any, batches: list[Microbatch], vocab_size: int) -> dict[str, torch.Tensor]:
     """Log-probs `[s - 1]` of every token but a sample's first, by key; on ranks with the last stage."""
-    from mimo.training.evaluate import forward_values
+    from mimo.training.evaluate import forward_values, whole_rows
     from mimo.training.step import run_schedule
 
     found: dict[str, torch.Tensor] = {}
 
     def collect(batch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         group = parts.grids.collections[LANGUAGE].tp
+        assert batch.text is not None
+        logits = whole_rows(batch.text, logits, parts.grids.collections[LANGUAGE].cp)
         shards = [torch.empty_like(logits) for _ in range(group.size())]
         dist.all_gather(shards, logits.contiguous(), group=group)
-        assert batch.text is not None
         whole = torch.cat(shards, dim=-1)[..., :vocab_size].double().log_softmax(-1)
         tokens = batch.text.input_ids[:, 1:].unsqueeze(-1)
         found.update(zip(batch.text.keys, whole[:, :-1].gather(-1, tokens).squeeze(-1).float(), strict=True))
