@@ -200,9 +200,13 @@ def read_qwen_video_processing(folder: str, config: PatchSizes, rule: Literal["q
         allow(key, pixels[key], isinstance(pixels[key], int) and pixels[key] > 0, "a number of pixels")
     samples = bool(found["do_sample_frames"])
     number = int(found["num_frames"] or 0) if samples else 0
+    rate = float(values.get("fps", defaults["fps"]) or 0) if samples else 0.0
+    # The class of transformers fails with both, and that of Qwen3-VL takes another way with neither.
+    allow("num_frames", number, not (number and rate), f"null beside fps {rate:g}, or this beside fps null")
+    allow("fps", None, bool(number or rate) or not samples or rule == "qwen2_5_vl", "a number")
     return VideoProcessing(
         rule, tuple(map(float, found["image_mean"])), tuple(map(float, found["image_std"])),
-        float(found["fps"] or 0) if samples and not number else 0.0, found["min_frames"], found["max_frames"],
+        rate, found["min_frames"], found["max_frames"],
         **pixels, temporal_patch_size=found["temporal_patch_size"], timestamps=rule == "qwen3_vl",
         resample=RESAMPLE[found["resample"]], num_frames=number,
         max_tokens=found["max_video_tokens"] if found["cap_pixels_per_frame"] else 0, source=str(path))
