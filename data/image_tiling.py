@@ -7,13 +7,17 @@ The values of `--image-tiling`:
 - pad: borders in the mean colour make the image square before it is resized (LlavaImageProcessor with `do_pad`).
 - fixed: a grid of such tiles, its aspect ratio the nearest to the image's (InternVL 1.5, arXiv 2404.16821, section
   3.2), with the whole image as a last tile on request.
+- anyres: the whole image as one tile (stretched), then a grid of tiles that hold it in its own aspect ratio, with black
+  borders (LlavaNextImageProcessor). The tokens are those of the tiles in this order, rows of tiles from the top.
+  LLaVA-NeXT itself also leaves out tokens of the borders and adds a learned one behind each row, which no family here
+  does.
 - dynamic: one tile of about the image's own size and aspect ratio, for encoders that pack patches. There is no
   thumbnail, so there are as many tiles as images. vLLM serves Nemotron models with the same sizes
   (`DynamicResolutionImageTiler`), which are those of Megatron's `DynamicResolutionImageTilingStrategy`.
 - smart_resize: likewise, with the sizes of the Qwen-VL families (`smart_resize` of Hugging Face's
   Qwen2VLImageProcessor), which keep the aspect ratio between limits of pixels.
 
-stretch, crop, pad and smart_resize compute what Hugging Face's image processors do with their default backend,
+stretch, crop, pad, anyres and smart_resize compute what Hugging Face's image processors do with their default backend,
 torchvision. Their PIL backend rounds once more on the way and differs by up to 2 of 255 in a few pixels of a thousand.
 fixed and dynamic resize with PIL, as InternVL and Megatron do.
 """
@@ -21,6 +25,7 @@ fixed and dynamic resize with PIL, as InternVL and Megatron do.
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,6 +55,8 @@ UPRIGHT = {
 
 # Kinds that make one tile of about the image's own size.
 ANY_SIZE = ("dynamic", "smart_resize")
+# Rows and columns of the grids of LLaVA-NeXT's published models.
+PINPOINT_GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
 # Largest ratio of an image's sides that `smart_resize` takes.
 MAX_ASPECT_RATIO = 200
 
@@ -59,7 +66,7 @@ class Tiling:
     """How images become tiles, as plain data that `tiling_of` has checked.
 
     Attributes:
-        kind: stretch, crop, pad, fixed, dynamic or smart_resize; see the docstring of this module.
+        kind: stretch, crop, pad, fixed, anyres, dynamic or smart_resize; see the docstring of this module.
         tile_size: height and width of a tile in pixels; (0, 0) with tiles of any size.
         patch_size: pixels a side of a patch; 0 unless tiles have any size.
         size_multiple: height and width of a tile of any size are multiples of it, and it is a multiple of `patch_size`.
@@ -73,9 +80,10 @@ class Tiling:
         num_channels: 1 (grey) or 3 (RGB).
         resample: kernel that images are resized with.
         max_pixels: most pixels of an image while it is resized or padded.
+        pinpoints: height and width in pixels of each grid of tiles that anyres may use.
     """
 
-    kind: Literal["stretch", "crop", "pad", "fixed", "dynamic", "smart_resize"]
+    kind: Literal["stretch", "crop", "pad", "fixed", "anyres", "dynamic", "smart_resize"]
     tile_size: Size
     patch_size: int
     size_multiple: int
@@ -89,6 +97,7 @@ class Tiling:
     num_channels: int
     resample: Literal["bicubic", "bilinear"] = "bicubic"
     max_pixels: int = 100_000_000
+    pinpoints: tuple[Size, ...] = ()
 
 
 def tiling_of(config: Config, tokens: TokenSpec) -> Tiling:
@@ -110,14 +119,14 @@ def tiling_of(config: Config, tokens: TokenSpec) -> Tiling:
         height, width = tokens.image_shape
         fixed = f"images of {height} pixels a side" if height == width else f"images of {height} x {width} pixels"
         takes = fixed if tokens.image_size else "whole images, not patches"
-        raise ValueError(f"{flag}: the encoder takes {takes}; use --image-tiling crop, stretch, pad or fixed")
+        raise ValueError(f"{flag}: the encoder takes {takes}; use --image-tiling crop, stretch, pad, fixed or anyres")
     if not dynamic and tokens.image_size < 1:
         advice = ("use --image-tiling dynamic or smart_resize" if tokens.packs_patches
                   else "give the model an image size")
         raise ValueError(f"{flag}: the encoder takes images of any size, so there is no size to make; {advice}")
     if kind in ("crop", "pad") and tokens.image_shape[0] != tokens.image_shape[1]:
         raise ValueError(f"{flag}: makes squares, and the encoder takes images of {tokens.image_shape[0]} x "
-                         f"{tokens.image_shape[1]} pixels; use --image-tiling stretch or fixed")
+                         f"{tokens.image_shape[1]} pixels; use --image-tiling stretch, fixed or anyres")
     if config.use_thumbnail and kind != "fixed":
         raise ValueError(f"--use-thumbnail: only with --image-tiling fixed, not {kind}")
     max_tiles = config.max_tiles or 0
@@ -142,6 +151,7 @@ def tiling_of(config: Config, tokens: TokenSpec) -> Tiling:
         num_channels=tokens.num_channels,
         resample=resample,
         max_pixels=config.max_image_pixels,
+        pinpoints=pinpoints_of(kind, config.image_grid_pinpoints, tokens.image_shape),
     )
     if min(tiling.std) <= 0:
         raise ValueError(f"--image-std {_listed(config.image_std)}: must be positive")
@@ -150,7 +160,25 @@ def tiling_of(config: Config, tokens: TokenSpec) -> Tiling:
     return tiling
 
 
-def _listed(values: Sequence[float]) -> str:
+def pinpoints_of(kind: str, given: Sequence[str], tile_size: Size) -> tuple[Size, ...]:
+    """Return the grids of `--image-grid-pinpoints` in pixels. Raises ValueError unless tiles fill them."""
+    if kind != "anyres":
+        if given:
+            raise ValueError(f"--image-grid-pinpoints {_listed(given)}: only with --image-tiling anyres, not {kind}")
+        return ()
+    height, width = tile_size
+    if not given:
+        return tuple((rows * height, columns * width) for rows, columns in PINPOINT_GRIDS)
+    found = [re.fullmatch(r"(\d+)x(\d+)", text) for text in given]
+    for text, match in zip(given, found, strict=True):
+        if match is None or not all(int(side) and not int(side) % tile
+                                    for side, tile in zip(match.groups(), tile_size, strict=True)):
+            raise ValueError(f"--image-grid-pinpoints {text}: expected HEIGHTxWIDTH, multiples of {height} x "
+                             f"{width} pixels, such as {height}x{2 * width}")
+    return tuple((int(match[1]), int(match[2])) for match in found if match is not None)
+
+
+def _listed(values: Sequence[object]) -> str:
     return " ".join(map(str, values))
 
 
@@ -282,6 +310,29 @@ def fixed_grid(height: int, width: int, tiling: Tiling) -> Size:
     return best
 
 
+def best_pinpoint(height: int, width: int, tiling: Tiling) -> Size:
+    """Return the grid, in pixels, that holds most of an image and wastes least (`select_best_resolution`)."""
+    def fitness(grid: Size) -> tuple[int, int]:
+        scale = min(grid[1] / width, grid[0] / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        return kept, kept - grid[0] * grid[1]
+
+    return max(tiling.pinpoints, key=fitness)  # the first of equally good ones
+
+
+def padded_into(pixels: np.ndarray, size: Size, resample: str) -> np.ndarray:
+    """Resize an image into a rectangle in its own aspect ratio, in the middle of black borders."""
+    (height, width), (rows, columns) = pixels.shape[:2], size
+    if columns / width < rows / height:
+        inner = min(math.ceil(height * (columns / width)), rows), columns
+    else:
+        inner = rows, min(math.ceil(width * (rows / height)), columns)
+    canvas = np.zeros((*size, pixels.shape[2]), np.uint8)
+    top, left = (rows - inner[0]) // 2, (columns - inner[1]) // 2
+    canvas[top : top + inner[0], left : left + inner[1]] = torch_resized(pixels, inner, resample)
+    return canvas
+
+
 def tile_sizes(height: int, width: int, tiling: Tiling) -> list[Size]:
     """Return the tiles of an image from its size alone, so that packing needs no pixels.
 
@@ -310,6 +361,9 @@ def tile_sizes(height: int, width: int, tiling: Tiling) -> list[Size]:
             raise ValueError(f"an image of {height} x {width} pixels (height x width) is too narrow: --image-tiling "
                              f"{tiling.kind} makes it {between[0]} x {between[1]} on the way, more than "
                              f"--max-image-pixels {tiling.max_pixels}")
+    if tiling.kind == "anyres":
+        rows, cols = best_pinpoint(height, width, tiling)
+        return [tiling.tile_size] * (1 + rows // tiling.tile_size[0] * (cols // tiling.tile_size[1]))
     rows, cols = fixed_grid(height, width, tiling) if tiling.kind == "fixed" else (1, 1)
     thumbnail = tiling.use_thumbnail and rows * cols > 1
     return [tiling.tile_size] * (rows * cols + thumbnail)
@@ -412,6 +466,13 @@ def normalised(image: Image.Image | np.ndarray, tiling: Tiling) -> np.ndarray:
     return np.ascontiguousarray((pixels - mean) / std)
 
 
+def cut(whole: np.ndarray, size: Size) -> list[np.ndarray]:
+    """Cut a grid, `[rows * height, columns * width, C]`, into its tiles, row by row."""
+    height, width = size
+    return [whole[top : top + height, left : left + width]
+            for top in range(0, whole.shape[0], height) for left in range(0, whole.shape[1], width)]
+
+
 def upright_image(image: Image.Image, num_channels: int) -> Image.Image:
     """Turn an image whose pixels have not been read upright, and convert it to an encoder's channels.
 
@@ -433,7 +494,7 @@ def tile_pictures(image: Image.Image, tiling: Tiling) -> list[np.ndarray]:
 
     Returns:
         uint8 `[height, width, C]` each, with the sizes that `tile_sizes` returns for `oriented_size(image)`: rows of
-        tiles from the top, then the thumbnail.
+        tiles from the top, then the thumbnail; with anyres the whole image, then rows of tiles.
 
     Raises:
         ValueError: the pixels cannot be converted; see `to_channels`.
@@ -450,16 +511,15 @@ def tile_pictures(image: Image.Image, tiling: Tiling) -> list[np.ndarray]:
         return [to_array(resized(upright, sizes[0], tiling.resample))]
     if tiling.kind == "smart_resize":
         return [torch_resized(to_array(upright), sizes[0], tiling.resample)]
+    if tiling.kind == "anyres":
+        grid = padded_into(to_array(upright), best_pinpoint(*size, tiling), tiling.resample)
+        return [torch_resized(to_array(upright), tiling.tile_size, tiling.resample), *cut(grid, tiling.tile_size)]
     if tiling.kind != "fixed":
         return [square_tile(upright, tiling)]
     rows, cols = fixed_grid(*size, tiling)
     height, width = tiling.tile_size
     whole = to_array(resized(upright, (rows * height, cols * width), tiling.resample))
-    tiles = [
-        whole[row * height : (row + 1) * height, col * width : (col + 1) * width]
-        for row in range(rows)
-        for col in range(cols)
-    ]
+    tiles = cut(whole, tiling.tile_size)
     if tiling.use_thumbnail and len(tiles) > 1:
         tiles.append(to_array(resized(upright, tiling.tile_size, tiling.resample)))
     return tiles

@@ -52,7 +52,7 @@ class ImageProcessing:
         source: where these values were found, for messages.
     """
 
-    tiling: Literal["stretch", "crop", "pad", "fixed", "dynamic", "smart_resize"]
+    tiling: Literal["stretch", "crop", "pad", "fixed", "anyres", "dynamic", "smart_resize"]
     mean: tuple[float, ...]
     std: tuple[float, ...]
     resample: Literal["bicubic", "bilinear"] = "bicubic"

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-from data.conversation_files.files import FolderImages, MissingImageError
+from data.conversation_files.files import MissingImageError, images_of
 from data.conversation_files.provider import Config
 from data.conversation_files.sources import (
     SPLIT_NAMES,
@@ -124,12 +124,12 @@ class _Writer:
 
     def _samples(self, split: str, source: Source) -> Iterator[list[Member]]:
         """Yield the parts of each sample, whose keys are unique in the folder."""
-        reader, images = RecordReader(source, None), FolderImages(source.images)
+        reader, images = RecordReader(source, None), images_of(source.images, source.cache)
         for index in range(len(reader)):
             self._bar.update()
             record = reader[index]
             try:
-                parts = _parts(conversation_of_record(record["parse"](record["raw"]), images))
+                parts = _parts(conversation_of_record(record["parse"](record["raw"]), images, source.columns))
             except ValueError as error:
                 self.errors.append(f"{record['__shard__']} {record['__key__']}: {error}")
                 if len(self.errors) > self._max_bad_samples:

@@ -13,9 +13,11 @@ from functools import cache
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import quote
 
 import numpy as np
 
+from data.conversation_files.remote import Cache, is_url
 from data.conversations import Video, from_data_url
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ CHUNK = 1 << 24
 HINT_ENTRIES = 1000
 JSON_SUFFIXES = (".jsonl", ".json")
 SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".arrow")
+HINT = "; names are relative to --image-folder, or else to the folder of the data"
 
 
 class RecordFile(Protocol):
@@ -346,12 +349,15 @@ class FolderImages:
             raise ValueError(f"{article} {kind} is {type(place).__name__}, expected the name of a file")
         if place.startswith("data:"):
             return from_data_url(place, kind)
-        if re.match(r"[a-z][a-z0-9+.-]*://", place) and not place.startswith("file://"):
-            raise ValueError(f"{kind} {place[:200]!r} is on the network, from where nothing is fetched; download it "
-                             "and give its folder as --image-folder")
+        return place, self._read(place, kind)
+
+    def _read(self, place: str, kind: str) -> bytes:
+        if is_url(place):
+            raise ValueError(f"{kind} {place[:200]!r} is on the network, from where only files below --image-folder "
+                             f"are read; give {place[:200].rpartition('/')[0]!r} or a folder above it")
         path = self.folder / place.removeprefix("file://")
         try:
-            return place, path.read_bytes()
+            return path.read_bytes()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
             raise MissingImageError(f"{kind} {place[:200]!r}: there is no file {path}", place) from error
         except OSError as error:
@@ -390,4 +396,41 @@ class FolderImages:
             if self.folder.joinpath(*name.parts[count:]).is_file():
                 return (f", but {self.folder.joinpath(*name.parts[count:])}; put the images into "
                         f"{self.folder.joinpath(*name.parts[:count])}, as the record names them")
-        return "; names are relative to --image-folder, or else to the folder of the data"
+        return HINT
+
+
+class StoreImages(FolderImages):
+    """Images and videos of a record below a URL; otherwise like `FolderImages`.
+
+    Args:
+        base: URL to which names are relative. Images with a URL of their own have to be below it.
+        cache: cache of the images.
+    """
+
+    def __init__(self, base: str, cache: Cache) -> None:
+        self._base, self._cache = base.rstrip("/"), cache
+
+    def load_video(self, place: Any) -> tuple[str, Video]:
+        # Its content, because the file in the cache may be deleted before it is decoded.
+        return self.load(place, "video")
+
+    def _read(self, place: str, kind: str) -> bytes:
+        name = place.removeprefix(f"{self._base}/")
+        if is_url(name) or name.startswith(("/", "file:")) or ".." in name.split("/"):
+            raise ValueError(f"{kind} {place[:200]!r} is not below --image-folder {self._base}, the only place from "
+                             "which files are read")
+        # The name of a file may hold characters that mean something else in an address.
+        is_file_name = name == place and self._base.startswith(("http://", "https://"))
+        url = f"{self._base}/{quote(name) if is_file_name else name}"
+        try:
+            return self._cache.image(url)
+        except FileNotFoundError as error:
+            raise MissingImageError(f"{kind} {place[:200]!r}: there is no {url}", place) from error
+
+    def hint(self, place: str) -> str:
+        return HINT
+
+
+def images_of(place: Path | str, cache: Cache) -> FolderImages:
+    """Return the images of a folder or, if `place` is a str, below a URL."""
+    return FolderImages(place) if isinstance(place, Path) else StoreImages(place, cache)

@@ -35,7 +35,8 @@ class ConversationPrompts:
             ValueError: flags or files cannot work; the message names them.
         """
         # Energon and torch take seconds to import, and --help needs neither of them.
-        from data.conversation_files.sources import FolderImages, RecordReader, sources_of
+        from data.conversation_files.files import images_of
+        from data.conversation_files.sources import RecordReader, check_named_columns, sources_of
         from data.energon.task_encoder import ErrorLog, VlmTaskEncoder
         from data.prompts import load_tokenizer
 
@@ -44,7 +45,10 @@ class ConversationPrompts:
         if len(sources) > 1:
             raise ValueError(f"{flag} {path}: mixes {len(sources)} data sets, and train_rl.py reads one file or folder")
         self._split, self._seed, self._flag = split, seed, flag
-        self._reader, self._images = RecordReader(sources[0], None), FolderImages(sources[0].images)
+        (source,) = sources
+        self._reader, self._images = RecordReader(source, None), images_of(source.images, source.cache)
+        self._columns = source.columns
+        check_named_columns(flag, source, self._reader)
         # Only the model's tokens are read; lengths are checked by the run.
         request = DataRequest(tokens=tokens, num_image_tokens=lambda height, width: 1, num_lanes=1, micro_batch_size=1,
                               seq_length=1, seed=seed, split=split)
@@ -84,7 +88,7 @@ class ConversationPrompts:
         number = int(self._order[1][place])
         file, _ = self._reader.place(number)
         try:
-            found = conversation_of_record(file.parse(self._reader[number]["raw"]), self._images)
+            found = conversation_of_record(file.parse(self._reader[number]["raw"]), self._images, self._columns)
             if found.videos:
                 raise ValueError("has a video; prompts of train_rl.py may have images, no videos")
             *before, last = found.messages or [{}]

@@ -13,6 +13,9 @@ from typing import Any, ClassVar
 from data.energon import provider as energon
 from mimo.protocols import DataRequest
 
+# Columns are part of the digest of the data.
+NOT_STREAMED = ("image_folder", "data_columns", "data_cache", "data_cache_gib")
+
 
 @dataclass(frozen=True)
 class Config(energon.Config):
@@ -20,12 +23,18 @@ class Config(energon.Config):
 
     data_path: str = ""
     """A JSONL, JSON or Parquet file, a folder with one or of a Hugging Face data set, or a YAML file that mixes
-    several."""
+    several. A path, or a URL that fsspec reads (s3://, https://, msc://)."""
     valid_data_path: str = ""
     """Held-out samples, in the same forms. Default: the `val` split of --data-path, if it has one."""
     image_folder: str = ""
-    """Folder to which the names of images and videos are relative. Default: --data-path if it is a folder, or else the
-    folder of the file."""
+    """Folder or URL to which the names of images and videos are relative. Default: --data-path if it is a folder, or
+    else the folder of the file."""
+    data_columns: tuple[str, ...] = ()
+    """Names of the records' own columns, as KEY=COLUMN: `question=prompt answer=response image=img`."""
+    data_cache: str = ""
+    """Folder on the node's disk for copies of files at URLs. Default: mimo-hetero in $XDG_CACHE_HOME or ~/.cache."""
+    data_cache_gib: float = 100.0
+    """GiB that images and videos in --data-cache may take, about. Those that were read least recently are deleted."""
 
 
 class ConversationsProvider(energon.EnergonProvider):
@@ -53,8 +62,7 @@ class ConversationsProvider(energon.EnergonProvider):
         """Return the fields that decide the samples. Files count by their sizes, and not by where they are."""
         from data.conversation_files.sources import digest
 
-        fields = energon.streamed_flags(config)
-        del fields["image_folder"]
+        fields = {name: value for name, value in energon.streamed_flags(config).items() if name not in NOT_STREAMED}
         return fields | {"data_path": digest(config), "tokenizer": energon.tokenizer_digest(config)}
 
     def write_shards(self, config: Any, out: Path, samples_per_shard: int) -> str:

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import re
+import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,9 +29,11 @@ from megatron.energon.metadataset.loader_interface import DatasetBlendMode, Load
 from megatron.energon.source_info import SourceInfo
 from megatron.energon.wrappers.map_dataset import MapDataset
 
-from data.conversation_files.files import SUFFIXES, FolderImages, MissingImageError, RecordFile, open_file
+from data.conversation_files import remote
+from data.conversation_files.files import SUFFIXES, FolderImages, MissingImageError, RecordFile, images_of, open_file
 from data.conversation_files.provider import Config
-from data.conversations import Conversation, from_record
+from data.conversation_files.remote import Cache, is_url
+from data.conversations import FORMS, VIDEO_KEYS, Conversation, from_record
 from data.energon.cookers import ParsedSample
 from data.energon.provider import path_of
 
@@ -45,8 +48,15 @@ SHUFFLED_SLICES = 1000
 PARALLEL_BLOCKS = 4
 # Files of a downloaded data set that hold no records.
 METADATA = ("dataset_info.json", "dataset_infos.json")
+# Files that `datasets` saves beside records, which say where these are.
+SAVED_METADATA = ("dataset_dict.json", "state.json")
 # End of the name of a part of a data set, as in train-00000-of-00005.parquet or train-00000-of-00005-0a1b2c.parquet.
 PART = re.compile(r"-\d+-of-(\d+)(-[0-9a-f]+)?$")
+# Records among which each column of --data-columns has to be.
+COLUMN_RECORDS = 256
+COLUMN_KEYS = (*FORMS, "answer", "answers", "image", "images", *VIDEO_KEYS, "system", "tools")
+# Keys of bounding boxes, which models write in ways of their own. The last one is ms-swift's.
+BOX_KEYS = ("bbox", "bboxes", "boxes", "bounding_box", "bounding_boxes", "objects")
 # Records without their images, among these, that show that the folder is another one.
 MISSING_IMAGES = 4
 SPLIT_NAMES = {"train": "train", "valid": "val"}
@@ -66,14 +76,18 @@ class Source:
     Attributes:
         path: the file or folder that the user named.
         files: the files of records.
-        images: folder to which the names of images are relative.
+        images: folder, or as a str the URL, to which the names of images are relative.
+        cache: cache of files that are elsewhere.
+        columns: the record's own name of a key that is read under another one.
         weight: share of the samples, relative to the other sources; None if all sources are read equally often.
         repetitions: how often the samples come in one pass over all sources; None for weights.
     """
 
     path: Path
     files: tuple[Path, ...]
-    images: Path
+    images: Path | str
+    cache: Cache
+    columns: Mapping[str, str]
     weight: float | None = None
     repetitions: float | None = None
 
@@ -83,24 +97,83 @@ def sources_of(config: Config, split: str) -> list[Source]:
     flag, name = path_of(config, split)
     if not name:
         raise ValueError(f"{flag}: name the file or folder of --dataset-provider conversations")
-    path = Path(name)
-    if not path.exists():
-        raise ValueError(f"{flag} {path}: does not exist")
+    cache = cache_of(config)
     try:
-        if path.suffix in (".yaml", ".yml"):
-            return _mixed(path, split, config.image_folder)
-        files = _files_of(path, None if flag == "--valid-data-path" else SPLIT_NAMES[split])
-        return [Source(path, files, _image_folder(config.image_folder, path))]
+        if not is_url(name) and not Path(name).exists():
+            raise ValueError("does not exist")
+        if name.endswith((".yaml", ".yml")):
+            return _mixed(name, split, config, cache)
+        path, files = _opened(name, None if flag == "--valid-data-path" else SPLIT_NAMES[split], cache)
+        return [Source(path, files, _image_folder(config.image_folder, name), cache, columns_of(config))]
+    except OSError as error:
+        raise ValueError(f"{flag} {name}: {error}") from error
     except ValueError as error:
         kind = NoSplitError if isinstance(error, NoSplitError) else ValueError
-        raise kind(f"{flag} {path}: {error}") from error
+        raise kind(f"{flag} {name}: {error}") from error
 
 
-def _image_folder(given: str, path: Path) -> Path:
-    """Return the folder of a source's images. Raises ValueError if it does not exist."""
+def cache_of(config: Config) -> Cache:
+    """Return the cache of files that are elsewhere. Raises ValueError for a limit that cannot work."""
+    if not config.data_cache_gib > 0:
+        raise ValueError(f"--data-cache-gib {config.data_cache_gib}: must be above 0")
+    return Cache(Path(config.data_cache) if config.data_cache else remote.default_cache(),
+                 int(config.data_cache_gib * remote.GIB))
+
+
+def columns_of(config: Config) -> dict[str, str]:
+    """Return the record's own name of each key that --data-columns names. Raises ValueError."""
+    columns = {}
+    for text in (piece for each in config.data_columns for piece in each.split(",")):
+        key, _, column = text.partition("=")
+        if key in columns or not column:
+            raise ValueError(f"--data-columns {text}: expected KEY=COLUMN, each key once")
+        columns[key] = column
+    _check_columns(columns, "--data-columns")
+    return columns
+
+
+def _check_columns(columns: Mapping[str, str], where: str) -> None:
+    unknown = [key for key in columns if key not in COLUMN_KEYS]
+    if unknown:
+        raise ValueError(f"{where}: {', '.join(map(str, unknown))} is none of the keys that are read: "
+                         f"{', '.join(COLUMN_KEYS)}; write KEY=COLUMN, such as question=prompt")
+
+
+def _image_folder(given: str, place: str) -> Path | str:
+    """Return the folder or URL of a source's images. Raises ValueError for a folder that does not exist."""
+    if is_url(given):
+        return given
     if given and not Path(given).is_dir():
         raise ValueError(f"--image-folder {given}: is no folder")
-    return Path(given) if given else path if path.is_dir() else path.parent
+    if not given and is_url(place):
+        return place.rpartition("/")[0] if place.endswith(SUFFIXES) else place
+    return Path(given or place) if given or Path(place).is_dir() else Path(place).parent
+
+
+def _opened(place: str, split: str | None, cache: Cache) -> tuple[Path, tuple[Path, ...]]:
+    """Return the local path of a file or folder, for messages, and the local files of a split; see `_files_of`."""
+    if not is_url(place):
+        return Path(place), _files_of(Path(place), split)
+    if place.endswith(SUFFIXES):
+        path = _copied(place, cache)
+        return path, _files_of(path, split)
+    # The rules for folders look at names, and at the contents of two files. The others stay where they are.
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for name in remote.names_in(place, ("data", *SPLIT_WORDS)):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(_copied(remote.joined(place, name), cache).read_bytes()
+                                        if Path(name).name in SAVED_METADATA else b"")
+        names = [str(file.relative_to(folder)) for file in _files_of(folder, split)]
+    files = tuple(_copied(remote.joined(place, name), cache) for name in names)
+    return Path(place), files
+
+
+def _copied(url: str, cache: Cache) -> Path:
+    try:
+        return cache.record_file(url)
+    except FileNotFoundError as error:
+        raise ValueError("does not exist") from error
 
 
 def _files_of(path: Path, split: str | None) -> tuple[Path, ...]:
@@ -181,8 +254,10 @@ def _only[T](found: Sequence[T], wanted: str, names: Sequence[str]) -> Sequence[
     return found
 
 
-def _mixed(path: Path, split: str, image_folder: str) -> list[Source]:
+def _mixed(place: str, split: str, config: Config, cache: Cache) -> list[Source]:
     """Read the sources of a split from a YAML file, whose paths are relative to it."""
+    path = _copied(place, cache) if is_url(place) else Path(place)
+    folder = place.rpartition("/")[0] if is_url(place) else path.parent
     try:
         content = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
@@ -197,7 +272,7 @@ def _mixed(path: Path, split: str, image_folder: str) -> list[Source]:
     entries = content.get(name)
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"has no list of files under {name}")
-    sources = [_entry(path.parent, place, entry, image_folder, name) for place, entry in enumerate(entries, 1)]
+    sources = [_entry(folder, number, entry, name, config, cache) for number, entry in enumerate(entries, 1)]
     weights = [source.weight is not None for source in sources]
     repeated = [source.repetitions is not None for source in sources]
     if any(weights) and (any(repeated) or not all(weights)):
@@ -205,30 +280,37 @@ def _mixed(path: Path, split: str, image_folder: str) -> list[Source]:
     return sources
 
 
-def _entry(folder: Path, place: int, entry: Any, image_folder: str, split: str) -> Source:
+def _entry(folder: Path | str, number: int, entry: Any, split: str, config: Config, cache: Cache) -> Source:
     """Read an entry of a list of files of a split."""
     if isinstance(entry, str):
         entry = {"path": entry}
-    known = {"path", "images", "weight", "repetitions"}
+    known = {"path", "images", "columns", "weight", "repetitions"}
     if not isinstance(entry, Mapping) or not entry.keys() <= known or not isinstance(entry.get("path"), str):
-        raise ValueError(f"entry {place}: expected path and, if needed, images, weight or repetitions; found {entry}")
-    path = folder / entry["path"]
+        raise ValueError(f"entry {number}: expected path and, if needed, images, columns, weight or repetitions; found "
+                         f"{entry}")
+    place = remote.joined(folder, entry["path"])
+    columns = entry.get("columns")
+    if columns is not None:
+        if not isinstance(columns, Mapping) or not all(isinstance(value, str) for value in columns.values()):
+            raise ValueError(f"entry {number}: columns {columns!r}: expected the record's name of each key")
+        _check_columns(columns, f"entry {number}: columns")
     for key in ("weight", "repetitions"):
         value = entry.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))
                                   or not (math.isfinite(value) and value > 0)):
-            raise ValueError(f"entry {place}: {key} {value!r}: expected a number above 0")
-    if not path.exists():
-        raise ValueError(f"entry {place}: {path}: does not exist")
+            raise ValueError(f"entry {number}: {key} {value!r}: expected a number above 0")
     try:
-        files = _files_of(path, None if path.is_file() or split == "val" else split)
-        images = entry.get("images")
-        if images is not None and not (folder / str(images)).is_dir():
-            raise ValueError(f"images {folder / str(images)}: is no folder")
-        found = folder / str(images) if images is not None else _image_folder(image_folder, path)
+        if not is_url(place) and not Path(place).exists():
+            raise ValueError("does not exist")
+        path, files = _opened(place, None if place.endswith(SUFFIXES) or split == "val" else split, cache)
+        images = None if entry.get("images") is None else remote.joined(folder, str(entry["images"]))
+        if images is not None and not is_url(images) and not Path(images).is_dir():
+            raise ValueError(f"images {images}: is no folder")
+        found = _image_folder(config.image_folder if images is None else images, place)
     except ValueError as error:
-        raise ValueError(f"entry {place}: {path}: {error}") from error
-    return Source(path, files, found, entry.get("weight"), entry.get("repetitions"))
+        raise ValueError(f"entry {number}: {place}: {error}") from error
+    return Source(path, files, found, cache, columns_of(config) if columns is None else columns, entry.get("weight"),
+                  entry.get("repetitions"))
 
 
 class RecordReader:
@@ -333,7 +415,9 @@ class RecordFiles(BaseCoreDatasetFactory[ParsedSample], Sharder):
             shuffle_over_epochs=1 if self._shuffle else None,
             parallel_slice_iters=(PARALLEL_BLOCKS if has_blocks else PARALLEL_SLICES) if self._shuffle else 1,
         )
-        return MapDataset(records, partial(parsed, FolderImages(self.source.images)), stateless_map_fn=True,
+        source = self.source
+        read = partial(parsed, images_of(source.images, source.cache), source.columns)
+        return MapDataset(records, read, stateless_map_fn=True,
                           worker_config=self._worker_config, map_fn_config={"type": type(self).__qualname__})
 
     def _slice_length(self) -> int | None:
@@ -347,22 +431,27 @@ class RecordFiles(BaseCoreDatasetFactory[ParsedSample], Sharder):
         raise ValueError(f"{self.source.path}: a file of conversations cannot be an auxiliary data set")
 
 
-def parsed(images: FolderImages, sample: RawSampleData) -> ParsedSample:
+def parsed(images: FolderImages, columns: Mapping[str, str], sample: RawSampleData) -> ParsedSample:
     """Read a record with its images. Raises ValueError if it cannot be used."""
     (record,) = sample.data
     assert record is not None
     content = record["parse"](record["raw"])
     try:
-        return ParsedSample(**basic_sample_keys(record), conversation=conversation_of_record(content, images))
+        return ParsedSample(**basic_sample_keys(record), conversation=conversation_of_record(content, images, columns))
     except OSError as error:
         # The record is not at fault: the run ends.
         raise FatalSampleError(f"{record['__shard__']} {record['__key__']}: {error}") from error
 
 
-def conversation_of_record(record: Any, images: FolderImages) -> Conversation:
+def conversation_of_record(record: Any, images: FolderImages, columns: Mapping[str, str]) -> Conversation:
     """Read a record and the images and videos that it names. Raises ValueError if it cannot be used."""
     if not isinstance(record, Mapping):
         raise ValueError(f"is {type(record).__name__}, expected an object")
+    record = _renamed(record, columns)
+    for key in BOX_KEYS:
+        if record.get(key) and (record.get("question") is not None or key == "objects"):
+            raise ValueError(f"{key} {str(record[key])[:80]!r}: bounding boxes are not read; write them into the texts "
+                             "as the model expects them, and remove the key")
     both = [key for key in ("image", "images") if record.get(key) is not None]
     if len(both) == 2:
         raise ValueError("has both image and images; keep one")
@@ -370,6 +459,19 @@ def conversation_of_record(record: Any, images: FolderImages) -> Conversation:
     if names is not None and not isinstance(names, list):
         names = [names]
     return from_record(record, names, images)
+
+
+def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return a record with its own columns under the keys that are read."""
+    if not columns:
+        return record
+    # Keys that decide the form of a record, or list its images, count only under the names of the flag.
+    hidden = {*columns.values(), *columns}
+    for keys in (FORMS, ("image", "images"), VIDEO_KEYS, ("answer", "answers")):
+        if not columns.keys().isdisjoint(keys):
+            hidden |= set(keys)
+    kept = {key: value for key, value in record.items() if key not in hidden}
+    return kept | {key: record[column] for key, column in columns.items() if column in record}
 
 
 def load_sources(config: Config, split: str, worker_config: WorkerConfig,
@@ -423,14 +525,15 @@ def check_first_records(config: Config, split: str, encode: Callable[[ParsedSamp
     for source in sources_of(config, split):
         file = open_named(flag, source.files[0])
         reader = RecordReader(source, None)
-        images = FolderImages(source.images)
+        images = images_of(source.images, source.cache)
+        check_named_columns(flag, source, reader)
         errors: list[tuple[str, ValueError | OSError]] = []
         missing: list[tuple[str, ValueError | OSError]] = []
         first = range(min(FIRST_RECORDS, len(file)))
         for number in first:
             place = f"{flag} {file.path} {file.name(number)}"
             try:
-                conversation = conversation_of_record(file.parse(reader[number]["raw"]), images)
+                conversation = conversation_of_record(file.parse(reader[number]["raw"]), images, source.columns)
                 is_text = not conversation.images and not conversation.videos
                 if takes_images or is_text:
                     encode(ParsedSample(__key__=place, __restore_key__=(), __subflavors__=None, __sources__=(),
@@ -455,6 +558,24 @@ def check_first_records(config: Config, split: str, encode: Callable[[ParsedSamp
             raise ValueError(_with_hint(*errors[0], images) + others)
 
 
+def check_named_columns(flag: str, source: Source, reader: RecordReader) -> None:
+    """Refuse columns that none of the first records has: a mistyped one of images would leave them out in silence."""
+    absent = dict(source.columns)
+    number = 0
+    while absent and number < min(COLUMN_RECORDS, len(reader)):
+        file, _ = reader.place(number)
+        try:
+            record = file.parse(reader[number]["raw"])
+        except ValueError:
+            record = None  # a bad record, which is named when it is read
+        absent = {key: column for key, column in absent.items()
+                  if not isinstance(record, Mapping) or record.get(column) is None}
+        number += 1
+    for key, column in absent.items():
+        raise ValueError(f"{flag} {source.path}: --data-columns {key}={column}: none of the first {number} records has "
+                         f"the column {column}")
+
+
 def _with_hint(place: str, error: ValueError | OSError, images: FolderImages) -> str:
     """Return the message of an error, with the folder that has the image if one is missing."""
     return f"{place}: {error}{images.hint(error.place) if isinstance(error, MissingImageError) else ''}"
@@ -463,5 +584,5 @@ def _with_hint(place: str, error: ValueError | OSError, images: FolderImages) ->
 def digest(config: Config) -> str:
     """Return a digest of the training files: their names, sizes and shares. They may be too large to be read."""
     parts = [[[file.name, file.stat().st_size] for file in source.files] + [[source.weight, source.repetitions]]
-             for source in sources_of(config, "train")]
+             + ([dict(source.columns)] if source.columns else []) for source in sources_of(config, "train")]
     return f"files {hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}"

@@ -50,13 +50,15 @@ class Config:
     """Largest number of samples that are read from a shard in a row."""
     shuffle: bool = True
     """Shuffle train shards and samples. --no-shuffle reads them in stored order."""
-    image_tiling: Literal["auto", "stretch", "crop", "pad", "fixed", "dynamic", "smart_resize", "resize"] = "auto"
+    image_tiling: Literal["auto", "stretch", "crop", "pad", "fixed", "anyres", "dynamic", "smart_resize",
+                          "resize"] = "auto"
     """How an image becomes what the encoder takes. stretch: resized to the encoder's size. crop: the shorter side
-    resized to it, then the centre cut out. pad: made square with borders in the mean colour, then resized. fixed: cut
-    into tiles of that size. dynamic: its own size and aspect ratio, in patches. smart_resize: likewise, with the sizes
-    of Qwen-VL. auto: as the model's Hugging Face processor does (preprocessor_config.json beside --hf-config, --load-hf
-    or --load-vision-from, or else that of the family: CLIP crops, SigLIP stretches, Nemotron is dynamic, Qwen-VL
-    resizes smartly). resize: the earlier name of stretch."""
+    resized to it, then the centre cut out. pad: made square with borders in the mean colour, then resized. fixed:
+    cut into tiles of that size. anyres: the whole image, then tiles of it, as LLaVA-NeXT. dynamic: its own size and
+    aspect ratio, in patches. smart_resize: likewise, with the sizes of Qwen-VL. auto: as the model's Hugging Face
+    processor does (preprocessor_config.json beside --hf-config, --load-hf or --load-vision-from, or else that of
+    the family: CLIP crops, SigLIP stretches, Nemotron is dynamic, Qwen-VL resizes smartly). resize: the earlier
+    name of stretch."""
     image_resample: Literal["auto", "bicubic", "bilinear"] = "auto"
     """Kernel that images are resized with; auto: as the model's processor."""
     max_tiles: int | None = None
@@ -64,6 +66,9 @@ class Config:
     else 6."""
     use_thumbnail: bool = False
     """With --image-tiling fixed, the whole image too, as a last tile, where there are several."""
+    image_grid_pinpoints: tuple[str, ...] = ()
+    """HEIGHTxWIDTH in pixels of each grid of tiles that --image-tiling anyres may cut an image into, such as 336x672.
+    Left out: those of LLaVA-NeXT, which are 1x2, 2x1, 2x2, 3x1 and 1x3 tiles."""
     min_patches: int | None = None
     """Fewest patches of an image with --image-tiling dynamic or smart_resize; smaller images are enlarged. Left out: as
     the model's files say, or else 4 (dynamic) or as the family has it (smart_resize)."""

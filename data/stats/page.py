@@ -141,7 +141,7 @@ def images_html(report: Report) -> str:
         ("Aspect ratio", aspect_bars([image.size[1] / image.size[0] for image in images]),
          "width : height, before tiling"),
     ]
-    if report.tiling is not None and report.tiling.kind == "fixed":
+    if report.tiling is not None and report.tiling.kind in ("fixed", "anyres"):
         tiles = integer_bars([len(image.tiles) for image in images])
         height, width = report.tiling.tile_size
         shown.append(("Tiles", tiles, f"tiles of {width} x {height} pixels, of an image"))

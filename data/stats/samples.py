@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from data.energon.task_encoder import Row
-from data.image_tiling import Tiling, fixed_grid
+from data.image_tiling import Tiling, best_pinpoint, fixed_grid
 from data.stats.collect import Collected, ImageRecord, Record, VideoRecord
 from mimo.report.summary import number
 
@@ -69,8 +69,11 @@ def image_html(position: int, image: ImageRecord, tiles: Sequence[np.ndarray], t
         tiling: how it was tiled.
         tokens: image tokens of it.
     """
-    rows, cols = fixed_grid(*image.size, tiling) if tiling.kind == "fixed" else (1, 1)
     height, width = tiles[0].shape[1:]
+    rows, cols = fixed_grid(*image.size, tiling) if tiling.kind == "fixed" else (1, 1)
+    if tiling.kind == "anyres":  # the whole image is shown behind its tiles
+        grid = best_pinpoint(*image.size, tiling)
+        rows, cols, tiles = grid[0] // height, grid[1] // width, [*tiles[1:], tiles[0]]
     shorter, longer = sorted([rows * height, cols * width])
     scale = LARGEST / longer if longer > LARGEST else max(min(SMALLEST // shorter, LARGEST // longer), 1)
     cells = "".join(_tile(tile, tiling, scale) for tile in tiles[: rows * cols])

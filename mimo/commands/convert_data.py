@@ -41,6 +41,7 @@ def convert_data(flags: ConvertDataFlags) -> int:
             raise ValueError(f"--{name.replace('_', '-')} {vars(flags)[name]}: must be at least {least}")
     provider: ShardWriter = registry.dataset_provider("conversations")
     config = provider.Config(data_path=flags.data, valid_data_path=flags.valid_data_path,
-                             image_folder=flags.image_folder, max_bad_samples=flags.max_bad_samples)
+                             image_folder=flags.image_folder, data_columns=flags.data_columns,
+                             max_bad_samples=flags.max_bad_samples)
     print(provider.write_shards(config, out, flags.samples_per_shard))
     return 0

@@ -130,8 +130,10 @@ class ConvertDataFlags:
     valid_data_path: Annotated[str, arg(metavar="PATH")] = ""
     """Held-out samples. Default: the val split of DATA, if it has one."""
     image_folder: Annotated[str, arg(metavar="PATH")] = ""
-    """Folder to which the names of images are relative. Default: the path if it is a folder, or else the folder of the
-    file."""
+    """Folder or URL to which the names of images are relative. Default: the path if it is a folder, or else the folder
+    of the file."""
+    data_columns: tuple[str, ...] = ()
+    """Names of the records' own columns, as for --data-columns of a run."""
     samples_per_shard: int = 1000
     """Samples of a tar file at most."""
     max_bad_samples: int = 100

@@ -97,5 +97,5 @@ def checkpoints(config: RunConfig) -> Checkpoints | None:
 
 def _paths(config: RunConfig, names: tuple[str, ...]) -> dict[str, Path]:
     values = {name: value for section in vars(config).values() if section is not None
-              for name, value in vars(section).items() if name in names and value}
+              for name, value in vars(section).items() if name in names and value and "://" not in str(value)}
     return {"--" + name.replace("_", "-"): Path(values[name]) for name in names if name in values}

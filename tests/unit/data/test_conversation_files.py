@@ -7,7 +7,7 @@ import io
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def read(config: Config, count: int, asks: DataRequest | None = None, lanes: Seq
 
 def read_shards(config: Config, folder: Path, count: int, split: str = "train") -> list[Sample]:
     """The first rows of shards in stored order, under the same flags."""
-    values = {name: value for name, value in vars(config).items() if name != "image_folder"}
+    values = {field.name: vars(config)[field.name] for field in fields(EnergonConfig)}
     flags = EnergonConfig(**values | {"data_path": str(folder), "shuffle": False})
     asks = request(split=split)
     energon.validate(flags, asks)

@@ -18,6 +18,7 @@ from mimo.protocols import ImageProcessing, TokenSpec
 
 STRETCH = Tiling("stretch", (32, 32), 0, 1, 4, 1024, 0, 6, False, (0.5,) * 3, (0.25,) * 3, 3)
 FIXED = replace(STRETCH, kind="fixed")
+ANYRES = replace(STRETCH, kind="anyres", pinpoints=((32, 64), (64, 32), (64, 64), (96, 32), (32, 96)))
 WIDE = replace(FIXED, tile_size=(32, 64), use_thumbnail=True)
 # Cells of 32 pixels a side, 2 x 2 patches each: 1 to 16 of them.
 DYNAMIC = replace(
@@ -421,3 +422,35 @@ def test_tiling_of_takes_what_each_kind_needs():
 def test_impossible_values_are_refused_with_their_flag(config, tokens, message):
     with pytest.raises(ValueError, match=message):
         tiling_of(flags(**config), replace(PATCHES, **tokens))
+
+
+@pytest.mark.parametrize("pinpoints", [ANYRES.pinpoints, ((32, 32), (128, 96), (32, 128))])
+def test_anyres_makes_the_tiles_of_llava_next(pinpoints):
+    from transformers import LlavaNextImageProcessor
+
+    square = {"height": 32, "width": 32}
+    theirs = LlavaNextImageProcessor(size={"shortest_edge": 32}, crop_size=square, image_mean=[0.5] * 3,
+                                     image_std=[0.25] * 3, image_grid_pinpoints=[list(grid) for grid in pinpoints])
+    tiling, rng, counts = replace(ANYRES, pinpoints=pinpoints), np.random.default_rng(5), set()
+    for height, width in [*rng.integers(1, 400, (100, 2)), (1, 300), (300, 1), (32, 32), (64, 64)]:
+        image = Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
+        expected = theirs(image, return_tensors="np")["pixel_values"][0]
+        tiles = tile_image(image, tiling)
+        assert [tile.shape[1:] for tile in tiles] == tile_sizes(height, width, tiling)
+        assert len(tiles) == len(expected), (height, width)
+        assert np.abs(np.stack(tiles) - expected).max() < 1e-5, (height, width)
+        counts.add(len(tiles))
+    assert len(counts) > 2
+
+
+def test_grids_of_anyres_are_whole_tiles():
+    tiling = tiling_of(flags(image_tiling="anyres"), SQUARES)
+    assert tiling.pinpoints == ANYRES.pinpoints
+    assert tiling_of(flags(image_tiling="anyres", image_grid_pinpoints=("32x96",)), SQUARES).pinpoints == ((32, 96),)
+    for changes, message in [
+        ({"image_tiling": "anyres", "image_grid_pinpoints": ("32x50",)}, "32x50: expected HEIGHTxWIDTH, multiples"),
+        ({"image_tiling": "anyres", "image_grid_pinpoints": ("0x32",)}, "0x32: expected HEIGHTxWIDTH, multiples"),
+        ({"image_tiling": "crop", "image_grid_pinpoints": ("32x64",)}, "only with --image-tiling anyres, not crop"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            tiling_of(flags(**changes), SQUARES)
