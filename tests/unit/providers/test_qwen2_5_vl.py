@@ -18,7 +18,9 @@ from providers.common import hf_qwen_vl
 from providers.common.vision_language import VISION
 
 PROVIDER = model_provider("qwen2_5_vl")
-# Text model, inner width of the tower, tied: the published models.
+# Text model, inner width of the tower, tied: the published models. Compared with copies of config.json (3b; 32b but for
+# depth and heads of the tower) and with a printed model (7b, docs/qwen2.5vl_graph.md of acproject/duorou) in public
+# repositories. None has that of 72b, which is written from memory.
 PUBLISHED: dict[str, tuple[dict[str, Any], int, bool]] = {
     "3b": ({"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
             "num_key_value_heads": 2, "vocab_size": 151936}, 3420, True),
@@ -37,7 +39,7 @@ def published(name: str) -> dict[str, Any]:
     return {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", **text,
         "attention_dropout": 0.0, "vision_token_id": 151654, "hidden_act": "silu", "max_position_embeddings": 128000,
-        "max_window_layers": 28, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "sliding_window": 32768,
+        "max_window_layers": 70, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "sliding_window": 32768,
         "tie_word_embeddings": tied, "use_sliding_window": False, "image_token_id": 151655, "video_token_id": 151656,
         "vision_start_token_id": 151652, "vision_end_token_id": 151653,
         "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},

@@ -16,7 +16,8 @@ from providers import qwen3_vl
 from providers.common.vision_language import VISION
 
 PROVIDER = model_provider("qwen3_vl")
-# Text and tower of the published dense models; the parameters of a model that transformers builds of them.
+# Text, tower, tied: the published models. Compared with torchtitan/experiments/qwen3_vl of pytorch/torchtitan (2b, 8b,
+# 30b-a3b, 235b-a22b) and with copies of config.json in public repositories (4b, 32b).
 SMALL_TOWER = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "2b": ({"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -30,6 +31,9 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "30b-a3b": ({"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
                  "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128,
                  "num_experts_per_tok": 8, "norm_topk_prob": True}, {}, False),
+    "235b-a22b": ({"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94, "num_attention_heads": 64,
+                   "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 1536, "num_experts": 128,
+                   "num_experts_per_tok": 8, "norm_topk_prob": True}, {}, False),
 }
 
 
