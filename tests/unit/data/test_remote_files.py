@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,8 @@ import yaml
 
 from data.conversation_files import remote
 from data.conversation_files.provider import Config, provider
-from data.conversation_files.remote import PARTIAL, PARTIAL_S, Cache
+from data.conversation_files.remote import PARTIAL, PARTIAL_S
+from tests.support.launch import ROOT
 from tests.support.small_store import BUCKET, small_store
 from tests.unit.data.test_conversation_files import config as local_config
 from tests.unit.data.test_conversation_files import greys, read, request, same, table, tokenizer, write_lines
@@ -113,10 +116,14 @@ def test_images_come_only_from_the_place_that_is_named(tmp_path, config, store):
         provider.validate(replace(config, data_path="nowhere://a/b.jsonl"), request())
 
 
-def fill(folder: Path, address: str, first: int) -> None:
-    cache = Cache(folder, 20_000)
-    for number in range(200):
-        assert len(cache.image(f"{address}/{BUCKET}/{(first + number) % 100}.bin")) == 1000
+FILL = """
+import sys
+from pathlib import Path
+from data.conversation_files.remote import Cache
+cache = Cache(Path(sys.argv[1]), 20_000)
+for number in range(200):
+    assert len(cache.image(f"{sys.argv[2]}/{(int(sys.argv[3]) + number) % 100}.bin")) == 1000
+"""
 
 
 def test_many_processes_share_the_cache_within_its_limit(tmp_path):
@@ -130,16 +137,14 @@ def test_many_processes_share_the_cache_within_its_limit(tmp_path):
         path.write_bytes(b"x")
         os.utime(path, (time.time() - age_s,) * 2)
     with small_store(tmp_path / "store") as (address, _):
-        context = multiprocessing.get_context("spawn")
-        workers = [context.Process(target=fill, args=(tmp_path / "cache", address, 25 * number)) for number in range(4)]
-        for worker in workers:
-            worker.start()
-        time.sleep(1.5)
+        words = [sys.executable, "-c", FILL, str(tmp_path / "cache"), f"{address}/{BUCKET}"]
+        workers = [subprocess.Popen([*words, str(25 * number)], cwd=ROOT) for number in range(4)]
+        while len(list(images.rglob("*"))) < 20:
+            assert any(worker.poll() is None for worker in workers)
+            time.sleep(0.01)
         workers[0].kill()  # anywhere: the others go on
-        for worker in workers:
-            worker.join()
-        assert [worker.exitcode for worker in workers[1:]] == [0, 0, 0]
-        fill(tmp_path / "cache", address, 0)
+        assert [worker.wait() for worker in workers[1:]] == [0, 0, 0] and workers[0].wait() in (0, -signal.SIGKILL)
+        assert subprocess.run([*words, "0"], cwd=ROOT, check=False).returncode == 0
     files = [path for path in images.rglob("*") if path.is_file() and not path.name.endswith(PARTIAL)]
     assert sum(path.stat().st_size for path in files) <= 20_000 + 1000
     assert all(len(set(path.read_bytes())) == 1 and path.stat().st_size == 1000 for path in files)
