@@ -431,7 +431,7 @@ def test_files_are_mixed_by_weights_or_repetitions(tmp_path, config):
         ("- a.jsonl", "found list"),
         ("val: [a.jsonl]", "has no list of files under train"),
         ("train: [x.jsonl]", "entry 1: .*x.jsonl: does not exist"),
-        ("train: [{path: a.jsonl, ratio: 1}]", "entry 1: expected path and, if needed, images, weight or repetitions"),
+        ("train: [{path: a.jsonl, ratio: 1}]", "entry 1: expected path and, if needed, images, columns, weight"),
         ("train: [{path: a.jsonl, weight: 0}]", "entry 1: weight 0: expected a number above 0"),
         ("train: [{path: a.jsonl, weight: .nan}]", "entry 1: weight nan: expected a number above 0"),
         ("train: [{path: a.jsonl, repetitions: .inf}]", "entry 1: repetitions inf: expected a number above 0"),
@@ -636,7 +636,7 @@ def test_tools_survive_in_shards(tmp_path, config):
     assert main(["convert-data", config.data_path, str(tmp_path / "shards")]) == 0
     rows = []
     for source, flags in ((provider, config), (energon, EnergonConfig(
-            **{name: value for name, value in vars(config).items() if name != "image_folder"}
+            **{field.name: vars(config)[field.name] for field in fields(EnergonConfig)}
             | {"data_path": str(tmp_path / "shards")}))):
         reader = source.reader(flags, replace(request(), seq_length=1000), [0])
         reader.start()
