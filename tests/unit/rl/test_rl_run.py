@@ -143,7 +143,7 @@ def test_help_says_which_flags_are_for_train_hetero_alone(capsys):
     ("--updates-per-rollout 3", "--updates-per-rollout 3 does not divide the 4 prompts that --global-batch-size 16"),
     ("--encoder-prefetch-depth 2", "--encoder-prefetch-depth 2 is for train_hetero.py: the prompts of the next step"),
     ("--lane-loader per-lane", "--lane-loader per-lane: the first rank reads the prompts"),
-    ("--dataset-provider digit", "--dataset-provider digit: unknown; built in are arithmetic, digits"),
+    ("--dataset-provider digit", "--dataset-provider digit: unknown; built in are arithmetic, conversations, digits"),
     ("--dataset-provider digits", "--digits-text-only-fraction 0.3: the model takes no images; set it to 1"),
     ("--vocab-size 99", "the tokenizer of characters has token ids up to 99, the model's --vocab-size is 99"),
     ("--reward nothing", "--reward nothing: unknown"),
