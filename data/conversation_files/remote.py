@@ -23,8 +23,9 @@ from typing import Any
 URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://")
 GIB = 1 << 30
 RETRIES = 5
-# Part of the limit that a process writes before it looks at the size of the whole cache.
-SWEEP_PART = 0.01
+# Part of the limit that a process writes before it looks at the size of the whole cache. A node may have a hundred, and
+# together they exceed the limit by this much each.
+SWEEP_PART = 0.002
 # Part of the limit that is in use after files were deleted.
 KEPT_PART = 0.9
 PARTIAL = ".partial"
