@@ -19,10 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import av
 import numpy as np
-import torch
 import tyro
-from transformers import Qwen3VLVideoProcessor
-from transformers.video_utils import load_video
 
 from data.video import probe, read_frames
 from data.video_frames import plan_video, video_pixels
@@ -72,6 +69,10 @@ def measure(paths: list[Path], read: Callable[[Path], object]) -> float:
 
 def main(flags: Flags) -> None:
     """Write the videos, measure both ways, and print the results."""
+    import torch  # takes seconds, and --help does not need it
+    from transformers import Qwen3VLVideoProcessor
+    from transformers.video_utils import load_video
+
     torch.set_num_threads(1)
     processing = replace(provider.of_videos, max_pixels=flags.video_max_pixels)
     theirs = Qwen3VLVideoProcessor(
