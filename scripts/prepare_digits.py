@@ -216,7 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         config, _ = settings(chosen)
     except ValueError as error:
-        message = re.sub("--(vision|digits)-(image-size|strip)", r"--\2", str(error))
+        message = re.sub("--(vision|digits)-(image-size|strip|words-fraction)", r"--\2", str(error))
         raise SystemExit(f"prepare_digits.py: {message}") from error
     out = chosen.out
     out.mkdir(parents=True, exist_ok=True)
