@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from PIL import Image
 
@@ -133,16 +134,17 @@ def test_positions_of_packed_completions_are_those_of_each_alone():
                       sum(height * width // 784 for height, width in image_sizes))
            for number, (tokens, image_sizes) in enumerate(zip(prompts, sizes, strict=True))]
     total = sum(each.length for each in own)
-    packed = images.positions(own, total + 2)
+    packed = images.positions(own, torch.tensor([0, *np.cumsum([each.length for each in own]), total + 2]))
     assert packed.shape == (3, 1, total + 2)
     assert packed[:, 0, total:].tolist() == [[0, 1]] * 3
     start = 0
     for each in own:
-        alone = images.positions([each], each.length)
+        alone = images.positions([each], torch.tensor([0, each.length]))
         assert packed[:, 0, start : start + each.length].tolist() == alone[:, 0].tolist()
         start += each.length
     # Text, 2 x 3 tokens, text, an image of one token, and an answer that counts on.
-    assert images.positions(own[:1], own[0].length)[1, 0].tolist() == [0, 1, 1, 1, 2, 2, 2, 4, 5, 6, 7, 8]
+    first = images.positions(own[:1], torch.tensor([0, own[0].length]))
+    assert first[1, 0].tolist() == [0, 1, 1, 1, 2, 2, 2, 4, 5, 6, 7, 8]
 
 
 def as_request_image(picture: np.ndarray) -> object:
