@@ -141,7 +141,9 @@ def read_frames(name: str, data: Any, info: VideoInfo, indices: Sequence[int]) -
                     number, frame = _decoded_until(frames, number_of, -1, index)
                 if number != index or frame.is_corrupt:
                     raise ValueError(f"undecodable video {name}: frame {index} of {info.num_frames} is damaged")
-                picture = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
+                # Threads of the conversion would be missing in data workers, which are forks.
+                colours = frame.reformat(format="rgb24", threads=1).to_ndarray()
+                picture = np.rot90(colours, round(frame.rotation / 90))
                 if picture.shape[:2] != (info.height, info.width):
                     raise ValueError(f"video {name} changes its size at frame {index}: {picture.shape[0]}x"
                                      f"{picture.shape[1]} pixels, before {info.height}x{info.width}")

@@ -56,4 +56,5 @@ def write_video(
 def all_frames(content: bytes) -> np.ndarray:
     """Decode every frame in order, uint8 `[frames, height, width, 3]`, not turned."""
     with av.open(io.BytesIO(content)) as container:
-        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+        # With threads, processes that are forked later could not convert frames.
+        return np.stack([frame.reformat(format="rgb24", threads=1).to_ndarray() for frame in container.decode(video=0)])
