@@ -181,7 +181,10 @@ def reference() -> dict[str, str]:
 
 
 def build(out: Path) -> int:
-    """Build the site and return the exit code of mkdocs."""
+    """Build the site and return the exit code of mkdocs, which empties the folder first."""
+    is_site = (out / "search" / "search_index.json").is_file()
+    if out.exists() and not is_site and (not out.is_dir() or any(out.iterdir())):
+        raise SystemExit(f"build_docs.py {out}: it is not empty and not a site of this script; name a new folder")
     work = ROOT / "build" / f"docs-{os.getpid()}"
     shutil.rmtree(work, ignore_errors=True)
     try:
@@ -204,7 +207,8 @@ def build(out: Path) -> int:
 def main() -> int:
     """Read the command line and build."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", nargs="?", type=Path, default=ROOT / "build" / "site", help="folder to write")
+    parser.add_argument("out", nargs="?", type=Path, default=ROOT / "build" / "site",
+                        help="folder to write, which is emptied first")
     return build(parser.parse_args().out)
 
 

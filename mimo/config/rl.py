@@ -289,7 +289,8 @@ class RolloutConfig:
     """Time limit in seconds for each wait while the engine receives the trainer's weights."""
     refit_delta: bool = False
     """Send only the blocks of weights that have changed since the last refit. Checksums prove that the engine has the
-    others."""
+    others. Layers that vLLM loads itself (all of an engine that quantises, and linear layers on CPUs) are proved by
+    verified refits only (--refit-verify-interval)."""
     refit_verify_interval: int = 25
     """Verify the first refit of a run and every n-th after it; 0: none. A verification compares checksums of all
     weights, and log-probs of engine and trainer for the same tokens, with the real weights and with scrambled ones."""

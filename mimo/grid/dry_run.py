@@ -290,9 +290,13 @@ def logits_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
     if chunk is None:
         return []
     shapes, chunk = provider.parameter_shapes(config.model_family, LANGUAGE), min(chunk, tokens)
-    each = 6 * max(shape.shape[0] for shape in shapes if shape.stage != "layer") // layout.language.tp
+    output = max((shape.shape for shape in shapes if shape.stage != "layer"), key=lambda shape: shape[0])
+    each = 6 * output[0] // layout.language.tp
+    # The float32 sum of the weight's gradient, a chunk's part of it, and the sum in the weight's precision.
+    gradient = 8 * output[0] * output[1] // layout.language.tp
     return [f"logits: of {chunk} tokens at a time (--logits-chunk-size), about {format_bytes(chunk * each)} on a rank "
-            f"instead of {format_bytes(tokens * each)}"]
+            f"instead of {format_bytes(tokens * each)}; the backward pass needs up to {format_bytes(gradient)} for the "
+            "gradient of the output layer"]
 
 
 def _prefetch_lines(config: RunConfig, layout: Layout, provider: ModelProvider, encoder: GridSpec,

@@ -6,8 +6,9 @@ model's precision, and so do the weights that are stored, saved and exported.
 
 With Transformer Engine's layers, Megatron Core enters the recipe around each layer. Weights are quantised once for each
 step of the optimizer, which calls `forget_weights`; passes without gradients quantise anew, because weights may be
-exchanged around them. Layers in plain PyTorch round both operands of each product to FP8 and back. That is slower than
-no FP8, and shows what FP8 does to a run on any machine.
+exchanged around them (this includes the first pass of recomputed layers), and so do separate products of experts.
+Layers in plain PyTorch round both operands of each product to FP8 and back. That is slower than no FP8, and shows what
+FP8 does to a run on any machine.
 """
 
 from __future__ import annotations

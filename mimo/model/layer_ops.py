@@ -136,7 +136,7 @@ def accumulate_into_main_grad(module: torch.nn.Module) -> None:
         if hasattr(layer, "fuse_wgrad_accumulation"):
             layer.fuse_wgrad_accumulation = True
             # Else the first pass of all would overwrite the buffer, and an encoder may have several before its first
-            # backward one. (Copies of weights in FP8 are then made anew for each pass.)
+            # backward one. `mimo.model.fp8` keeps copies of weights in FP8 in another way.
             layer.disable_parameter_transpose_cache = True
 
 

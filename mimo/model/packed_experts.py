@@ -8,9 +8,9 @@ their gradients end to end, one base address and a table of offsets describes th
 
 Without a host copy of the sizes, a grid without expert parallelism also no longer waits for the device in every layer.
 
-In FP8, weights are quantised once for each step of the optimizer, in the order in which they lie in memory, and rows
-when they come. The rows of each expert are filled up with zeros, while they are sorted, to the multiple that the
-product needs.
+In FP8, weights are quantised once for each step of the optimizer (in passes without gradients anew), in the order in
+which they lie in memory, and rows when they come. The rows of each expert are filled up with zeros, while they are
+sorted, to the multiple that the product needs.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ def unsupported_reason(dtype: torch.dtype, recipe: str | None = None) -> str | N
     from transformer_engine.pytorch.module.grouped_linear import is_module_grouped_tensor_path_supported
 
     recipes = {None: None, "tensorwise": Float8CurrentScaling(), "blockwise": Float8BlockScaling()}
+    if recipe and torch.cuda.get_device_capability() >= (10, 0):
+        return "one FP8 product for all experts has been tried on Hopper GPUs only"
     if is_module_grouped_tensor_path_supported(recipes[recipe], dtype):
         return None
     version, needed = tex.get_cublasLt_version(), _version(MIN_CUBLASLT[recipe])
@@ -92,10 +94,15 @@ def choose_grouped_gemm(choice: str, module: torch.nn.Module, dtype: torch.dtype
     if choice in ("auto", "packed"):
         reason = unsupported_reason(dtype, fp8.recipe if fp8 else None)
         if reason is None:
-            logger.info("experts: one cuBLASLt product for all experts in %d layers", pack_experts(module, fp8))
-            return
+            count = pack_experts(module, fp8)
+            reason = "; ".join(["biases, an activation without a fused kernel or matrices at odd addresses",
+                                *(["in FP8 also --recompute-modules moe_act, --no-moe-permute-fusion or "
+                                   "--deterministic-mode"] if fp8 else [])])
+            if count:
+                logger.info("experts: one cuBLASLt product for all experts in %d layers", count)
+                return
         if choice == "packed":
-            raise ValueError(f"--moe-gemm packed cannot run here: {reason}")
+            raise ValueError(f"--moe-gemm packed cannot run here: {reason}; use auto or separate")
         logger.info("experts: %s products (%s)", "separate" if fp8 else "CUTLASS", reason)
 
 
@@ -129,6 +136,10 @@ def pack_experts(module: torch.nn.Module, fp8: Fp8 | None = None) -> int:
         stays = isinstance(dispatcher, MoEAlltoAllTokenDispatcher) and dispatcher.ep_size == dispatcher.tp_size == 1
         forward = _fill_rows if fp8 and not stays else _forward_experts
         experts.forward = partial(forward, experts, activation)
+        if fp8 and not stays:
+            # Transformer Engine's own choice is 16 for every recipe, and its kernels trap on such blocks.
+            for padding in (experts.quantization_padding, experts.quantization_unpadding):
+                padding.align_size = FP8_MULTIPLES[fp8.recipe]
         if stays:
             _stay_on_device(dispatcher, FP8_MULTIPLES[fp8.recipe] if fp8 else 1)
         count += 1

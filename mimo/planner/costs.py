@@ -292,11 +292,14 @@ class Costs:
             backward_s = max(layers[1] / rate / self.num_layers, host_backward_s) + 3 * moved + dispatch + 2 * shared
         kept = tokens * self._kept_bytes(LANGUAGE, self.hidden_size) / self.num_layers / tp
         vocabulary = max((shape.shape[0] for shape in self.shapes[LANGUAGE] if shape.stage != "layer"), default=0)
-        logits = min(tokens, self.config.model.logits_chunk_size or tokens) * vocabulary / tp
+        chunk = self.config.model.logits_chunk_size
+        logits = min(tokens, chunk or tokens) * vocabulary / tp
+        # The gradient of the output layer is summed over the chunks, see `mimo.grid.dry_run.logits_lines`.
+        summed = 8.0 * vocabulary * self.hidden_size / tp if chunk is not None and layers[1] else 0.0
         return LanguageCost(
             forward_s * ratios.forward, backward_s * ratios.backward,
             ends[0] / ends_rate * ratios.ends_forward, ends[1] / ends_rate * ratios.ends_backward,
-            kept * ratios.bytes, tokens * self.hidden_size * 2 / tp, 6.0 * logits * ratios.ends_bytes)
+            kept * ratios.bytes, tokens * self.hidden_size * 2 / tp, 6.0 * logits * ratios.ends_bytes + summed)
 
     def _key_value_bytes(self) -> float:
         """Return the bytes of a token's keys and values in a layer, the mean over the layers.

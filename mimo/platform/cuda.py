@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
+import tempfile
 from pathlib import Path
 
 import torch
@@ -17,17 +19,22 @@ logger = logging.getLogger(__name__)
 def keep_compiled_kernels() -> None:
     """Give Triton and TorchInductor folders that outlive the process and the host's next start.
 
-    They lie in `$XDG_CACHE_HOME/mimo-hetero`, or else `~/.cache/mimo-hetero`. TorchInductor's own choice is under /tmp,
-    and it moves Triton's there as well. Folders that the user has chosen stay.
+    They lie in `$XDG_CACHE_HOME/mimo-hetero/HOST`, or else `~/.cache/mimo-hetero/HOST`: hosts that share a home may
+    have other CPUs, and would wait for each other's locks. TorchInductor's own choice is under /tmp, and it moves
+    Triton's there as well. Folders that the user has chosen stay.
     """
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mimo-hetero"
-        folder.mkdir(parents=True, exist_ok=True)
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folders = [home / "mimo-hetero" / platform.node() / f"mimo-hetero-{name}" for name in ("inductor", "triton")]
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(b"0")
     except (OSError, RuntimeError) as problem:  # no home, or none that can be written
         logger.warning("compiled kernels are not kept for the next start: %s; set XDG_CACHE_HOME", problem)
         return
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
-    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folders[0]))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folders[1]))
 
 
 class CudaPlatform(Platform):

@@ -6,8 +6,9 @@ of a module has changed, all of them travel.
 
 Every rank of the trainer keeps the checksum of each of its blocks as it was last sent, 8 bytes for each. For a delta
 refit it computes them again, announces which have changed, and sends those alone. Workers and ranks read the same
-announcements and select the same operations from the same plan. In the end each worker proves that it has the trainer's
-weights: it reads the checksum of every block, sent or not, back from its live parameters.
+announcements and select the same operations from the same plan. In the end each worker proves that its live parameters
+have the trainer's weights: it reads the checksum of every block of them back, sent or not. Tensors that went through
+vLLM's loader have no blocks to read; refits that send everything and are verified prove those.
 """
 
 from __future__ import annotations

@@ -155,14 +155,18 @@ def torch_dtype(name: str) -> torch.dtype:
 # Checksums of every box: as it is sent, as it arrives, and as it is read back from the live tensor.
 #
 # A checksum is computed on the device of the box by a few reductions, and only the sums leave the device. The bytes of
-# a box, row-major and padded with zeros to whole words of four bytes, are signed 32-bit words `x[0], x[1], ...`. The
-# checksum is `sum((i + 1 + ROW) * x[i]) mod 2**64`, as a signed number. It changes if a word changes, or if two
-# different words are exchanged.
+# a box, row-major and padded with zeros to whole words of four bytes, are signed 32-bit words. `x[0], x[1], ...` are
+# these words times `MIXER` modulo 2**32, with their upper bits added to the lower ones by exclusive or. The checksum is
+# `sum((i + 1 + ROW) * x[i]) mod 2**64`, as a signed number. It changes if a word changes, or if two different words are
+# exchanged. Words are mixed because few changes by the last bit, as small steps of an optimizer leave them, would
+# otherwise cancel: +1, -1, -1 and +1 at equal distances.
 
 
 # Words of a row. A box is summed by rows and by columns, so that no weights of its size are needed.
 ROW = 4096
 WORD_BYTES = 4
+# Odd, so that different words stay different; Knuth's multiplicative hash, 2**32 over the golden ratio.
+MIXER, MIXED_BITS = 0x9E3779B1 - 2**32, 15
 # A change of about half of the elements may by chance leave smaller tensors as they were.
 MIN_ELEMENTS = 64
 
@@ -179,7 +183,8 @@ def checksum(box: torch.Tensor) -> torch.Tensor:
     data = box.detach().reshape(-1).contiguous().view(torch.uint8)
     if data.numel() % WORD_BYTES or data.storage_offset() % WORD_BYTES:
         data = torch.nn.functional.pad(data, (0, -data.numel() % WORD_BYTES))
-    words = data.view(torch.int32)
+    words = data.view(torch.int32) * MIXER
+    words ^= words >> MIXED_BITS
     whole = words.numel() // ROW * ROW
     rows, rest = words[:whole].view(-1, ROW), words[whole:]
     # The word in row r and column c has the weight (r * ROW + c) + 1 + ROW = (r + 1) * ROW + (c + 1).

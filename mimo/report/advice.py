@@ -16,7 +16,6 @@ from mimo.report.html import section
 from mimo.report.run_folder import Run
 from mimo.report.summary import (
     OTHER_MODULES,
-    WAITS,
     ModuleTime,
     finite,
     learning,
@@ -82,21 +81,30 @@ def _from_timeline(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[str
             yield Advice(f"The language grid reduces gradients for {percent(sync)} of its step, and nothing else runs "
                          "then.", "--overlap-grad-reduce", f"At most {rounded(1 / (1 - sync))} times as fast.")
         waited = each.share(Kind.PIPELINE_WAIT)
-        if name == LANGUAGE and waited >= PIPELINE_SHARE and flags.get("micro-batch-size", 1) > 1:
+        rows = flags.get("micro-batch-size", 1)
+        if name == LANGUAGE and waited >= PIPELINE_SHARE and rows % 2 == 0 and _has_rows(flags, rows // 2):
             yield Advice(f"The language grid waits for its own pipeline for {percent(waited)} of its step. Twice as "
-                         "many microbatches fill it better.", f"--micro-batch-size {flags['micro-batch-size'] // 2}")
+                         "many microbatches fill it better.", f"--micro-batch-size {rows // 2}")
     waits = [each.share(Kind.DATA_WAIT) for each in times.values()]
-    if waits and max(waits) >= DATA_SHARE:
+    # In reinforcement learning the wait for completions is counted as one for data.
+    if waits and max(waits) >= DATA_SHARE and not run.learns_from_rewards:
         workers = flags.get("num-workers")
         change = f"--num-workers {max(2 * workers, 2)}" if isinstance(workers, int) else ""
         yield Advice(f"Ranks wait for samples for {percent(max(waits))} of a step.", change,
                      f"At most {rounded(1 / (1 - max(waits)))} times as fast.")
 
 
+def _has_rows(flags: Mapping[str, Any], micro_batch_size: int) -> bool:
+    """Whether every encoder replica gets a row of each microbatch of its lane, as the trainer demands."""
+    if flags.get("layout") != "disjoint":
+        return True
+    return bool(flags.get("encoder-dp", 1) <= flags.get("llm-dp", 1) * micro_batch_size)
+
+
 def _busy_s(each: ModuleTime) -> tuple[float, float]:
-    """Return seconds that shrink with more replicas, the passes, and seconds of other work, which stay."""
-    waits = sum(each.parts.get(part, 0.0) for part in (*WAITS, OTHER_MODULES))
-    return each.passes_s, max(each.step_s - each.passes_s - waits, 0.0)
+    """Return seconds that shrink with more replicas, the passes, and the others, which stay: work and other waits."""
+    others = sum(each.parts.get(part, 0.0) for part in (Kind.BRIDGE_WAIT, OTHER_MODULES))
+    return each.passes_s, max(each.step_s - each.passes_s - others, 0.0)
 
 
 def _other_division(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[str, Any]) -> Iterator[Advice]:
@@ -131,7 +139,7 @@ def _other_division(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[st
         shared = encoder_dp <= llm_dp * rows[1]
         if divides and shared and rows[0] % (rows[1] * llm_dp) == 0 and (encoder_dp, llm_dp) != now:
             options.append((predicted(encoder_dp, llm_dp), encoder_dp, llm_dp))
-    if options and step_s / min(options)[0] >= LEAST_GAIN:
+    if options and not run.learns_from_rewards and step_s / min(options)[0] >= LEAST_GAIN:
         best_s, encoder_dp, llm_dp = min(options)
         yield Advice(f"{escape(waiting)} waited for the other grid for {percent(shares[waiting])} of its step.",
                      f"--encoder-dp {encoder_dp} --llm-dp {llm_dp}",
@@ -149,7 +157,7 @@ def _other_division(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[st
 def _from_data(run: Run, flags: Mapping[str, Any]) -> Iterator[Advice]:
     used, uneven, bad = (_mean(run, key) for key in ("packing-utilisation", "encoder-imbalance", "bad-samples"))
     packs = flags.get("packing-buffer-size")
-    if used is not None and 1 - used >= PADDING_SHARE and packs == 0:
+    if used is not None and 1 - used >= PADDING_SHARE and packs == 0 and _has_rows(flags, 1):
         rows, length = flags.get("micro-batch-size", 1), flags.get("seq-length", 0)
         longer = (f" A row may then have up to the {rows * length:,} tokens that {rows} rows have now (--seq-length)."
                   if rows > 1 and length else "")
@@ -174,7 +182,8 @@ def _from_rollouts(run: Run, flags: Mapping[str, Any]) -> Iterator[Advice]:
         gain = total / max(rollout + parts.get("refit", 0.0), rest)
         if gain >= LEAST_GAIN:
             yield Advice(f"The trainer waits {percent(rollout / total)} of an iteration for completions, and the "
-                         "engine is idle the rest of the time.", "--rollout-mode one-step-off",
+                         "engine is idle the rest of the time.",
+                         f"--rollout-mode one-step-off{' --engine-restarts 0' if flags.get('engine-restarts') else ''}",
                          f"Should be {rounded(gain)} times as fast.")
     equal, cut = _mean(run, "equal-reward-prompts"), _mean(run, "truncated-completions")
     if equal is not None and equal >= EQUAL_SHARE and isinstance(flags.get("completions-per-prompt"), int):
@@ -182,8 +191,10 @@ def _from_rollouts(run: Run, flags: Mapping[str, Any]) -> Iterator[Advice]:
                      "nothing. Use prompts of another difficulty, or more completions.",
                      f"--completions-per-prompt {2 * flags['completions-per-prompt']}")
     if cut is not None and cut >= CUT_SHARE and isinstance(flags.get("max-completion-tokens"), int):
+        limit, length = flags["max-completion-tokens"], flags.get("seq-length", 0)
+        longer = f" --seq-length {length + limit}" if 2 * limit >= length else ""
         yield Advice(f"{percent(cut)} of the completions are cut off by the limit.",
-                     f"--max-completion-tokens {2 * flags['max-completion-tokens']}")
+                     f"--max-completion-tokens {2 * limit}{longer}")
 
 
 def advice_section(runs: Sequence[Run]) -> str:

@@ -26,6 +26,8 @@ FORWARDED_NAMES = ("CUDA_CACHE_PATH", "OMP_NUM_THREADS", "PYTHONPATH", "PYTORCH_
 # Symbol of a layer of experts in the configuration of Nemotron-H.
 NEMOTRON_EXPERTS = "E"
 GIB = 2**30
+# Folders that the trainer has chosen for its own host (`mimo.platform.cuda`).
+TRAINERS_CACHES = ("/mimo-hetero-inductor", "/mimo-hetero-triton")
 NOT_FORWARDED = ("VLLM_HOST_IP", "VLLM_PORT", "VLLM_LOOPBACK_IP")
 
 
@@ -44,7 +46,8 @@ def forwarded(environment: Mapping[str, str], further: str = "") -> dict[str, st
     if missing:
         raise ValueError(f"--engine-env {further}: {', '.join(missing)} is not set where the first rank runs")
     return {name: value for name, value in sorted(environment.items()) if name in asked or (
-        (name.startswith(FORWARDED_PREFIXES) or name in FORWARDED_NAMES) and name not in NOT_FORWARDED)}
+        (name.startswith(FORWARDED_PREFIXES) or name in FORWARDED_NAMES) and name not in NOT_FORWARDED
+        and not value.endswith(TRAINERS_CACHES))}
 
 
 def check_placement(config: RlRunConfig, rank: int) -> None:

@@ -57,7 +57,9 @@ class NemotronVl(NemotronH_Nano_VL_V2):
 
     def extract_feature(self, pixel_values: torch.Tensor, num_frames: int | None = None) -> torch.Tensor:
         """Encode images of one size: `[n, channels, height, width]` to `[n, tokens, h]`."""
-        assert num_frames is None, "frames of a video"
+        if num_frames is not None:  # a video, of a published model
+            frames: torch.Tensor = super().extract_feature(pixel_values, num_frames=num_frames)
+            return frames
         _, features = self.vision_model(pixel_values.to(self.llm_dtype))
         grid = [side // self.patch_size for side in pixel_values.shape[-2:]]
         shuffled = self.pixel_shuffle(self._normed(features).unflatten(1, grid), scale_factor=self.downsample_ratio)

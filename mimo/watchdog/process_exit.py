@@ -193,8 +193,9 @@ def _is_lost_rank(error: BaseException) -> bool:
 
 
 LESS_MEMORY = (
-    "what needs less memory: --micro-batch-size 1, --recompute full, --encoder-recompute full, a language model split "
-    "over more GPUs (--llm-tp, --llm-pp); mimo plan with the flags of this run predicts the memory of every layout\n")
+    "what needs less memory: --micro-batch-size 1 (train_rl.py: a smaller --max-tokens-per-microbatch), --recompute "
+    "full, --encoder-recompute full, a language model split over more GPUs (--llm-tp, --llm-pp); --dry-run shows the "
+    "memory of a rank, and mimo plan with the flags of train_hetero.py compares layouts\n")
 
 
 def format_error(who: str, error: BaseException) -> str:

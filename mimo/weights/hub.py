@@ -66,9 +66,13 @@ def local_folder(flag: str, path: str) -> str:
                     return str(folder)
             folder = _download(f"{flag} {path}", found["repo"], revision, SMALL_FILES, "there is no such folder, and ")
             record.write_text(json.dumps(folder))
-    except OSError as error:
-        raise ValueError(f"{flag} {path}: the cache {constants.HF_HUB_CACHE} (HF_HOME) cannot be written: {error}") \
-            from error
+    except (OSError, NotImplementedError) as error:  # the latter where a file system has no locks
+        # A shared cache that only its owner writes may have the model.
+        shared = _cached(found["repo"], revision)
+        if shared is None:
+            cache = f"the cache {constants.HF_HUB_CACHE} (HF_HOME)"
+            raise ValueError(f"{flag} {path}: {cache} cannot be written: {error}") from error
+        return shared
     return str(folder)
 
 
@@ -162,6 +166,18 @@ def _download(given: str, repo: str, revision: str, patterns: Sequence[str], tri
     except (httpx.HTTPError, HfHubHTTPError, ValueError, OSError) as error:
         reason = f"{repo} at {revision} cannot be had from the hub at {hub}: {_line(error)}"
     raise ValueError(f"{given}: {tried}{reason}")
+
+
+def _cached(repo: str, revision: str) -> str | None:
+    """Return the folder of the cache that has a model; None if it is not there."""
+    import huggingface_hub
+    from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
+
+    try:
+        return str(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=list(SMALL_FILES),
+                                                     ignore_patterns=list(IN_FOLDERS), local_files_only=True))
+    except (LocalEntryNotFoundError, IncompleteSnapshotError, OSError):
+        return None
 
 
 def _line(error: BaseException) -> str:

@@ -115,13 +115,16 @@ described="$(describe_model)" || code=$?
 ((code == 0)) || [[ -n "$stopped" ]] || die "no layout for MODEL=$MODEL"
 mapfile -t layout <<<"$described"
 
+# One-step-off rollouts cannot replace an engine.
+restarts=(--engine-restarts 3)
+[[ " $* " != *one-step-off* ]] || restarts=()
 FLAGS=(
     --config "$ROOT/scripts/configs/rl_gsm8k.toml"
     "${layout[@]}"
     --data-path "$DATA"
     --train-iters "$TRAIN_ITERS"
     --engine-placement ray
-    --engine-restarts 3
+    "${restarts[@]}"
     --ray-address "${trainers[0]}:$RAY_PORT"
     --save "$RUN_DIR/checkpoints"
     --load "$RUN_DIR/checkpoints"

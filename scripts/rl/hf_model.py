@@ -75,6 +75,8 @@ def flags_of(model: str, ranks: int, engine_gpus: int, sizes: Sizes = ONE_RANK) 
     tp = sizes.engine_tp or (math.gcd(MAX_ENGINE_TP, engine_gpus) if experts else 1)
     if experts:
         flags += ["--llm-ep", str(sizes.ep or math.gcd(experts, ranks // sizes.pp))]
+    elif (sizes.ep or 1) > 1:
+        raise ValueError(f"--ep {sizes.ep}: {model} has no experts")
     workers = tp * sizes.engine_pp
     if engine_gpus % workers:
         raise ValueError(f"--engine-gpus {engine_gpus} is not divisible by --engine-tp {tp} * --engine-pp "

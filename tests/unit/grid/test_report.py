@@ -57,6 +57,7 @@ def test_the_logits_of_some_tokens_at_a_time():
     # A vocabulary of 16 rows, over two ranks.
     assert ("logits: of 10 tokens at a time (--logits-chunk-size), about 480 B on a rank instead of 3,072 B (3.0 KiB)"
             in report("--llm-tp 2 --logits-chunk-size 10 --seq-length 64"))
+    assert "; the backward pass needs up to " in report("--logits-chunk-size 10 --seq-length 64")
     assert "of 64 tokens at a time" in report("--logits-chunk-size 100 --seq-length 64")
 
 

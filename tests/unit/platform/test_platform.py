@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import platform
 import subprocess
 import sys
 
@@ -266,6 +267,7 @@ def test_programs_install_the_platform_before_they_import_megatron_core(module):
 
 def test_compiled_kernels_are_kept_where_the_user_says_or_in_the_cache(tmp_path, monkeypatch):
     from mimo.platform.cuda import keep_compiled_kernels
+    from mimo.rl.placement import forwarded
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", "/chosen")
@@ -273,7 +275,10 @@ def test_compiled_kernels_are_kept_where_the_user_says_or_in_the_cache(tmp_path,
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     keep_compiled_kernels()
     assert os.environ["TRITON_CACHE_DIR"] == "/chosen"
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mimo-hetero" / "inductor")
+    chosen = tmp_path / "mimo-hetero" / platform.node() / "mimo-hetero-inductor"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(chosen)
+    engines = forwarded({"TRITON_CACHE_DIR": "/chosen", "TORCHINDUCTOR_CACHE_DIR": str(chosen)})
+    assert engines == {"TRITON_CACHE_DIR": "/chosen"}, "the trainer's own folder is for its own host"
     (tmp_path / "file").touch()
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -14,7 +14,8 @@ from mimo.refit.messages import ROW, checksum, checksums
 def expected(box: torch.Tensor) -> int:
     """The formula, word by word."""
     data = box.contiguous().view(torch.uint8).flatten().numpy().tobytes()
-    words = np.frombuffer(data + b"\0" * (-len(data) % 4), np.int32).astype(object)
+    words = np.frombuffer(data + b"\0" * (-len(data) % 4), np.int32) * np.int32(0x9E3779B1 - 2**32)
+    words = (words ^ (words >> 15)).astype(object)
     total = sum((place + 1 + ROW) * int(word) for place, word in enumerate(words)) % 2**64
     return total - 2**64 if total >= 2**63 else total
 
@@ -50,4 +51,11 @@ def test_values_that_change_places_count(places: list[int]) -> None:
     data = torch.arange(3 * ROW + 1, dtype=torch.int32)
     before = int(checksum(data))
     data[places] = data[places[::-1]]
+    assert int(checksum(data)) != before
+
+
+def test_changes_by_the_last_bit_that_balance_each_other_count() -> None:
+    data = torch.ones(ROW, dtype=torch.bfloat16)
+    before = int(checksum(data))
+    data.view(torch.int16)[[0, 2, 4, 6]] += torch.tensor([1, -1, -1, 1], dtype=torch.int16)
     assert int(checksum(data)) != before
