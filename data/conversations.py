@@ -193,7 +193,7 @@ def from_record(record: Mapping[str, Any], names: Sequence[Any] | None, files: M
     if form == "caption":
         return captioned(record["caption"], media.images, videos=media.videos)
     if form == "text" and (media.images or media.videos) and isinstance(record["text"], str) and not any(
-            marker in record["text"] for marker in (IMAGE_MARKER, VIDEO_MARKER)):
+            marker in record["text"] for marker in ((IMAGE_MARKER, VIDEO_MARKER) if media.videos else (IMAGE_MARKER,))):
         return captioned(record["text"], media.images, videos=media.videos)
     if form == "text":
         (document,) = media.owned([record["text"]])

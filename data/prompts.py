@@ -349,7 +349,7 @@ class Tokenizer:
         if rendered.answers:
             _check_boundaries(text, offsets, np.concatenate(masks), mask)
         is_image = tokens == image_id
-        is_video = (tokens == self._video_id) & bool(self._video_text)
+        is_video = (tokens == self._video_id) & (self._video_id >= 0)
         for found, expected, kind in ((is_image, sum(tiles), "image"), (is_video, sum(map(len, videos)), "video")):
             if found.sum() != expected:
                 raise ValueError(f"{self.name}: tokenising the text gives {found.sum()} {kind} tokens, not {expected}")

@@ -416,7 +416,8 @@ class StoreImages(FolderImages):
 
     def _read(self, place: str, kind: str) -> bytes:
         name = place.removeprefix(f"{self._base}/")
-        if is_url(name) or name.startswith(("/", "file:")) or ".." in name.split("/"):
+        # `::` would chain file systems.
+        if is_url(name) or name.startswith(("/", "file:")) or ".." in name.split("/") or "::" in name:
             raise ValueError(f"{kind} {place[:200]!r} is not below --image-folder {self._base}, the only place from "
                              "which files are read")
         # The name of a file may hold characters that mean something else in an address.

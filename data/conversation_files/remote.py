@@ -22,6 +22,9 @@ from typing import Any
 
 URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://")
 GIB = 1 << 30
+# What stores say of a file that changes with its content; each has names of its own.
+VERSION_KEYS = ("size", "ETag", "etag", "mtime", "LastModified", "Last-Modified", "last_modified", "updated", "md5Hash")
+GONE = (404, 410)
 RETRIES = 5
 # Part of the limit that a process writes before it looks at the size of the whole cache. A node may have a hundred, and
 # together they exceed the limit by this much each.
@@ -70,7 +73,7 @@ class Cache:
             OSError: the store or the disk fails.
         """
         found = _described(url)
-        version = json.dumps([url, *(str(found.get(key)) for key in ("size", "ETag", "mtime", "LastModified"))])
+        version = json.dumps([url, *(str(found.get(key)) for key in VERSION_KEYS)])
         path = self.folder / "files" / _digest(version) / url.rpartition("/")[2]
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -186,16 +189,22 @@ def _retried(url: str, read: Callable[[Any, str], Any]) -> Any:
     """
     import aiohttp
     import fsspec
+    from botocore.exceptions import BotoCoreError
+    from multistorageclient.types import RetryableError
 
     for attempt in range(RETRIES):
         try:
             system, name = fsspec.core.url_to_fs(url)
             return read(system, name)
-        except FileNotFoundError:
-            raise
         except (ImportError, ValueError) as error:
             raise OSError(f"{url}: fsspec cannot read it: {error}") from error
-        except (OSError, aiohttp.ClientError) as error:
+        except (OSError, aiohttp.ClientError, BotoCoreError, RetryableError, RuntimeError) as error:
+            # The file system for HTTP calls every failure a missing file.
+            cause = error.__cause__
+            is_missing = not isinstance(cause, aiohttp.ClientError) or (
+                isinstance(cause, aiohttp.ClientResponseError) and cause.status in GONE)
+            if isinstance(error, FileNotFoundError) and is_missing:
+                raise
             if attempt + 1 == RETRIES or isinstance(error, PermissionError):
                 raise OSError(f"{url}: {type(error).__name__}: {error}") from error
             time.sleep(0.5 * 2**attempt)

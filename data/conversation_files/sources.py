@@ -302,7 +302,8 @@ def _entry(folder: Path | str, number: int, entry: Any, split: str, config: Conf
     try:
         if not is_url(place) and not Path(place).exists():
             raise ValueError("does not exist")
-        path, files = _opened(place, None if place.endswith(SUFFIXES) or split == "val" else split, cache)
+        is_file = place.endswith(SUFFIXES) if is_url(place) else Path(place).is_file()
+        path, files = _opened(place, None if is_file or split == "val" else split, cache)
         images = None if entry.get("images") is None else remote.joined(folder, str(entry["images"]))
         if images is not None and not is_url(images) and not Path(images).is_dir():
             raise ValueError(f"images {images}: is no folder")
@@ -449,7 +450,9 @@ def conversation_of_record(record: Any, images: FolderImages, columns: Mapping[s
         raise ValueError(f"is {type(record).__name__}, expected an object")
     record = _renamed(record, columns)
     for key in BOX_KEYS:
-        if record.get(key) and (record.get("question") is not None or key == "objects"):
+        # ms-swift's `objects` belong to marks in the texts; elsewhere it is a column like others.
+        has_marks = key == "objects" and any(mark in str(record) for mark in ("<ref-object>", "<bbox>"))
+        if record.get(key) and (has_marks or key != "objects" and record.get("question") is not None):
             raise ValueError(f"{key} {str(record[key])[:80]!r}: bounding boxes are not read; write them into the texts "
                              "as the model expects them, and remove the key")
     both = [key for key in ("image", "images") if record.get(key) is not None]

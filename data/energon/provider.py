@@ -89,7 +89,8 @@ class Config:
     """Family whose way of choosing frames and their size is followed. qwen2_5_vl: frames at a rate from the first one
     on, limits for each frame. qwen3_vl: frames spread over the whole video, limits for all of them together. auto: as
     the model's video processor (video_preprocessor_config.json, else preprocessor_config.json, in the folders of
-    --image-tiling auto) or else that of the family. The other flags of videos are taken from it where left out."""
+    --image-tiling auto) or else that of the family. The other flags of videos are taken from it where left out. Only
+    the family of the model works."""
     video_fps: float | None = None
     """Frames that are sampled of each second of a video; 0: all frames."""
     video_num_frames: int | None = None

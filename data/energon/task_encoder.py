@@ -235,6 +235,9 @@ class VlmTaskEncoder(TaskEncoder):
 
     def _planned(self, name: str, content: Video) -> PlannedVideo:
         """Choose the frames of a video, from its header."""
+        if self._video is None and self._request.tokens.video_token_id >= 0:
+            raise ValueError(f"has video {name}, and the model's video processor cannot be followed; with --video-fps "
+                             "2 the start says why")
         if self._video is None:
             raise ValueError(f"has video {name}, but {self._request.model} takes no videos; "
                              "--model-provider qwen2_5_vl and qwen3_vl do")
@@ -275,6 +278,8 @@ class VlmTaskEncoder(TaskEncoder):
             tokens, mask = self.tokenizer.encode(conversation.messages, counts, conversation.tools,
                                                  [video.plan.texts for video in videos])
         else:
+            if videos:
+                raise ValueError("a text without turns has a video; write it as a turn of `messages`")
             tokens, mask = self.tokenizer.encode_document(conversation.document, counts)
         parts: list[ImageSize] = [size for video in videos for size in video.plan.sizes]
         image_sizes = tuple(self._as_shown(tokens, [size for sizes in tiles for size in sizes], parts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,12 @@ def with_video_flags(config: Config, find: Callable[[], Sequence[VideoProcessing
     given = {name: value for name, value in vars(config).items() if name.startswith("video_") and value not in OPEN}
     if len(given) == len(FIELDS) + 1:
         return config
-    found = find()
+    try:
+        found = find()
+    except ValueError:
+        if given:
+            raise
+        return config  # a data set of images alone needs no video processor; a video is refused by name
     if not found:
         if given:
             name, value = next(iter(given.items()))
@@ -41,6 +46,8 @@ def with_video_flags(config: Config, find: Callable[[], Sequence[VideoProcessing
     first, *others = (_filled(config, processing) for processing in found)
     for other, processing in zip(others, found[1:], strict=True):
         names = [name for name, value in vars(first).items() if vars(other)[name] != value]
+        if names and not given:
+            return config
         if names:
             raise ValueError(f"two video processors disagree: {found[0].source} has {flag_name(names[0])} "
                              f"{vars(first)[names[0]]}, {processing.source} has {vars(other)[names[0]]}; give "
@@ -53,7 +60,7 @@ def _filled(config: Config, processing: VideoProcessing) -> Config:
     values: dict[str, Any] = {f"video_{name}": getattr(processing, name) for name in FIELDS}
     if config.video_num_frames and config.video_fps is None:
         values["video_fps"] = 0.0
-    elif config.video_fps and config.video_num_frames is None:
+    elif config.video_fps is not None and config.video_num_frames is None:
         values["video_num_frames"] = 0
     rule = processing.rule if config.video_processing == "auto" else config.video_processing
     return replace(config, video_processing=rule, **{name: value for name, value in values.items()
@@ -69,10 +76,18 @@ def video_processing_of(config: Config, tokens: TokenSpec) -> VideoProcessing | 
     rule = config.video_processing
     if tokens.video_token_id < 0 or tokens.image_token_id < 0 or rule == "auto":
         return None
+    if (rule == "qwen3_vl") != bool(tokens.placeholder_frames):
+        raise ValueError(f"--video-processing {rule}: the model has placeholders as the other family; leave it out")
     values = {name: vars(config)[f"video_{name}"] for name in FIELDS}
     for name, value in values.items():
         if value in OPEN:
             raise ValueError(f"{flag_name(f'video_{name}')} {value}: not filled in from the model")
+    _check(values, tokens.num_channels)
+    return VideoProcessing(rule=rule, temporal_patch_size=tokens.temporal_patch_size, timestamps=rule == "qwen3_vl",
+                           source="the flags of the data", **values)
+
+
+def _check(values: Mapping[str, Any], num_channels: int) -> None:
     for name in ("fps", "num_frames", "max_tokens"):
         if values[name] < 0:
             raise ValueError(f"{flag_name(f'video_{name}')} {values[name]}: must not be negative")
@@ -83,10 +98,8 @@ def video_processing_of(config: Config, tokens: TokenSpec) -> VideoProcessing | 
         if not 1 <= least <= most:
             raise ValueError(f"--video-min-{unit} {least} --video-max-{unit} {most}: need 1 <= min <= max")
     for name in ("mean", "std"):
-        if len(values[name]) != tokens.num_channels:
+        if len(values[name]) != num_channels:
             raise ValueError(f"{flag_name(f'video_{name}')} {' '.join(map(str, values[name]))}: the encoder takes "
-                             f"{tokens.num_channels} channels")
+                             f"{num_channels} channels")
     if min(values["std"]) <= 0:
         raise ValueError(f"--video-std {' '.join(map(str, values['std']))}: must be positive")
-    return VideoProcessing(rule=rule, temporal_patch_size=tokens.temporal_patch_size, timestamps=rule == "qwen3_vl",
-                           source="the flags of the data", **values)

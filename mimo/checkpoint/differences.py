@@ -152,8 +152,11 @@ def data_differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Differ
         return {}
     if own["dataset_provider"] != saved["dataset_provider"]:  # their flags cannot be compared
         return {"dataset_provider": (own["dataset_provider"], saved["dataset_provider"])}
-    # A checkpoint of a version that read no videos does not know their flags, of which its samples did not depend.
-    own = {name: value for name, value in own.items() if name in saved or not name.startswith("video_")}
+    # A checkpoint of an older version does not know newer flags. They count only where they change samples.
+    unused = {"image_grid_pinpoints": not own.get("image_grid_pinpoints"),
+              **dict.fromkeys(("mock_video_fraction", "mock_video_frames"), not own.get("mock_video_fraction"))}
+    own = {name: value for name, value in own.items()
+           if name in saved or not (name.startswith("video_") or unused.get(name, False))}
     return {name: (own.get(name, "not set"), saved.get(name, "not set")) for name in {**own, **saved}
             if own.get(name, "not set") != saved.get(name, "not set")}
 

@@ -196,7 +196,7 @@ def read_qwen_video_processing(folder: str, config: PatchSizes, rule: Literal["q
     pixels = {}
     for key, name in LIMITS.items():
         given = values.get(key) if key in limits else None
-        pixels[key] = found["size"].get(name) if given is None else given
+        pixels[key] = found["size"].get(name, found["size"].get(key)) if given is None else given
         allow(key, pixels[key], isinstance(pixels[key], int) and pixels[key] > 0, "a number of pixels")
     samples = bool(found["do_sample_frames"])
     number = int(found["num_frames"] or 0) if samples else 0
@@ -205,7 +205,8 @@ def read_qwen_video_processing(folder: str, config: PatchSizes, rule: Literal["q
     allow("num_frames", number, not (number and rate), f"null beside fps {rate:g}, or this beside fps null")
     allow("fps", None, bool(number or rate) or not samples or rule == "qwen2_5_vl", "a number")
     return VideoProcessing(
-        rule, tuple(map(float, found["image_mean"])), tuple(map(float, found["image_std"])),
+        rule, *(tuple(map(float, found[key] if isinstance(found[key], list | tuple) else [found[key]]))
+                for key in ("image_mean", "image_std")),
         rate, found["min_frames"], found["max_frames"],
         **pixels, temporal_patch_size=found["temporal_patch_size"], timestamps=rule == "qwen3_vl",
         resample=RESAMPLE[found["resample"]], num_frames=number,

@@ -50,6 +50,29 @@ def test_flags_that_decide_the_samples_are_compared(tmp_path: Path, flags: str, 
     assert data_differences(energon(folder), energon(folder, *flags.split())).keys() == changed
 
 
+# What a checkpoint recorded of data sets before they had videos and tiles of any resolution.
+OLDER = {
+    "energon": """append_eos data_path dataset_provider image_mean image_resample image_std image_tag_type image_tiling
+        max_image_pixels max_patches max_samples_per_sequence max_tiles min_patches min_side packing_balance
+        packing_buffer_size program prompt_format seed seq_length shuffle shuffle_buffer_size tokenizer
+        use_thumbnail""".split(),
+    "mock": """dataset_provider mock_image_size mock_image_size_cv mock_images_cv mock_images_max mock_images_mean
+        mock_max_length mock_min_length mock_packed_length mock_text_only_fraction program seed""".split(),
+}
+
+
+def test_older_checkpoints_do_not_know_newer_flags(tmp_path: Path) -> None:
+    folder = write_data(tmp_path)
+    for own in (energon(folder), energon(folder, data="train.jsonl")):
+        assert data_differences({name: own[name] for name in OLDER["energon"]}, own) == {}
+    tiles = energon(folder, "--image-tiling", "anyres", "--image-grid-pinpoints", "336x672")
+    assert "image_grid_pinpoints" in data_differences({name: tiles[name] for name in OLDER["energon"]}, tiles)
+    own = data_fields(parse(["--dataset-provider", "mock"]))
+    assert data_differences({name: own[name] for name in OLDER["mock"]}, own) == {}
+    own = data_fields(parse(["--dataset-provider", "mock", "--mock-video-fraction", "0.5"]))
+    assert "mock_video_fraction" in data_differences({name: own[name] for name in OLDER["mock"]}, own)
+
+
 @pytest.mark.parametrize(("file", "text", "flag"), [
     ("tokenizer/tokenizer.json", '{"a": 1}', "tokenizer"),
     ("tokenizer/chat_template.jinja", "{{ messages }}", "tokenizer"),
