@@ -168,7 +168,10 @@ class Bridge(BridgeCommunicator):
         `[rows]` for each microbatch; None: they do already, as on the language grid.
         """
         self._rows = rows
-        self._orders = None if orders is None else [order.to(self.device) for order in orders]
+        # A copy from memory that is not page-locked would make the host wait for the device.
+        self._orders = None if orders is None else [
+            (order.pin_memory() if self.device.type == "cuda" else order).to(self.device, non_blocking=True)
+            for order in orders]
         self._forward_index = self._backward_index = 0
         # Of this schedule alone: evaluations and policy updates come here too, and nobody asks for their times.
         self.timer = DeviceTimer()

@@ -335,10 +335,7 @@ class Expanded:
         return tuple(np.diff(self.ends, prepend=0).tolist())
 
     def places(self, module: str) -> np.ndarray:
-        """Return the indices of the tokens of a module's images, int64, in order.
-
-        Placeholder ids among other tokens are text, because a model may have written them.
-        """
+        """Return the indices of the tokens of a module's images, int64, in order; ids are not searched for."""
         return np.concatenate([np.empty(0, np.int64), *(
             np.arange(start, start + count) for start, count, owner in zip(
                 self.starts, self.counts, self.owners, strict=True) if owner == module)])

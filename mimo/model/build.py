@@ -170,10 +170,7 @@ def build_model(
     )
     chunk = config.model.logits_chunk_size
     if chunk is not None and model.language_model is not None:
-        if not isinstance(model.language_model, PaddedVocabulary):
-            raise ValueError(f"--logits-chunk-size {chunk}: --model-provider {config.model.model_provider} builds "
-                             f"{type(model.language_model).__name__}, which is no mimo.model.language.PaddedVocabulary "
-                             "and has the logits of all tokens at once; leave it out")
+        assert isinstance(model.language_model, PaddedVocabulary), type(model.language_model)
         model.language_model.logits_chunk = chunk
     freeze(model, config.model.frozen)
     if impl == "transformer_engine":
@@ -230,6 +227,12 @@ def _mimo_config(config: RunConfig, provider: ModelProvider, grids: Grids, impl:
             encoder_specs[name] = provider.encoder_spec(family, name, build_context(config, grids, name, impl))
     context = build_context(config, grids, LANGUAGE, impl) if LANGUAGE in grids.modules else None
     language = provider.language_spec(family, context)
+    # On every rank, so that none waits for those of the language grid.
+    chunk, kind = config.model.logits_chunk_size, language.module
+    if chunk is not None and not (isinstance(kind, type) and issubclass(kind, PaddedVocabulary)):
+        raise ValueError(f"--logits-chunk-size {chunk}: --model-provider {config.model.model_provider} builds "
+                         f"{kind}, which is no mimo.model.language.PaddedVocabulary and has the logits of all tokens at "
+                         "once; leave it out")
     if impl == "transformer_engine":
         check_shared_attention(config, grids.layout.language, language.params["config"])
     return MimoModelConfig(

@@ -212,7 +212,7 @@ class HeteroModel(MimoModel):
             **further,
         )
         if function is not None and is_last and not reduces:
-            return function(text).of(output.transpose(0, 1))
+            return function(text).of(output.transpose(0, 1).contiguous())
         return output if is_last else {LANGUAGE: output}
 
     def _padding(self, text: TextBatch) -> torch.Tensor | None:

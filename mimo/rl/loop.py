@@ -203,7 +203,8 @@ class RlLoop:
     def _replace_engine(self, logger: RunLogger, error: Exception) -> None:
         """Start a new engine in place of one that is lost. Collective over the world.
 
-        It has no weights, so that it refuses to answer before the collector's first refit, which is verified.
+        It has no weights, so that it refuses to answer before the collector's first refit, which is verified unless
+        --refit-verify-interval is 0.
 
         Raises:
             RefitError, ReportedElsewhereError: the given error, if another one than the loss of the engine.
