@@ -231,8 +231,8 @@ def _mimo_config(config: RunConfig, provider: ModelProvider, grids: Grids, impl:
     chunk, kind = config.model.logits_chunk_size, language.module
     if chunk is not None and not (isinstance(kind, type) and issubclass(kind, PaddedVocabulary)):
         raise ValueError(f"--logits-chunk-size {chunk}: --model-provider {config.model.model_provider} builds "
-                         f"{kind}, which is no mimo.model.language.PaddedVocabulary and has the logits of all tokens at "
-                         "once; leave it out")
+                         f"{kind}, which is no mimo.model.language.PaddedVocabulary and has the logits of all tokens "
+                         "at once; leave it out")
     if impl == "transformer_engine":
         check_shared_attention(config, grids.layout.language, language.params["config"])
     return MimoModelConfig(
