@@ -141,7 +141,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "cats").symlink_to(folder / "digits8" / "llava")
     (folder / "own").symlink_to(folder / "digits8" / "digits")
     character_tokenizer.write(folder / "characters")
+    write_shards(folder / "scans", "--digits-max", "2", "--llava", "--model", "--words-fraction", "0.6")
+    (folder / "wanted").symlink_to(folder / "scans")
     return folder
+
+
+def placed(flags: list[str], data: Path) -> list[str]:
+    """Return flags with the folder `data` in place of those that the pages have a reader make."""
+    return [re.sub("^datasets", str(data), flag).replace("qa/tokenizer", f"{data}/characters") for flag in flags]
 
 
 @pytest.mark.parametrize(("processes", "flags"), training_commands(),
@@ -154,7 +161,7 @@ def test_every_command_is_accepted(processes: int | None, flags: list[str], tmp_
     llava = registry.model_provider("llava")
     (tmp_path / "config.json").write_text(json.dumps(llava.hf_config(llava.Config())))
     flags = [str(tmp_path) if flag.startswith("models/") else flag for flag in flags]
-    flags = [f"{data}{flag.removeprefix('datasets')}" if flag.startswith("datasets/") else flag for flag in flags]
+    flags = placed(flags, data)
     if "--print-config" in flags:
         with pytest.raises(SystemExit) as ended:
             parse(flags)
@@ -168,11 +175,12 @@ def test_every_command_is_accepted(processes: int | None, flags: list[str], tmp_
 
 @pytest.mark.parametrize(("processes", "flags"), training_commands("train_rl.py"))
 def test_every_command_of_reinforcement_learning_is_accepted(processes: int | None, flags: list[str], tmp_path: Path,
-                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+                                                             data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     (tmp_path / "train.jsonl").touch()
     (tmp_path / "valid.jsonl").touch()
+    flags = placed(flags, data)
     flags = [*flags, "--qa-folder", str(tmp_path)] if "own_prompts:provider" in flags else flags
     config = parse_as(RlRunConfig, flags, DESCRIPTION)
     validate_rl(config, run_world_size(config, {} if processes is None else {"WORLD_SIZE": str(processes)}))
@@ -183,8 +191,8 @@ def mimo_commands() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("words", mimo_commands(), ids=[" ".join(words) for words in mimo_commands()])
-def test_every_mimo_command_is_accepted(words: list[str]) -> None:
-    line = parse_command(words)
+def test_every_mimo_command_is_accepted(words: list[str], data: Path) -> None:
+    line = parse_command(placed(words, data))
     parse(line.run_flags)
 
 

@@ -30,9 +30,9 @@ from tests.support.report_runs import (
 def test_the_page_of_a_run_has_every_section_once(usual: Run) -> None:
     html = page([usual])
     assert html.endswith("</html>\n") and len(html.encode()) < 6_000_000
-    assert headings(html) == ["Did it learn?", "How fast was it?", "Which grid waited for which?", "Learning",
-                              "One step, all ranks", "Where each grid's time went", "Speed", "Waits and stops",
-                              "Memory", "About the run"]
+    assert headings(html) == ["Did it learn?", "How fast was it?", "Which grid waited for which?", "What to try next",
+                              "Learning", "One step, all ranks", "Where each grid's time went", "Speed",
+                              "Waits and stops", "Memory", "About the run"]
     assert len(contents(html)) < 200_000
     assert "prefers-color-scheme: dark" in html
     assert 'class="warn"' not in html
