@@ -94,5 +94,5 @@ def test_out_of_memory_names_what_needs_less() -> None:
         """Stands for torch's, whose name it has."""
 
     text = format_error("rank 0", OutOfMemoryError("CUDA out of memory"))
-    assert text.splitlines()[1].startswith("what needs less memory: --micro-batch-size 1, --recompute full")
+    assert text.splitlines()[1].startswith("what needs less memory: --micro-batch-size 1 (train_rl.py")
     assert "what needs less memory" not in format_error("rank 0", RuntimeError("CUDA error"))
