@@ -327,12 +327,34 @@ def _run_task(rank: int, world_size: int, port: int, timeout_s: float, task: byt
     )
     current_platform().init_process_group(rank, world_size, timeout_s)
     fn, args = pickle.loads(task)
-    result = fn(rank, *args)
+    with _closed_watchdogs():
+        result = fn(rank, *args)
     if dist.is_initialized():  # a function may end its process group itself
         dist.barrier()  # no rank closes its sockets while another still uses them
         dist.destroy_process_group()
     _forget_groups()
     return result
+
+
+@contextlib.contextmanager
+def _closed_watchdogs() -> Iterator[None]:
+    """Close the watchdogs that a call makes: one that it leaves open would end the process during a later call."""
+    from mimo.watchdog.watchdog import Watchdog
+
+    made: list[Any] = []
+    start = Watchdog.__init__
+
+    def note(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        made.append(self)
+
+    Watchdog.__init__ = note  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Watchdog.__init__ = start  # type: ignore[method-assign]
+    for watchdog in made:
+        watchdog.close()
 
 
 def _forget_groups() -> None:
