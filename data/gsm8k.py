@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-
 from data.digests import TOKENIZER_FILES, content, content_of_folder
+from data.indexed import ShuffledRecords
 from mimo.protocols import TokenSpec
 from mimo.rl.prompts import Prompt
 from mimo.rl.rewards.gsm8k import answer as number_of
@@ -71,9 +70,8 @@ class Gsm8k:
             ValueError: the data cannot work; the message names flags and values, or file and row.
         """
         self.problems = read_problems(config.data_path, split)
-        self._config, self._split, self._seed = config, split, seed
-        self._kept = np.arange(len(self.problems))
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+        self._config, self._split = config, split
+        self._rows = ShuffledRecords(len(self.problems), seed, split)
         from data.prompts import load_tokenizer  # takes seconds to import, and --help does not need it
 
         self._tokenizer = load_tokenizer(config.tokenizer)
@@ -98,16 +96,15 @@ class Gsm8k:
     @property
     def num_prompts(self) -> int:
         """Number of problems of a pass."""
-        return len(self._kept)
+        return len(self._rows)
 
     def leave_out(self, keys: Collection[str]) -> None:
         """Leave out the problems of these names. The others keep their names."""
-        self._kept = np.array([number for number in self._kept if self._key(number) not in keys], np.int64)
-        self._order = (-1, np.empty(0, np.int64))
+        self._rows.leave_out(keys, self._key)
 
     def prompt(self, index: int) -> Prompt:
         """Return the problem at an index. Every pass over the files has an order of its own."""
-        number = self._row(index)
+        number = self._rows[index]
         problem = self.problems[number]
         said = f"{problem.question.strip()} {self._config.gsm8k_instruction}".strip()
         if self._config.gsm8k_format == "chat":
@@ -128,14 +125,6 @@ class Gsm8k:
     def _key(self, number: int) -> str:
         """Return the name of a row."""
         return f"gsm8k/{self._split}/{number:06d}"
-
-    def _row(self, index: int) -> int:
-        """Return the number of the row at an index."""
-        epoch, place = divmod(index, len(self._kept))
-        if self._order[0] != epoch:
-            rng = np.random.default_rng([self._seed, list(FILES).index(self._split), epoch])
-            self._order = epoch, rng.permutation(self._kept)
-        return int(self._order[1][place])
 
     def _chat(self, said: str) -> str:
         """Render a user's turn by the template, up to where the model continues."""

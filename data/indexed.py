@@ -1,9 +1,11 @@
-"""Lane of a data set whose samples are a function of their global index."""
+"""Samples and prompts that are a function of their global index."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
+
+import numpy as np
 
 from mimo.protocols import Lane, Sample
 
@@ -61,3 +63,34 @@ class IndexedStream:
                 f"samples, which do not divide over {self._lane.count} lanes; keep --llm-dp or take a divisor"
             )
         self._consumed = consumed
+
+
+class ShuffledRecords:
+    """Records of which every pass has an order of its own.
+
+    Args:
+        count: number of records.
+        seed, split: seed of the order; `train` or `valid`.
+    """
+
+    def __init__(self, count: int, seed: int, split: str) -> None:
+        self._kept = np.arange(count)
+        self._seed = [seed, int(split == "valid")]
+        self._epoch, self._order = -1, np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        """Return the number of records of a pass."""
+        return len(self._kept)
+
+    def leave_out(self, keys: Collection[str], key_of: Callable[[int], str]) -> None:
+        """Leave out the records of these names. The others keep their numbers."""
+        self._kept = np.array([number for number in self._kept if key_of(number) not in keys], np.int64)
+        self._epoch = -1
+
+    def __getitem__(self, index: int) -> int:
+        """Return the number of the record at an index, counted from 0 without end."""
+        epoch, place = divmod(index, len(self._kept))
+        if self._epoch != epoch:
+            self._epoch = epoch
+            self._order = np.random.default_rng([*self._seed, epoch]).permutation(self._kept)
+        return int(self._order[place])

@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mimo.observability.flops import FlopComponent
 from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing, VideoProcessing
 from providers.common import hf_qwen_vl
 from providers.common.decoder import check_multimodal_decoder
-from providers.common.flops import decoder_components, qwen_vision_components
 from providers.common.hf_processor import CLIP_MEAN, CLIP_STD
 from providers.common.qwen_vision import Qwen25VisionConfig, check_qwen_vision, whole_video_grid
 from providers.common.qwen_vl import ENCODER, QwenVlConfig, QwenVlProvider, check_token_ids
@@ -58,11 +56,6 @@ class Qwen25VlProvider(QwenVlProvider):
     grid_of_video = staticmethod(whole_video_grid)
     sizes_of_hf = staticmethod(hf_qwen_vl.qwen2_5_vl_sizes)
     module_sizes_of_hf = staticmethod(hf_qwen_vl.module_sizes)
-
-    def flop_components(self, config: Config) -> list[FlopComponent]:
-        """Return the FLOPs of tower, merger and decoder."""
-        config = self.resolved(config)
-        return [*qwen_vision_components(config, config.hidden_size), *decoder_components(config)]
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
         """Return the spec of the decoder. `context` is None on ranks that only read its width."""

@@ -11,12 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mimo.observability.flops import FlopComponent
 from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing, VideoProcessing
 from providers.common import hf_qwen3_vl
 from providers.common.checks import Problems
 from providers.common.decoder import check_multimodal_decoder
-from providers.common.flops import decoder_components, qwen_vision_components
 from providers.common.qwen_vision import Qwen3VisionConfig, check_qwen_vision, temporal_patch_grid
 from providers.common.qwen_vl import ENCODER, QwenVlConfig, QwenVlProvider, check_token_ids
 
@@ -77,11 +75,6 @@ class Qwen3VlProvider(QwenVlProvider):
     def num_levels(self, config: Config, module: str) -> int:
         """Count the layers of the tower whose outputs the language model gets beside that of the last one."""
         return len(self.resolved(config).vision_deepstack_layers)
-
-    def flop_components(self, config: Config) -> list[FlopComponent]:
-        """Return the FLOPs of tower, mergers and decoder."""
-        config = self.resolved(config)
-        return [*qwen_vision_components(config, config.hidden_size), *decoder_components(config)]
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
         """Return the spec of the decoder. `context` is None on ranks that only read its width.

@@ -15,6 +15,7 @@ import numpy as np
 from data.conversation_files import provider as files
 from data.conversation_files.provider import Config
 from data.energon.provider import path_of
+from data.indexed import ShuffledRecords
 from mimo.protocols import DataRequest, ImageProcessing, TokenSpec
 from mimo.rl.prompts import Normalisation, Prompt
 
@@ -44,7 +45,7 @@ class ConversationPrompts:
         sources = sources_of(config, split)
         if len(sources) > 1:
             raise ValueError(f"{flag} {path}: mixes {len(sources)} data sets, and train_rl.py reads one file or folder")
-        self._split, self._seed, self._flag = split, seed, flag
+        self._flag = flag
         (source,) = sources
         self._reader, self._images = RecordReader(source, None), images_of(source.images, source.cache)
         self._columns = source.columns
@@ -58,8 +59,7 @@ class ConversationPrompts:
         mean, std = (tuple(values) * (channels if len(values) == 1 else 1)
                      for values in (config.image_mean, config.image_std))
         self.normalisation = Normalisation(mean, std)
-        self._kept = np.arange(len(self._reader))
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+        self._records = ShuffledRecords(len(self._reader), seed, split)
         _, ends = self._encoder.tokenizer.encode_question([{"role": "user", "content": "A"}])
         if not ends:
             raise ValueError(f"--tokenizer {config.tokenizer}: has no token that ends an answer (eos_token)")
@@ -70,22 +70,17 @@ class ConversationPrompts:
     @property
     def num_prompts(self) -> int:
         """Number of records of a pass."""
-        return len(self._kept)
+        return len(self._records)
 
     def leave_out(self, keys: Collection[str]) -> None:
         """Leave out the records of these names. The others keep their names."""
-        self._kept = np.array([number for number in self._kept if self._key(number) not in keys], np.int64)
-        self._order = (-1, np.empty(0, np.int64))
+        self._records.leave_out(keys, self._key)
 
     def prompt(self, index: int) -> Prompt:
         """Return the prompt at an index. Raises ValueError, with file and line, if its record cannot be used."""
         from data.conversation_files.sources import conversation_of_record
 
-        epoch, place = divmod(index, len(self._kept))
-        if self._order[0] != epoch:
-            rng = np.random.default_rng([self._seed, int(self._split == "valid"), epoch])
-            self._order = epoch, rng.permutation(self._kept)
-        number = int(self._order[1][place])
+        number = self._records[index]
         file, _ = self._reader.place(number)
         try:
             found = conversation_of_record(file.parse(self._reader[number]["raw"]), self._images, self._columns)

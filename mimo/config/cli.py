@@ -197,9 +197,8 @@ def with_image_processing[C: RunConfig](config: C) -> C:
     Raises:
         ValueError: a file cannot be followed, or two files disagree.
     """
-    provider = registry.model_provider(config.model.model_provider)
-    dataset = config.find_dataset(config.data.dataset_provider)
-    if not isinstance(dataset, ImageDataProvider) or not provider.encoders(config.model_family):
+    provider, dataset = _encoding(config)
+    if not isinstance(dataset, ImageDataProvider):
         return config
 
     def find() -> list[ImageProcessing]:
@@ -214,15 +213,21 @@ def with_video_processing[C: RunConfig](config: C) -> C:
     Raises:
         ValueError: a file cannot be followed, two files disagree, or the model takes no videos and there are flags.
     """
-    provider = registry.model_provider(config.model.model_provider)
-    dataset = config.find_dataset(config.data.dataset_provider)
-    if not isinstance(dataset, VideoDataProvider) or not provider.encoders(config.model_family):
+    provider, dataset = _encoding(config)
+    if not isinstance(dataset, VideoDataProvider):
         return config
 
     def find() -> list[VideoProcessing]:
         return _processings(config, provider.video_processing) if isinstance(provider, VideoProcessingProvider) else []
 
     return dataclasses.replace(config, dataset=dataset.with_video_processing(config.dataset, find))
+
+
+def _encoding(config: RunConfig) -> tuple[Any, Any]:
+    """Return the model's provider and the data set's; None for the latter if the model has no encoder."""
+    provider = registry.model_provider(config.model.model_provider)
+    has_encoders = bool(provider.encoders(config.model_family))
+    return provider, config.find_dataset(config.data.dataset_provider) if has_encoders else None
 
 
 def _processings[P](config: RunConfig, read: Callable[..., P | None]) -> list[P]:

@@ -1,4 +1,4 @@
-"""What to try next, with the flags: only what the figures of the run itself support."""
+"""Advice of a report: flags to try next, as far as the figures of the run itself support them."""
 
 from __future__ import annotations
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from mimo.data.positions import TokenGrid
+from mimo.observability.flops import FlopComponent
 from mimo.protocols import ImageProcessing, ParameterShape, TokenSpec, VideoProcessing, VideoSize
 from providers.common import hf
 from providers.common.checks import Problems
 from providers.common.decoder import MultimodalDecoderConfig, check_decoder_grid, decoder_shapes
+from providers.common.flops import decoder_components, qwen_vision_components
 from providers.common.qwen_processor import (
     check_special_tokens,
     read_qwen_processing,
@@ -80,6 +82,11 @@ class QwenVlProvider(VisionLanguageProvider):
     check_encoder_grid = staticmethod(check_qwen_vision_grid)
     image_tokens = staticmethod(image_tokens)
     language_shapes = staticmethod(decoder_shapes)
+
+    def flop_components(self, config: Any) -> list[FlopComponent]:
+        """Return the FLOPs of tower, mergers and decoder."""
+        config = self.resolved(config)
+        return [*qwen_vision_components(config, config.hidden_size), *decoder_components(config)]
 
     def from_hf(self, source: str | Path | dict[str, Any], base: Any = None) -> Any:
         """Return the configuration of a config.json, its folder or its content.

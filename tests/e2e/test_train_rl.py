@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from mimo.observability.spans import Kind
-from tests.support.launch import finish, records, start_torchrun, torchrun, wait_for_steps, wait_for_the_end
+from tests.support.launch import (
+    broken_off_and_whole,
+    finish,
+    records,
+    start_torchrun,
+    torchrun,
+    wait_for_steps,
+    wait_for_the_end,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -159,18 +167,8 @@ def test_held_out_prompts_are_scored_before_during_and_after(tmp_path: Path) -> 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, mode: str, updates: int) -> None:
     flags = [*FLAGS, "--reward", "tests.support.rl_rewards:digits", "--rollout-mode", mode, "--train-iters", "4",
              "--updates-per-rollout", str(updates)]
-    whole, parts, saved = tmp_path / "whole", tmp_path / "parts", ["--save", str(tmp_path / "saved")]
-    done = torchrun(2, *flags, "--run-dir", str(whole), script="train_rl.py")
-    assert done.returncode == 0, done.stdout[-3000:]
-    # Broken off in the third iteration, of which an engine that works ahead has the answers already.
-    done = torchrun(2, *flags, *saved, "--save-interval", "2", "--reward", "tests.support.rl_rewards:digits_twice",
-                    "--run-dir", str(parts), script="train_rl.py")
-    assert done.returncode != 0 and "enough" in done.stdout, done.stdout[-3000:]
-    done = torchrun(2, *flags, *saved, "--load", saved[1], "--run-dir", str(parts), script="train_rl.py")
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "loaded " in done.stdout
-    expected, found = records(whole), records(parts)
-    assert [step["iteration"] for step in found] == [1, 2, 3, 4]
+    # An engine that works ahead has the answers of the third iteration already when the run is broken off.
+    found, expected = broken_off_and_whole(tmp_path, *flags)
     versions = [0, 1, 2, 3] if mode == "sync" else [0, 0, 1, 2]
     assert [step["policy-version"] for step in found] == [step["policy-version"] for step in expected] == versions
     for mine, other in zip(found, expected, strict=True):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch import records, torchrun
+from tests.support.launch import broken_off_and_whole, records, torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -94,17 +94,7 @@ def test_prompts_without_images_train_a_model_with_an_encoder(tmp_path: Path) ->
 @pytest.mark.timeout(600)
 def test_a_resumed_run_with_images_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     flags = [*MODELS["qwen3-vl"], *PROMPTS["pictures"].split(), "--train-iters", "4", "--eval-prompts", "0"]
-    whole, parts, saved = tmp_path / "whole", tmp_path / "parts", ["--save", str(tmp_path / "saved")]
-    done = torchrun(2, *flags, "--run-dir", str(whole), script="train_rl.py")
-    assert done.returncode == 0, done.stdout[-3000:]
-    # Broken off in the third iteration.
-    done = torchrun(2, *flags, *saved, "--save-interval", "2", "--reward", "tests.support.rl_rewards:digits_twice",
-                    "--run-dir", str(parts), script="train_rl.py")
-    assert done.returncode != 0 and "enough" in done.stdout, done.stdout[-3000:]
-    done = torchrun(2, *flags, *saved, "--load", saved[1], "--run-dir", str(parts), script="train_rl.py")
-    assert done.returncode == 0, done.stdout[-3000:]
-    expected, found = records(whole), records(parts)
-    assert [step["iteration"] for step in found] == [1, 2, 3, 4]
+    found, expected = broken_off_and_whole(tmp_path, *flags)
     for mine, other in zip(found, expected, strict=True):
         assert mine["reward"] == other["reward"] and mine["completion-length"] == other["completion-length"]
         assert mine["loss"] == pytest.approx(other["loss"], abs=1e-6)

@@ -93,6 +93,24 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def broken_off_and_whole(folder: Path, *flags: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Train with train_rl.py for four iterations, broken off in the third and resumed, and in one go: both records.
+
+    The later --reward breaks off; `flags` may give another for the other runs.
+    """
+    whole, parts, saved = folder / "whole", folder / "parts", ["--save", str(folder / "saved")]
+    done = torchrun(2, *flags, "--run-dir", str(whole), script="train_rl.py")
+    assert done.returncode == 0, done.stdout[-3000:]
+    done = torchrun(2, *flags, *saved, "--save-interval", "2", "--reward", "tests.support.rl_rewards:digits_twice",
+                    "--run-dir", str(parts), script="train_rl.py")
+    assert done.returncode != 0 and "enough" in done.stdout, done.stdout[-3000:]
+    done = torchrun(2, *flags, *saved, "--load", saved[1], "--run-dir", str(parts), script="train_rl.py")
+    assert done.returncode == 0 and "loaded " in done.stdout, done.stdout[-3000:]
+    found = records(parts)
+    assert [step["iteration"] for step in found] == [1, 2, 3, 4]
+    return found, records(whole)
+
+
 def losses(run_dir: Path) -> list[float]:
     """Training loss of each iteration."""
     return [record["lm loss"] for record in records(run_dir) if "lm loss" in record]
