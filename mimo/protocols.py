@@ -190,7 +190,6 @@ class DataRequest:
         seed: seed of the sample order; every lane of a run has the same.
         split: `train` or `valid`.
         sequence_multiple: a pack has to leave room for padding each of its samples to a multiple of so many tokens.
-        model: name of the model's family, for messages.
     """
 
     tokens: TokenSpec
@@ -201,7 +200,6 @@ class DataRequest:
     seed: int
     split: str = "train"
     sequence_multiple: int = 1
-    model: str = "the model"
 
 
 class LaneReader(Protocol):

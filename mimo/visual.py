@@ -268,6 +268,5 @@ def find_grid(provider: TokenGridProvider, config: Any, module: str, height: int
 def video_grid(provider: Any, config: Any, module: str, size: VideoSize) -> TokenGrid:
     """Return the language tokens of a video as a grid. Raises ValueError if the family takes no videos."""
     if not isinstance(provider, VideoProvider):
-        raise ValueError(f"{type(provider).__name__} takes images and no videos; --model-provider qwen2_5_vl and "
-                         "qwen3_vl do")
+        raise ValueError("the model takes images and no videos; --model-provider qwen2_5_vl and qwen3_vl do")
     return provider.video_grid(config, module, size)

@@ -239,8 +239,8 @@ class VlmTaskEncoder(TaskEncoder):
             raise ValueError(f"has video {name}, and the model's video processor cannot be followed; with --video-fps "
                              "2 the start says why")
         if self._video is None:
-            raise ValueError(f"has video {name}, but {self._request.model} takes no videos; --model-provider "
-                             "qwen2_5_vl and qwen3_vl do")
+            raise ValueError(f"has video {name}, but the model takes no videos; --model-provider qwen2_5_vl and "
+                             "qwen3_vl do")
         info = self._frame_list_info(name, content) if isinstance(content, FrameList) else probe(name, content)
         limit = self._config.max_image_pixels
         if info.height * info.width > limit:

@@ -391,7 +391,7 @@ def collate_text(
         ValueError: naming the sample, for anything wrong with it.
     """
     if pad_token_id in images.modules.values():
-        raise ValueError(f"--image-token-id {pad_token_id}: is the padding token, which would count as images")
+        raise ValueError(f"--image-token-id {pad_token_id}: is the padding token; the two have to differ")
     if len(samples) > 1 and any(sample.lengths for sample in samples):
         raise ValueError(f"sample {samples[0].key}: packed rows need --micro-batch-size 1, it is {len(samples)}")
     rows = [_row(sample, images, seq_length, vocab_size) for sample in samples]

@@ -97,7 +97,7 @@ def data_request(layout: Layout, model_provider: ModelProvider, model_config: An
         tokens=model_provider.token_spec(model_config),
         num_image_tokens=partial(count_tokens, model_provider, model_config, module),
         num_lanes=layout.num_lanes, micro_batch_size=micro_batch_size, seq_length=seq_length, seed=seed, split=split,
-        sequence_multiple=sequence_multiple(layout), model=type(model_provider).__name__)
+        sequence_multiple=sequence_multiple(layout))
 
 
 def describe_images(config: RunConfig, model_provider: ModelProvider) -> str | None:

@@ -95,12 +95,12 @@ def choose_grouped_gemm(choice: str, module: torch.nn.Module, dtype: torch.dtype
         reason = unsupported_reason(dtype, fp8.recipe if fp8 else None)
         if reason is None:
             count = pack_experts(module, fp8)
-            reason = "; ".join(["biases, an activation without a fused kernel or matrices at odd addresses",
-                                *(["in FP8 also --recompute-modules moe_act, --no-moe-permute-fusion or "
-                                   "--deterministic-mode"] if fp8 else [])])
             if count:
                 logger.info("experts: one cuBLASLt product for all experts in %d layers", count)
                 return
+            reason = "biases, an activation without a fused kernel, or matrices at odd addresses"
+            if fp8:
+                reason += ", --recompute-modules moe_act, --no-moe-permute-fusion or --deterministic-mode"
         if choice == "packed":
             raise ValueError(f"--moe-gemm packed cannot run here: {reason}; use auto or separate")
         logger.info("experts: %s products (%s)", "separate" if fp8 else "CUTLASS", reason)

@@ -23,12 +23,12 @@ FORWARDED_PREFIXES = ("HF_", "TRANSFORMERS_", "VLLM_", "NCCL_", "FI_", "GLOO_", 
 # Folders of caches and temporary files are among them, because a home may be too small, or too slow for many nodes.
 FORWARDED_NAMES = ("CUDA_CACHE_PATH", "OMP_NUM_THREADS", "PYTHONPATH", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
                    "TMPDIR", "TOKENIZERS_PARALLELISM", "XDG_CACHE_HOME", "http_proxy", "https_proxy", "no_proxy")
+NOT_FORWARDED = ("VLLM_HOST_IP", "VLLM_PORT", "VLLM_LOOPBACK_IP")
+# Ends of folders that the trainer has chosen for its own host (`mimo.platform.cuda`), which are not forwarded either.
+TRAINERS_CACHES = ("/mimo-hetero-inductor", "/mimo-hetero-triton")
 # Symbol of a layer of experts in the configuration of Nemotron-H.
 NEMOTRON_EXPERTS = "E"
 GIB = 2**30
-# Folders that the trainer has chosen for its own host (`mimo.platform.cuda`).
-TRAINERS_CACHES = ("/mimo-hetero-inductor", "/mimo-hetero-triton")
-NOT_FORWARDED = ("VLLM_HOST_IP", "VLLM_PORT", "VLLM_LOOPBACK_IP")
 
 
 def forwarded(environment: Mapping[str, str], further: str = "") -> dict[str, str]:

@@ -144,7 +144,6 @@ class FlopsMeter:
         return {"tflops": tflops, "mfu": None if self.peak is None else tflops / self.peak, "flops": needed,
                 "hardware_flops": computed}
 
-
     def policy_figures(self, lengths: Iterable[int], num_forward: int, seconds: float) -> dict[str, float]:
         """Compute the trainer's speed in an iteration of reinforcement learning, for a model without encoders.
 

@@ -66,7 +66,7 @@ def local_folder(flag: str, path: str) -> str:
                     return str(folder)
             folder = _download(f"{flag} {path}", found["repo"], revision, SMALL_FILES, "there is no such folder, and ")
             record.write_text(json.dumps(folder))
-    except (OSError, NotImplementedError) as error:  # the latter where a file system has no locks
+    except OSError as error:
         # A shared cache that only its owner writes may have the model.
         shared = _cached(found["repo"], revision)
         if shared is None:

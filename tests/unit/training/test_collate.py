@@ -235,7 +235,7 @@ def test_a_video_has_a_placeholder_and_the_tokens_of_its_temporal_patches():
      r"set/1: video 1 is float32 \[4, 1, 8, 4\], declared float32 \[6, 1, 8, 4\] \(frames, channels, height, width\)"),
     (sample(image_sizes=[VideoSize(8, 4, 6)]),
      Placeholders({"vision": IMAGE}, partial(count_tokens, model_provider("llava"), None), 1),
-     "set/1: video 0 of 6 frames of 8x4 pixels: LlavaProvider takes images and no videos"),
+     "set/1: video 0 of 6 frames of 8x4 pixels: the model takes images and no videos"),
 ])
 def test_wrong_videos_are_refused_by_sample(broken, images, message):
     with pytest.raises(ValueError, match=message):
