@@ -175,7 +175,7 @@ def test_logits_of_some_tokens_at_a_time_give_the_same_values(pool: WorkerPool, 
 
 
 def shared_attention_errors(rank: int) -> list[str]:
-    """What Transformer Engine's attention cannot share, as every rank finds it."""
+    """Return the errors about what Transformer Engine's attention cannot share, as every rank raises them."""
     from types import SimpleNamespace
 
     from mimo.config.cli import parse

@@ -1,4 +1,4 @@
-"""What the report advises follows from the run's figures, and nothing is advised where they are fine."""
+"""Advice of the report: it follows from the figures of the run, and where they are fine there is none."""
 
 from __future__ import annotations
 
