@@ -27,9 +27,9 @@ from mimo.config.cli import parse
 from mimo.config.trainer import LayoutConfig, RunConfig
 from mimo.config.validate import validate_without_data
 from mimo.data.loader import StepLoader
-from mimo.data.sources import StepSamples
+from mimo.data.sources import GivenSource
 from mimo.grid.groups import Grids
-from mimo.grid.lanes import data_request
+from mimo.grid.lanes import data_request, needs_of
 from mimo.grid.spec import Layout
 from mimo.model.build import params_dtype, set_training
 from mimo.platform.base import Platform
@@ -40,7 +40,6 @@ from mimo.protocols import (
     ModelProvider,
     Question,
     QuestionDataProvider,
-    Sample,
 )
 from mimo.rl.launch_engine import has_processor
 from mimo.rl.placement import check_cpu_engine
@@ -191,38 +190,6 @@ def _engine(wanted: str, asked: Asked) -> str:
 # The trainer's own model: the likeliest token each time, by a forward pass over the whole sequence.
 
 
-class _OneSample:
-    """Source of a single sample, for `StepLoader`."""
-
-    def __init__(self, sample: Sample, layout: Layout) -> None:
-        self._step: StepSamples = {(name, 0): [[sample]] for name in layout.grids}
-
-    def start(self) -> None:
-        """Do nothing: there is nothing to start."""
-
-    def read(self) -> StepSamples:
-        return self._step
-
-    def mark(self) -> Any:
-        return None
-
-    def state_dict(self, mark: Any) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, streams: Mapping[str, Any]) -> None:
-        """Do nothing: there is one position only."""
-
-    def describe(self) -> str:
-        return "the question"
-
-    @property
-    def waits_for(self) -> tuple[int, ...]:
-        return ()
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to stop."""
-
-
 def _ask_trainer(asked: Asked, layout: Layout, platform: Platform) -> list[int]:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")
@@ -252,9 +219,9 @@ def _generate(asked: Asked, grids: Grids, platform: Platform) -> list[int]:
         else:
             state = RunState(config, grids, platform, parts.built, parts.optimizer, parts.scheduler)
             load_weights(state, asked.folder, watchdog, "mimo ask")
-        loader = StepLoader(grids.layout, 0, _OneSample(sample, grids.layout), model_provider=provider,
-                            model_config=family, micro_batch_size=1, num_microbatches=1, seq_length=seq_length,
-                            dtype=params_dtype(config), prefetch=False)
+        source = GivenSource([[sample]], needs_of(grids.layout, 0, 1), "the question")
+        loader = StepLoader(grids.layout, 0, source, model_provider=provider, model_config=family, micro_batch_size=1,
+                            num_microbatches=1, seq_length=seq_length, dtype=params_dtype(config), prefetch=False)
         (batch,) = loader.next_step()
         assert batch.text is not None, "the only rank holds the language model"
         set_training(parts.built.model, False)

@@ -60,6 +60,45 @@ class Source(Protocol):
         ...
 
 
+class GivenSource:
+    """Rows that are there already, the same for every lane and in every iteration. There is no position to save.
+
+    Args:
+        microbatches: rows of each microbatch.
+        needs: parts of lanes that this rank needs.
+        what: the rows, for messages.
+    """
+
+    def __init__(self, microbatches: Sequence[Sequence[Sample]], needs: Sequence[Need], what: str) -> None:
+        self._microbatches, self._needs, self._what = microbatches, needs, what
+
+    def start(self) -> None:
+        """Do nothing: there is nothing to start."""
+
+    def read(self) -> StepSamples:
+        return {(need.module, need.share.lane): [list(rows[need.share.start:need.share.stop])
+                                                 for rows in self._microbatches] for need in self._needs}
+
+    def mark(self) -> None:
+        """Do nothing: there is no position."""
+
+    def state_dict(self, mark: Any) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, streams: Mapping[str, Any]) -> None:
+        """Do nothing: there is no position."""
+
+    def describe(self) -> str:
+        return self._what
+
+    @property
+    def waits_for(self) -> tuple[int, ...]:
+        return ()
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to stop."""
+
+
 class StreamSource:
     """Streams of an indexed data set: this rank opens every lane that it needs and skips what other ranks encode.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from megatron.core.utils import unwrap_model
 
 from mimo.data.batch import Microbatch, TextBatch
 from mimo.data.loader import StepLoader
-from mimo.data.sources import StepSamples
+from mimo.data.sources import GivenSource
 from mimo.grid.lanes import needs_of
 from mimo.model.build import set_training
 from mimo.model.output_layer import TokenFunction
@@ -45,7 +45,9 @@ def prompt_logprobs(parts: TrainerParts, provider: ModelProvider, prompts: Seque
     rows = [Sample(f"prompt {number}", np.array(tokens, np.int64), np.ones(len(tokens), bool), images=[])
             for number, tokens in enumerate(prompts)]
     rows += [rows[-1]] * (-len(rows) % every)
-    source = _Prompts(parts, [rows[first:first + every] for first in range(0, len(rows), every)])
+    source = GivenSource(
+        [rows[first:first + every] for first in range(0, len(rows), every)],
+        needs_of(parts.grids.layout, parts.grids.rank, parts.config.train.micro_batch_size), "prompts")
     loader = StepLoader(
         parts.grids.layout, parts.grids.rank, source, model_provider=provider, model_config=parts.config.model_family,
         micro_batch_size=every, num_microbatches=len(rows) // every, seq_length=train.seq_length, prefetch=False,
@@ -87,43 +89,3 @@ def target_logprobs(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> 
     by_rank: list[Any] = [None] * parts.grids.layout.world_size
     dist.all_gather_object(by_rank, found, group=parts.grids.host)
     return {key: values for own in by_rank for key, values in own.items()}
-
-
-class _Prompts:
-    """Source that gives the same rows to every lane, once. It has no position to save."""
-
-    reads = True
-
-    def __init__(self, parts: TrainerParts, microbatches: list[list[Sample]]) -> None:
-        self._microbatches = microbatches
-        self._needs = needs_of(parts.grids.layout, parts.grids.rank, parts.config.train.micro_batch_size)
-
-    def start(self) -> None:
-        """Do nothing: there is nothing to start."""
-
-    def read(self) -> StepSamples:
-        """Return all rows."""
-        return {(need.module, need.share.lane): [rows[need.share.start:need.share.stop] for rows in self._microbatches]
-                for need in self._needs}
-
-    def mark(self) -> None:
-        """Do nothing: there is no position."""
-
-    def state_dict(self, mark: Any) -> dict[str, Any]:
-        """Return nothing: there is no position."""
-        return {}
-
-    def load_state_dict(self, streams: Mapping[str, Any]) -> None:
-        """Do nothing: there is no position."""
-
-    def describe(self) -> str:
-        """Describe the data that a rank waits for."""
-        return "prompts"
-
-    @property
-    def waits_for(self) -> tuple[int, ...]:
-        """No other rank."""
-        return ()
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to stop."""
