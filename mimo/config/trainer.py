@@ -282,8 +282,7 @@ class ModelConfig:
     layernorm. Default: core_attn."""
     logits_chunk_size: int | None = None
     """Tokens whose logits a rank has in memory at a time, for losses, evaluation, log-probs and entropies. The backward
-    pass computes them again. For long rows and large vocabularies. Default: all
-    tokens of a microbatch."""
+    pass computes them again. For long rows and large vocabularies. Default: all tokens of a microbatch."""
     moe_permute_fusion: bool = True
     """Sort tokens by expert and back with Transformer Engine's fused kernels; --no-moe-permute-fusion uses several
     PyTorch kernels, as do --deterministic-mode and local layers."""
