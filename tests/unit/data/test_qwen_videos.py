@@ -98,8 +98,7 @@ def config_of(family: str, folder: Path, *flags: str) -> Any:
 def request_of(config: Any, lanes: int = 1, seq_length: int = SEQ_LENGTH) -> DataRequest:
     provider = model_provider(config.model.model_provider)
     return DataRequest(provider.token_spec(config.model_family),
-                       partial(count_tokens, provider, config.model_family, VISION), lanes, 1, seq_length, 3,
-                       model="Qwen25VlProvider")
+                       partial(count_tokens, provider, config.model_family, VISION), lanes, 1, seq_length, 3)
 
 
 def read(config: Any, count: int, asks: DataRequest | None = None, lanes: Sequence[int] = (0,)) -> list[Sample]:
