@@ -13,8 +13,6 @@ from mimo.config.trainer import CheckpointConfig, TrainConfig
 from tests.support.launch import ROOT
 
 MAX_LINES = 250
-# Longer until they are divided by task.
-LONGER = {"rl": 290, "refit": 290}
 
 
 def build(out: Path) -> subprocess.CompletedProcess[str]:
@@ -34,4 +32,4 @@ def test_the_site_builds_and_has_every_flag_with_its_help(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
 def test_pages_are_short(page: Path) -> None:
-    assert len(page.read_text().splitlines()) <= LONGER.get(page.stem, MAX_LINES)
+    assert len(page.read_text().splitlines()) <= MAX_LINES

@@ -231,7 +231,7 @@ def test_lists_of_what_is_built_in_are_complete() -> None:
         *missing(registry.MODEL_PROVIDERS, "docs/providers.md"),
         *missing(registry.DATASET_PROVIDERS, "docs/data.md"),
         *missing(registry.REWARDS, "docs/rl_engine.md"),
-        *missing(architectures, "docs/checkpoints.md"),
+        *missing(architectures, "docs/weights.md"),
         *missing([", ".join(sorted(registry.DATASET_PROVIDERS))], "mimo/config/trainer.py", "({})"),
         *missing([", ".join(sorted(registry.PROMPT_PROVIDERS))], "mimo/config/rl_sections.py", "({})"),
         *missing([", ".join(sorted(registry.REWARDS))], "mimo/config/rl.py", "({})"),
