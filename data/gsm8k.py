@@ -36,7 +36,7 @@ class Config:
     gsm8k_format: Literal["chat", "plain"] = "chat"
     """chat: a turn of a user in the tokenizer's chat template; plain: "Question: ... Answer:", for base models."""
     gsm8k_instruction: str = 'Let\'s think step by step and output the final answer after "####".'
-    """Said after each question."""
+    """Text that follows each question."""
     gsm8k_thinking: bool = True
     """Value of enable_thinking in the chat template, if it has such a switch, as Qwen3's does."""
 

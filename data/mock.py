@@ -32,24 +32,25 @@ class Config:
     mock_max_length: int = 32
     """Most text tokens of a sample."""
     mock_images_max: int = 3
-    """Most images of a sample; one that has images has 1 to this many. A text model gets none."""
+    """Largest number of images in a sample. A sample that has images has at least one. A text model gets none."""
     mock_text_only_fraction: float = 0.25
     """Share of samples without an image."""
     mock_images_mean: float | None = None
-    """Mean number of images of a sample that has some, log-normal with --mock-images-cv, rounded, from 1 to
+    """Mean number of images of the samples that have some: log-normal with --mock-images-cv, rounded, from 1 to
     --mock-images-max. Default: uniform from 1 to --mock-images-max."""
     mock_images_cv: float = 0.0
     """Coefficient of variation of the number of images; 0: every sample has the mean. Needs --mock-images-mean."""
     mock_image_size: int = 32
-    """Pixels a side of an image for encoders that take any size."""
+    """Side length in pixels of an image, for encoders that take any size."""
     mock_image_size_cv: float = 0.0
-    """Coefficient of variation of the area of such images, log-normal around --mock-image-size, of any shape up to 2:1
-    and at most 4 times as large; 0: all are squares of one size. --seq-length has to hold the largest sample."""
+    """Coefficient of variation of the area of these images. Areas are log-normal around --mock-image-size and at most 4
+    times as large, and shapes reach 2:1. 0: all images are squares of one size. --seq-length has to hold the largest
+    sample."""
     mock_video_fraction: float = 0.0
     """Share of images that are replaced by videos of their size."""
     mock_video_frames: int = 8
-    """Most frames of a video; one has 1 to as many temporal patches as these frames make, half a second from frame to
-    frame."""
+    """Largest number of frames of a video. A video has between 1 and as many temporal patches as these frames make,
+    with half a second between frames."""
     mock_packed_length: int = 0
     """Pack samples into rows of at most this many tokens of text and images: a row takes samples until the next one
     does not fit. It has to hold the largest sample. 0: every row is one sample."""

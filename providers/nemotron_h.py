@@ -35,8 +35,8 @@ class Config(HybridConfig):
     hybrid_layer_pattern: str = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
     num_query_groups: int = 2
     load_nemotron_checkpoint: str = ""
-    """Megatron checkpoint of a vision-language model as one, whose language model (keys language_model.) is the start
-    of the run: the folder of an iteration, or the one that holds latest_checkpointed_iteration.txt."""
+    """Megatron checkpoint of a whole vision-language model, from whose language model (keys language_model.) the run
+    starts: the folder of an iteration, or the folder that holds latest_checkpointed_iteration.txt."""
     hf_config: str = ""
     """Hugging Face config.json, or the folder that holds one. Its sizes replace those of the flags."""
 

@@ -53,10 +53,10 @@ class Config(radio.RadioConfig, HybridConfig):
     image_token_id: int = 131071
     """Token id that stands for an image."""
     training_stage: Literal["", "stage1", "stage2"] = ""
-    """stage1: only the projector trains; stage2: everything does, as without a stage, but what --freeze names."""
+    """stage1: only the projector trains. stage2: everything trains except what --freeze names, as without a stage."""
     load_nemotron_checkpoint: str = ""
-    """Megatron checkpoint of the model as one (keys vision_model., vision_projection., language_model.): the folder of
-    an iteration, or the one that holds latest_checkpointed_iteration.txt. Its weights are the start of the run."""
+    """Megatron checkpoint of the whole model (keys vision_model., vision_projection., language_model.) from whose
+    weights the run starts: the folder of an iteration, or the folder that holds latest_checkpointed_iteration.txt."""
     hf_config: str = ""
     """Hugging Face config.json, or the folder that holds one. Its sizes replace those of the flags."""
 

@@ -18,43 +18,44 @@ class RadioConfig:
     """RADIO vision transformer, pixel shuffle and projector; the defaults are those of ViT-H/16."""
 
     vision_image_size: int = 512
-    """Pixels a side of an image; of images that are not square, their height. No effect with dynamic resolution."""
+    """Side length of the images in pixels, or their height if --vision-image-width is given. No effect with dynamic
+    resolution."""
     vision_image_width: int = 0
-    """Pixels of an image's width where images are not square; 0: as their height. Not with dynamic resolution."""
+    """Width of the images in pixels; 0: equal to their height. Not with dynamic resolution."""
     vision_patch_size: int = 16
-    """Pixels a side of a patch."""
+    """Side length of a patch, in pixels."""
     vision_dynamic_resolution: bool = False
     """Images keep their own sizes, which are multiples of patch size times pixel shuffle, and are packed into one
     row."""
     vision_pixel_shuffle: int = 2
     """N by N neighbouring patches become one language token, side by side in its channels."""
     vision_num_channels: int = NUM_CHANNELS
-    """Channels of an image; there is no other number."""
+    """Channels of an image; only 3 is possible."""
     vision_hidden_size: int = 1280
     """Width of the vision transformer."""
     vision_num_layers: int = 32
-    """Layers."""
+    """Layers of the vision transformer."""
     vision_num_attention_heads: int = 16
-    """Attention heads."""
+    """Attention heads of the vision transformer."""
     vision_ffn_hidden_size: int = 5120
     """Inner width of the MLP."""
     vision_class_token_len: int = 10
-    """Class and register tokens before the patches of each image, dropped from the output; as many as the class token
-    of the pretrained encoder has rows."""
+    """Class and register tokens before the patches of each image, which are dropped from the output. Their number is
+    that of the rows of the pretrained encoder's class token."""
     vision_max_image_size: int = 2048
-    """Pixels a side of the image that has a position embedding for each of its patches; positions of other images are
-    interpolated, and with --no-vision-dynamic-resolution no image may be larger."""
+    """Side length in pixels of the image that has a position embedding for each of its patches. Positions of other
+    images are interpolated. With --no-vision-dynamic-resolution no image may be larger."""
     vision_norm_epsilon: float = 1e-6
     """Epsilon of the LayerNorms."""
     vision_final_layernorm: bool = True
-    """A LayerNorm after the last layer. Megatron checkpoints of models with --mtp-num-layers 0 have it; published
+    """Add a LayerNorm after the last layer. Megatron checkpoints of models with --mtp-num-layers 0 have it; published
     Hugging Face checkpoints have it only where their encoder's arguments say `model_norm`."""
     vision_hidden_act: Literal["gelu", "gelu_tanh"] = "gelu"
     """Activation of the MLP: exact as in timm, or with the tanh approximation as in Megatron's multimodal example."""
     vision_cpe_augmentation: bool = False
-    """While the encoder trains, each image takes its positions from a random crop of the position grid, as when the
-    published weights were made. Off, training sees the positions that evaluation and serving see, every run of a batch
-    gives the same loss, and layouts can be compared; a frozen encoder never draws."""
+    """While the encoder trains, take the positions of each image from a random crop of the position grid, as when the
+    published weights were made. Without it, training uses the positions of evaluation and serving, so a batch always
+    has the same loss and layouts can be compared. A frozen encoder draws no crops."""
     projector_hidden_size: int = 20480
     """Inner width of the projector."""
     projector_norm_epsilon: float = 1e-5

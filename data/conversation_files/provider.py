@@ -34,7 +34,8 @@ class Config(energon.Config):
     data_cache: str = ""
     """Folder on the node's disk for copies of files at URLs. Default: mimo-hetero in $XDG_CACHE_HOME or ~/.cache."""
     data_cache_gib: float = 100.0
-    """GiB that images and videos in --data-cache may take, about. Those that were read least recently are deleted."""
+    """Approximate limit, in GiB, of images and videos in --data-cache. Those that were read least recently are
+    deleted."""
 
 
 class ConversationsProvider(energon.EnergonProvider):

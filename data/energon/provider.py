@@ -41,13 +41,14 @@ class Config:
     num_workers: int = 1
     """Energon worker processes of each lane; 0 reads in the training process, in the same order as 1."""
     packing_buffer_size: int = 0
-    """Number of samples from which each worker chooses those of a pack; 0: one sample in each row."""
+    """Number of samples from which each worker chooses those of a packed row; 0: one sample in each row."""
     packing_balance: bool = False
-    """Choose packs with about equal numbers of image tokens, so that all lanes have about the same encoder work."""
+    """Choose packed rows with about equal numbers of image tokens, so that all lanes have about the same encoder
+    work."""
     shuffle_buffer_size: int = 0
     """Size of each worker's shuffle buffer, in samples, in addition to shuffled shards; 0: none."""
     max_samples_per_sequence: int = 100
-    """Largest number of samples that are read from a shard in a row."""
+    """Largest number of consecutive samples that are read from a shard."""
     shuffle: bool = True
     """Shuffle train shards and samples. --no-shuffle reads them in stored order."""
     image_tiling: Literal["auto", "stretch", "crop", "pad", "fixed", "anyres", "dynamic", "smart_resize",
@@ -62,50 +63,54 @@ class Config:
     image_resample: Literal["auto", "bicubic", "bilinear"] = "auto"
     """Kernel that images are resized with; auto: as the model's processor."""
     max_tiles: int | None = None
-    """Most tiles of an image with --image-tiling fixed, without the thumbnail; left out: as the model's processor, or
-    else 6."""
+    """Largest number of tiles of an image with --image-tiling fixed, not counting the thumbnail. Default: as the
+    model's processor, or else 6."""
     use_thumbnail: bool = False
-    """With --image-tiling fixed, the whole image too, as a last tile, where there are several."""
+    """With --image-tiling fixed, add the whole image as a last tile if there are several tiles."""
     image_grid_pinpoints: tuple[str, ...] = ()
     """HEIGHTxWIDTH in pixels of each grid of tiles that --image-tiling anyres may cut an image into, such as 336x672.
-    Left out: those of LLaVA-NeXT, which are 1x2, 2x1, 2x2, 3x1 and 1x3 tiles."""
+    Default: those of LLaVA-NeXT, which are 1x2, 2x1, 2x2, 3x1 and 1x3 tiles."""
     min_patches: int | None = None
-    """Fewest patches of an image with --image-tiling dynamic or smart_resize; smaller images are enlarged. Left out: as
-    the model's files say, or else 4 (dynamic) or as the family has it (smart_resize)."""
+    """Smallest number of patches of an image with --image-tiling dynamic or smart_resize; smaller images are enlarged.
+    Default: as the model's files say, or else 4 (dynamic) or the family's own value (smart_resize)."""
     max_patches: int | None = None
-    """Most patches of an image with --image-tiling dynamic or smart_resize; larger images are reduced. Left out: as the
-    model's files say, or else 1024 (dynamic) or as the family has it (smart_resize)."""
+    """Largest number of patches of an image with --image-tiling dynamic or smart_resize; larger images are reduced.
+    Default: as the model's files say, or else 1024 (dynamic) or the family's own value (smart_resize)."""
     min_side: int = 0
-    """With --image-tiling dynamic: images whose shorter side would have fewer pixels are enlarged, as far as
-    --max-patches allows (Megatron's --dynamic-resolution-min-side); 0: off, as engines serve."""
+    """With --image-tiling dynamic, enlarge images whose shorter side would have fewer pixels, as far as --max-patches
+    allows (Megatron's --dynamic-resolution-min-side). 0: off, as in inference engines."""
     max_image_pixels: int = 100_000_000
-    """An image with more pixels, or which cropping or padding would give more, is a bad sample: it is not decoded."""
+    """Largest number of pixels of an image, also after cropping or padding. An image with more is a bad sample and is
+    not decoded."""
     image_mean: tuple[float, ...] = ()
-    """Mean of each channel, of pixels in 0..1; one value serves all channels. Left out: as the model's processor."""
+    """Mean of each channel, of pixels in 0..1; one value serves all channels. Default: as the model's processor."""
     image_std: tuple[float, ...] = ()
-    """Standard deviation of each channel, of pixels in 0..1; one value serves all channels. Left out: as the model's
+    """Standard deviation of each channel, of pixels in 0..1; one value serves all channels. Default: as the model's
     processor."""
     video_processing: Literal["auto", "qwen2_5_vl", "qwen3_vl"] = "auto"
-    """Family whose way of choosing frames and their size is followed. qwen2_5_vl: frames at a rate from the first one
-    on, limits for each frame. qwen3_vl: frames spread over the whole video, limits for all of them together. auto: as
-    the model's video processor (video_preprocessor_config.json, else preprocessor_config.json, in the folders of
-    --image-tiling auto) or else that of the family. The other flags of videos are taken from it where left out. Only
-    the family of the model works."""
+    """Model family whose rules choose frames and their size. qwen2_5_vl: frames at a rate from the first one on, limits
+    for each frame. qwen3_vl: frames spread over the whole video, limits for all of them together. auto: as the model's
+    video processor (video_preprocessor_config.json, else preprocessor_config.json, in the folders of --image-tiling
+    auto), or else that of the family. Values of video flags that are not given come from there. Only the family of the
+    model works."""
     video_fps: float | None = None
-    """Frames that are sampled of each second of a video; 0: all frames."""
+    """Frames to sample from each second of a video; 0: all frames."""
     video_num_frames: int | None = None
-    """Frames that are sampled of each video, in place of --video-fps; 0: as --video-fps says."""
+    """Frames to sample from each video, in place of --video-fps; 0: as --video-fps says."""
     video_min_frames: int | None = None
-    """Fewest frames that --video-fps samples, as far as a video has them."""
+    """Smallest number of frames that --video-fps samples, if the video has as many."""
     video_max_frames: int | None = None
-    """Most frames that --video-fps samples."""
+    """Largest number of frames that --video-fps samples."""
     video_min_pixels: int | None = None
-    """Fewest pixels of a frame (qwen2_5_vl) or of all frames of a video (qwen3_vl); smaller ones are enlarged."""
+    """Smallest number of pixels of a frame (qwen2_5_vl) or of all frames of a video (qwen3_vl); smaller ones are
+    enlarged."""
     video_max_pixels: int | None = None
-    """Most pixels of a frame (qwen2_5_vl) or of all frames of a video (qwen3_vl); larger ones are reduced."""
+    """Largest number of pixels of a frame (qwen2_5_vl) or of all frames of a video (qwen3_vl); larger ones are
+    reduced."""
     video_max_tokens: int | None = None
-    """Further limit of pixels: the context length of which a video may take nine tenths (qwen2_5_vl), or the most
-    tokens of a frame (qwen3_vl); 0: none. It is max_video_tokens of a processor with cap_pixels_per_frame."""
+    """Further limit of pixels; 0: none. qwen2_5_vl: the context length, of which a video may take nine tenths.
+    qwen3_vl: the largest number of tokens of a frame. It is max_video_tokens of a processor with
+    cap_pixels_per_frame."""
     video_resample: Literal["auto", "bicubic", "bilinear"] = "auto"
     """Kernel that frames are resized with."""
     video_mean: tuple[float, ...] = ()
@@ -113,8 +118,8 @@ class Config:
     video_std: tuple[float, ...] = ()
     """Standard deviation of each channel of videos, of pixels in 0..1."""
     max_bad_samples: int = 100
-    """Bad samples that a run may pass over, over all ranks and restarts; one more ends it. Each is reported with shard
-    and key."""
+    """Number of bad samples that a run may skip, over all ranks and restarts. One more ends it. Each is reported with
+    shard and key."""
 
 
 # Fields that no train sample depends on.

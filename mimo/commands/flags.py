@@ -43,8 +43,8 @@ class ExportFlags:
     """Write the weights of a checkpoint as a Hugging Face folder: safetensors, config.json and, with --hf-base, the
     tokenizer.
 
-    The model is the one that the checkpoint's own configuration says; flags of a run after a lone -- change it
-    (-- --hf-config PATH, where that file has moved).
+    The checkpoint's own configuration describes the model. Flags of a run after a lone -- change it, for example
+    -- --hf-config PATH if that file has moved.
     """
 
     checkpoint: Positional[Annotated[str, arg(metavar="CHECKPOINT")]]
@@ -54,12 +54,12 @@ class ExportFlags:
     ckpt_step: Annotated[int | None, arg(metavar="INT")] = None
     """Iteration to take instead of the latest."""
     hf_base: Annotated[str, arg(metavar="PATH")] = ""
-    """Folder, or id on the hub, of the Hugging Face model that training started from: its config.json, tokenizer and
-    processor files are carried along, and tensors that training has no use for."""
+    """Folder, or id on the hub, of the Hugging Face model that training started from. Its config.json, tokenizer and
+    processor files are copied, and so are tensors that training does not use."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """dtype of the weights; auto: as they are in the checkpoint."""
     max_shard_size: Annotated[str, arg(metavar="SIZE")] = "5GB"
-    """Size of a file at most: a number with KB, MB, GB, KiB, MiB, GiB, or of bytes."""
+    """Largest size of a file: a number of bytes, or a number with KB, MB, GB, KiB, MiB or GiB."""
     force: FlagCreatePairsOff[bool] = False
     """Write into a folder that is not empty; weights in it are replaced."""
 
@@ -68,15 +68,15 @@ class ExportFlags:
 class ImportFlags:
     """Write the weights of a Hugging Face model as a checkpoint that --load takes on any layout.
 
-    Flags of a run after a lone -- set sizes that its config.json does not say.
+    Flags of a run after a lone -- set sizes that its config.json does not have.
     """
 
     hf_path: Positional[Annotated[str, arg(metavar="HF_PATH")]]
-    """Folder with config.json and safetensors, or the id of a model of the hub: organisation/name[@revision]."""
+    """Folder with config.json and safetensors, or the id of a model on the hub: organisation/name[@revision]."""
     save: Positional[Annotated[str, arg(metavar="SAVE")]]
-    """Folder of checkpoints to make."""
+    """Folder for the checkpoint."""
     model_provider: Annotated[str | None, arg(metavar="NAME")] = None
-    """Model family, as for training; left out: the one for the architecture that config.json names."""
+    """Model family, as for training. Default: the one for the architecture that config.json names."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """dtype of the parameters: bfloat16 for runs with --bf16, float32 for runs with --no-bf16."""
     allow_difference: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY")] = ()
@@ -88,7 +88,7 @@ class PlanFlags:
     """Predict step time and memory of a run on every layout of some GPUs, print the best ones with their flags, and say
     whether separate grids are worth it. Nothing is trained, and no GPU is needed without --measure.
 
-    All other flags are those of train_hetero.py. If they give a layout of that many GPUs, it is predicted, too.
+    All other flags are those of train_hetero.py. If they describe a layout of as many GPUs, it is predicted, too.
     """
 
     gpus: int = 0
@@ -96,16 +96,16 @@ class PlanFlags:
     nodes: int = 0
     """Number of nodes, in place of --gpus."""
     gpu: Literal["A100", "H100", "H200", "B200", "GB200"] = "H100"
-    """Kind of the GPUs, whose data sheet the costs are estimated from without a profile."""
+    """Kind of GPU. Without a profile, costs are estimated from its data sheet."""
     gpu_memory_gib: float | None = None
-    """Memory that a process can use on a GPU. Default: that of the kind."""
+    """Memory that a process can use on a GPU. Default: that of the kind of GPU."""
     profile: Annotated[str, arg(metavar="FILE")] = ""
-    """Measured costs that --measure has written. They replace the estimates and --gpu."""
+    """Measured costs, in a file that --measure has written. They replace the estimates and --gpu."""
     measure: Annotated[str, arg(metavar="FILE")] = ""
     """First measure the passes of a few layers on the GPUs of this host, which takes two to three minutes, and write
     the costs to this file."""
     plan_steps: int = 4
-    """Steps whose samples are read and simulated."""
+    """Number of steps whose samples are read and simulated."""
     top: int = 10
     """Number of layouts to print."""
     out: Annotated[str, arg(metavar="FILE")] = ""
@@ -135,28 +135,29 @@ class ConvertDataFlags:
     data_columns: tuple[str, ...] = ()
     """Names of the records' own columns, as for --data-columns of a run."""
     samples_per_shard: int = 1000
-    """Samples of a tar file at most."""
+    """Largest number of samples in a tar file."""
     max_bad_samples: int = 100
-    """Records that may be left out; one more ends the command."""
+    """Number of records that may be left out. One more ends the command."""
 
 
 @dataclass(frozen=True)
 class AskFlags:
     """Ask a model a question about images and print its answer, as in: mimo ask runs/sft cat.png "What is this?".
 
-    The question is written as the conversations of its training were. vLLM answers where it is installed, else the
-    trainer. Flags of a run after a lone -- replace those of the checkpoint, such as -- --tokenizer FOLDER.
+    The question is written like the conversations that the model was trained on. vLLM answers where it is installed,
+    else the trainer. Flags of a run after a lone -- replace those of the checkpoint, such as -- --tokenizer FOLDER.
     """
 
     checkpoint: Positional[Annotated[str, arg(metavar="CHECKPOINT")]]
     """Folder of a run's checkpoints (--save), whose latest is taken, one checkpoint's own folder, or a Hugging Face
     folder, such as `mimo export` writes."""
     words: Positional[Annotated[tuple[str, ...], arg(metavar="[IMAGE ...] QUESTION")]]
-    """Image files, then the question. <image> in it stands for an image; without it, the images come first."""
+    """Image files, then the question. <image> in the question stands for an image. Without it, the images come
+    first."""
     ckpt_step: Annotated[int | None, arg(metavar="INT")] = None
     """Iteration to take instead of the latest."""
     max_tokens: int = 64
-    """Most tokens of the answer."""
+    """Largest number of tokens in the answer."""
     engine: Literal["auto", "vllm", "trainer"] = "auto"
     """Program that answers. auto: vLLM where it is installed and knows the model, else the trainer, which is slower."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -194,10 +195,9 @@ def parse_command(argv: list[str]) -> CommandLine:
         return CommandLine(flags, [*unknown, *run_flags])
     flags = tyro.extras.subcommand_cli_from_dict(
         COMMANDS, prog="mimo", args=own or ["--help"], config=(tyro.conf.OmitArgPrefixes,),
-        description="Checkpoints of mimo-hetero: look into one, turn one into a Hugging Face folder, and back. And "
-                    "layouts: predict which is fastest. And data: write files of conversations as shards. And "
-                    "models: ask one about an image. "
-                    "`mimo COMMAND --help` tells more.")
+        description="Commands around training: look into a checkpoint, convert checkpoints to and from Hugging Face "
+                    "folders, predict which layout is fastest, write files of conversations as shards, and ask a model "
+                    "about an image. `mimo COMMAND --help` lists the flags of a command.")
     return CommandLine(flags, run_flags)
 
 

@@ -105,7 +105,7 @@ class RlConfig:
     """Largest weight that is kept. Default: 5 with icepop, 1.002 with sequence."""
     max_gen_kl: float | None = None
     """Largest gen-kl, the KL divergence between engine and trainer on sampled tokens in nats, before a run is stopped;
-    0: no limit. Left out: 0.05 in bfloat16 and 1e-4 in float32, and no limit with --rollout-mode one-step-off, --top-p
+    0: no limit. Default: 0.05 in bfloat16 and 1e-4 in float32, and no limit with --rollout-mode one-step-off, --top-p
     or --top-k, where the two distributions differ by design."""
     max_tokens_per_microbatch: int = 8192
     """Largest number of tokens in a microbatch of whole sequences, prompts included."""
@@ -239,8 +239,8 @@ class RolloutConfig:
     """Rollouts: the vLLM engine that completes prompts, and limits of its calls."""
 
     rollout_mode: Literal["sync", "one-step-off"] = "sync"
-    """sync: the policy that is trained generates the completions. one-step-off: the policy before it generates them,
-    during the update."""
+    """sync: the policy that is trained generates the completions. one-step-off: the policy before the update generates
+    the next completions while the trainer updates."""
     rollout_seeds: bool = True
     """Give each prompt its own sampling seed, so that a resumed run samples the same completions."""
     max_completion_tokens: int = 512
@@ -260,14 +260,14 @@ class RolloutConfig:
     engine_pp: int = 1
     """Pipeline stages of a replica."""
     engine_nodes: int = 1
-    """Nodes over which the workers of one replica are spread, as many on each; more than one needs a Ray cluster."""
+    """Number of nodes over which the workers of one replica are spread evenly. More than one needs a Ray cluster."""
     engine_restarts: int = 0
     """How often a run may replace an engine that has ended, or does not answer a request for completions. The new one
     gets all weights before it answers."""
     engine_ep: bool = False
     """Each worker of the engine holds whole experts (expert parallelism) instead of a slice of every expert."""
     engine_max_num_seqs: int = 64
-    """Completions that a replica works on at a time."""
+    """Largest number of completions that a replica generates at a time."""
     engine_kv_cache_mib: int = 256
     """Memory of each engine worker for keys and values on the CPU, MiB."""
     engine_memory: float | None = None
@@ -279,8 +279,8 @@ class RolloutConfig:
     engine_enforce_eager: bool = False
     """Run the engine on GPUs without CUDA graphs and compilation. It starts faster and generates more slowly."""
     engine_env: str = ""
-    """Further environment variables of the first rank that every process of a Ray engine gets, such as UCX_TLS,MY_PATH.
-    Those of vLLM, NCCL, Hugging Face and some others are passed anyway."""
+    """Names of further environment variables of the first rank that every process of a Ray engine gets, such as
+    UCX_TLS,MY_PATH. Those of vLLM, NCCL, Hugging Face and some others are always passed."""
     engine_start_timeout_s: float = 600.0
     """Seconds that the engine may take to start."""
     rollout_timeout_s: float = 600.0

@@ -18,7 +18,7 @@ class RlTrainConfig(TrainConfig):
     global_batch_size: int = 8
     """Completions of one iteration; a multiple of --completions-per-prompt."""
     seq_length: int = 2048
-    """Most tokens of a prompt with its completion, after image expansion."""
+    """Largest number of tokens of a prompt and its completion together, after image expansion."""
     train_samples: int | None = None
     """Length of the run in completions; schedules then count completions."""
     eval_interval: int = 0
@@ -26,13 +26,13 @@ class RlTrainConfig(TrainConfig):
     eval_iters: int = 0
     """train_hetero.py only: --eval-prompts says how large an evaluation is."""
     num_generations: int = 20
-    """Completions of held-out prompts printed at the end of the last evaluation; needs --eval-prompts."""
+    """Completions of held-out prompts to print after the last evaluation; needs --eval-prompts."""
     encoder_prefetch_depth: int = 0
     """train_hetero.py only."""
     dry_run: bool = False
     """Print grids, engine, GPUs and batch, check what the flags name, then exit; needs no GPU and starts nothing."""
     world_size: int | None = None
-    """Trainer ranks for --dry-run; otherwise torchrun's."""
+    """Number of trainer ranks for --dry-run. A run takes it from torchrun."""
 
 
 @dataclass(frozen=True)

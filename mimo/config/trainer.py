@@ -212,19 +212,20 @@ class LayoutConfig:
     """With encoder windows, deal images to replicas by cost; --no-encoder-balance deals every replica the same
     number."""
     encoder_chunk: int = 0
-    """With encoder windows, most images in one forward pass of the encoder; 0: all that a replica has in a window."""
+    """With encoder windows, largest number of images in one forward pass of the encoder; 0: all that a replica has in a
+    window."""
     encoder_activation_gib: float | None = None
     """With encoder windows, GiB of encoder activations that a rank may keep for the backward passes. Layers that would
-    go over it are recomputed. 0 is the same as --encoder-recompute full. Default: keep all."""
+    exceed it are recomputed. 0 is the same as --encoder-recompute full. Default: keep all."""
     encoder_run_ahead: int = 0
-    """Disjoint layout: most microbatches of the same iteration that the encoder encodes beyond those of the schedule,
-    while it would wait for gradients. Each keeps its activations. 0: none."""
+    """Disjoint layout: number of further microbatches of the same iteration that the encoder may encode while it would
+    wait for gradients. Each keeps its activations. 0: none."""
     llm_offset: int | None = None
     """First rank of the language grid. Default: the rank after the encoder (disjoint) or 0 (colocated)."""
     llm_tp: int = 1
     """Tensor parallel size of the language model."""
     llm_cp: int = 1
-    """Context parallel size of the language model: so many ranks share the tokens of each row. --seq-length has to be
+    """Context parallel size of the language model: this many ranks share the tokens of each row. --seq-length has to be
     a multiple of twice this size (times --llm-tp)."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
     """How Transformer Engine's attention exchanges keys and values between context-parallel ranks. p2p: in a ring;
@@ -402,7 +403,7 @@ class ObserveConfig:
     """Logging: the run folder, TensorBoard, the console."""
 
     run_dir: str = ""
-    """Folder for metrics.jsonl, run_config.toml and other records. Left out: a new folder runs/DATE-TIME-MODEL-DATA
+    """Folder for metrics.jsonl, run_config.toml and other records. Default: a new folder runs/DATE-TIME-MODEL-DATA
     (runs/latest links to the newest), or the earlier folder of a run that resumes from its own checkpoint."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard. Without it no TensorBoard files are written."""
@@ -421,7 +422,7 @@ class ObserveConfig:
     profile_steps: str | None = None
     """Trace the iterations FIRST:LAST (both included) with torch's profiler, into RUN_DIR/profile/rank-R.json.gz."""
     profile_ranks: str | None = None
-    """Ranks to trace, such as 0,2. Default: rank 0, and all ranks for --memory-snapshot."""
+    """Ranks to trace, such as 0,2. Default: rank 0; for --memory-snapshot all ranks."""
     memory_snapshot: bool = False
     """Record GPU memory. RUN_DIR/memory/rank-R.pickle is written at the end of the run, or when memory runs out."""
     nvtx: bool = False
@@ -429,15 +430,15 @@ class ObserveConfig:
     wandb_project: str | None = None
     """Send the figures to this Weights & Biases project."""
     wandb_name: str | None = None
-    """Name of the run there."""
+    """Name of the run at Weights & Biases."""
     mlflow_uri: str | None = None
-    """MLflow tracking URI that gets the figures: http(s) of a server, a folder, or a database such as sqlite:///FILE;
-    left out: none."""
+    """MLflow tracking URI that gets the figures: http(s) of a server, a folder, or a database such as
+    sqlite:///FILE."""
     mlflow_experiment: str | None = None
-    """Experiment there; left out: mimo-hetero."""
+    """MLflow experiment of the run. Default: mimo-hetero."""
     peak_tflops: float | None = None
-    """TFLOP/s that a GPU can reach, for MFU; left out: dense bf16 of H100, H200, B200, GB200 by the device's name, else
-    no MFU."""
+    """TFLOP/s that a GPU can reach, for MFU. Default: dense bf16 of H100, H200, B200 or GB200, by the device's name;
+    other devices have no MFU."""
     moe_per_layer_logging: bool = False
     """Also log MoE auxiliary losses of each layer."""
 
@@ -507,7 +508,8 @@ class TrainConfig:
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto uses CUDA if there is a GPU. cpu runs the same Megatron code under emulation, over gloo."""
     encoder_prefetch_depth: int = 0
-    """How many microbatches a frozen encoder computes ahead, also of later iterations, while it waits; 0: none."""
+    """Number of microbatches, those of later iterations included, that a frozen encoder may encode ahead while it
+    waits; 0: none."""
     deterministic_mode: bool = False
     """Use only kernels and reductions that give the same bits every time. This is slower, but a resumed run repeats
     exactly."""

@@ -24,8 +24,8 @@ class HybridConfig:
     """Language model: layers of Mamba-2, attention without positions, experts with squared ReLU; RMSNorm."""
 
     hybrid_layer_pattern: str = "MEMEM*EMEMEM*EMEMEM*"
-    """One symbol a layer: M Mamba-2, * attention, E mixture of experts, - dense MLP. After a slash, the layers of one
-    depth of multi-token prediction; one slash and the same layers again for every depth."""
+    """One symbol for each layer: M Mamba-2, * attention, E mixture of experts, - dense MLP. A slash starts the layers
+    of one depth of multi-token prediction; for every further depth, the slash and these layers are repeated."""
     hidden_size: int = 2688
     """Width of the decoder."""
     num_attention_heads: int = 32
@@ -52,7 +52,7 @@ class HybridConfig:
     mamba_head_dim: int = 64
     """Channels of a Mamba-2 head."""
     mamba_num_groups: int = 8
-    """Groups of heads that share B and C, and a group of the norm after the scan."""
+    """Groups of heads that share B and C. The norm after the scan has the same groups."""
     mamba_state_dim: int = 128
     """Size of the state of a channel."""
     num_experts: int = 128

@@ -64,7 +64,7 @@ class LatentDecoderConfig(DecoderConfig):
     mscale_all_dim: float = 1.0
     """YaRN: weight of log(factor) in the scale of all channels."""
     first_k_dense_replace: int = 3
-    """Layers before the first MoE layer."""
+    """Dense layers before the first MoE layer."""
     moe_shared_expert_intermediate_size: int = 2048
     """Inner width of the shared experts, all together."""
     moe_router_score_function: Literal["sigmoid"] = "sigmoid"

@@ -37,7 +37,7 @@ class QwenVisionConfig:
     vision_patch_size: int = 14
     """Pixels a side of a patch."""
     vision_temporal_patch_size: int = 2
-    """Frames of a patch. An image is repeated as often."""
+    """Frames in a patch. An image is repeated this many times."""
     vision_spatial_merge_size: int = 2
     """N by N neighbouring patches become one language token."""
     vision_hidden_size: int = 1280
@@ -65,11 +65,11 @@ class Qwen25VisionConfig(QwenVisionConfig):
     """Tower of Qwen2.5-VL: gated MLPs, window attention. The defaults are those of the published models."""
 
     vision_window_size: int = 112
-    """Pixels a side of the windows within which most layers attend."""
+    """Side length in pixels of the windows within which most layers attend."""
     vision_full_attention_layers: tuple[int, ...] = (7, 15, 23, 31)
     """Numbers, from 0, of the layers that attend within whole images and frames."""
     vision_tokens_per_second: int = 2
-    """Time positions of a second of video."""
+    """Number of time positions in a second of video."""
 
     @property
     def window_side(self) -> int:
@@ -88,12 +88,12 @@ class Qwen3VisionConfig(QwenVisionConfig):
     vision_num_layers: int = 27
     vision_ffn_hidden_size: int = 4304
     vision_num_position_embeddings: int = 2304
-    """Learned positions, a square grid that is stretched over each image."""
+    """Number of learned positions, a square grid that is interpolated for each image."""
     vision_hidden_act: Literal["quick_gelu", "gelu", "gelu_tanh"] = "gelu_tanh"
     """Activation of the MLP."""
     vision_deepstack_layers: tuple[int, ...] = (8, 16, 24)
-    """Numbers, from 0, of the layers whose outputs go to the language model too: the first of them to its first layer,
-    the second to its second, and so on."""
+    """Numbers, from 0, of the layers whose outputs also go to the language model: the first to its first layer, the
+    second to its second layer, and so on."""
 
     @property
     def num_mergers(self) -> int:

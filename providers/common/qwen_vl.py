@@ -46,7 +46,7 @@ class QwenVlConfig(MultimodalDecoderConfig):
     vision_start_token_id: int = 151652
     """Token id before an image or a video, which the data set writes."""
     vision_end_token_id: int = 151653
-    """Token id behind an image or a video, which the data set writes."""
+    """Token id after an image or a video, which the data set writes."""
     hf_config: str = ""
     """Hugging Face config.json, or the folder that holds one. Its sizes replace those of the flags."""
 
