@@ -38,6 +38,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from data.energon.provider import Config
 from mimo.protocols import TokenSpec
+from mimo.visual import Normalisation
 
 Size = tuple[int, int]
 
@@ -460,10 +461,8 @@ def resized(image: Image.Image, size: Size, resample: str) -> Image.Image:
 
 def normalised(image: Image.Image | np.ndarray, tiling: Tiling) -> np.ndarray:
     """Normalise 8-bit pixels to `(x / 255 - mean) / std`, float32 `[C, height, width]`."""
-    pixels = np.asarray(image, np.float32)
-    pixels = pixels.reshape(*pixels.shape[:2], tiling.num_channels).transpose(2, 0, 1) / np.float32(255)
-    mean, std = (np.array(values, np.float32)[:, None, None] for values in (tiling.mean, tiling.std))
-    return np.ascontiguousarray((pixels - mean) / std)
+    pixels = np.asarray(image)
+    return Normalisation(tiling.mean, tiling.std).apply(pixels.reshape(*pixels.shape[:2], tiling.num_channels))
 
 
 def cut(whole: np.ndarray, size: Size) -> list[np.ndarray]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from data.image_tiling import Size, check_ratio, smart_size, torch_resized
 from mimo.protocols import VideoProcessing, VideoSize
+from mimo.visual import Normalisation
 
 if TYPE_CHECKING:
     from data.video import VideoInfo
@@ -132,21 +133,22 @@ def frame_size(count: int, height: int, width: int, processing: VideoProcessing,
     return rows, columns
 
 
-def video_pixels(frames: Iterable[np.ndarray], plan: VideoPlan, processing: VideoProcessing) -> list[np.ndarray]:
-    """Resize and normalise the frames of a video.
+def video_pixels(frames: Iterable[np.ndarray], plan: VideoPlan, processing: VideoProcessing, *,
+                 normalise: bool = True) -> list[np.ndarray]:
+    """Resize the frames of a video, and normalise them.
 
     Args:
         frames: uint8 `[height, width, channels]`, one for each of the plan's indices.
         plan: a result of `plan_video`.
         processing: the model's way with videos.
+        normalise: whether to normalise. If not, the encoder's rank does.
 
     Returns:
-        float32 `[frames, channels, height, width]` for each placeholder.
+        `[frames, channels, height, width]` for each placeholder, float32 if they are normalised and else uint8.
     """
-    mean, std = (np.array(values, np.float32)[:, None, None] for values in (processing.mean, processing.std))
-    size = plan.sizes[0][:2]
-    pixels = np.empty((len(plan.indices), len(mean), *size), np.float32)
+    normalisation, size = Normalisation(processing.mean, processing.std), plan.sizes[0][:2]
+    pixels = np.empty((len(plan.indices), len(processing.mean), *size), np.float32 if normalise else np.uint8)
     for place, frame in enumerate(frames):
         levels = torch_resized(np.ascontiguousarray(frame), size, processing.resample).transpose(2, 0, 1)
-        pixels[place] = (levels / np.float32(255) - mean) / std
+        pixels[place] = normalisation.normalise(levels) if normalise else levels
     return np.split(pixels, np.cumsum([part.frames for part in plan.sizes])[:-1])

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
+from mimo.visual import EightBitDataProvider as EightBitDataProvider
 from mimo.visual import ImageDataProvider as ImageDataProvider
 from mimo.visual import ImageProcessing as ImageProcessing
 from mimo.visual import ImageProcessingProvider as ImageProcessingProvider
 from mimo.visual import ImageProcessorProvider as ImageProcessorProvider
-from mimo.visual import ImageSize
+from mimo.visual import ImageSize, Normalisation
 from mimo.visual import TokenGridProvider as TokenGridProvider
 from mimo.visual import VideoDataProvider as VideoDataProvider
 from mimo.visual import VideoProcessing as VideoProcessing
@@ -69,12 +70,14 @@ class Sample:
         target_mask: bool `[T]`; True if the token itself is a training target (an answer token).
         image_sizes: `(height, width)` in pixels of each image and a `VideoSize` for each video, in the order of the
             placeholders.
-        images: float32 `[C, height, width]` of each image, `[frames, C, height, width]` of each video; None on language
-            lanes, which never read pixels.
+        images: `[C, height, width]` of each image, `[frames, C, height, width]` of each video; None on language lanes,
+            which never read pixels. They are float32 as the encoder takes them, or uint8 with a `normalisation`.
         lengths: for a pack, the number of `tokens` of each of its samples, in order; empty for a single sample. Samples
             of a pack do not attend to each other.
         skipped: messages about bad samples that were skipped before this one, with shard and key.
         unbalanced_image_tokens: for a balanced pack, the image tokens of the unbalanced pack in its place; else None.
+        normalisation: how the encoder's rank normalises uint8 images, which travel as a quarter of the bytes; None for
+            float32 images.
     """
 
     key: str
@@ -85,6 +88,7 @@ class Sample:
     lengths: tuple[int, ...] = ()
     skipped: tuple[str, ...] = ()
     unbalanced_image_tokens: int | None = None
+    normalisation: Normalisation | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
 if TYPE_CHECKING:
     from mimo.data.positions import TokenGrid
     from mimo.protocols import ModelProvider, TokenSpec
@@ -33,6 +35,29 @@ class VideoSize(NamedTuple):
 
 type ImageSize = tuple[int, int] | VideoSize
 """Height and width of an image in pixels, or the size of a video."""
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """Normalisation of 8-bit pixels, (value / 255 - mean) / std, which a rollout engine's image processor computes too.
+
+    Attributes:
+        mean, std: mean and standard deviation of each channel.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def normalise(self, levels: np.ndarray) -> np.ndarray:
+        """Convert uint8 `[..., channels, height, width]` to float32."""
+        assert levels.dtype == np.uint8 and levels.shape[-3] == len(self.mean), (levels.dtype, levels.shape)
+        mean, std = (np.array(values, np.float32)[:, None, None] for values in (self.mean, self.std))
+        scaled: np.ndarray = (levels.astype(np.float32) / np.float32(255) - mean) / std
+        return scaled
+
+    def apply(self, picture: np.ndarray) -> np.ndarray:
+        """Convert uint8 `[height, width, channels]` to float32 `[channels, height, width]`."""
+        return self.normalise(np.ascontiguousarray(picture.transpose(2, 0, 1)))
 
 
 @dataclass(frozen=True)
@@ -122,6 +147,15 @@ class ImageDataProvider(Protocol):
 
     def image_processing(self, config: Any, tokens: TokenSpec) -> ImageProcessing:
         """Describe how images become pixels, given flags whose values are all filled in."""
+        ...
+
+
+@runtime_checkable
+class EightBitDataProvider(Protocol):
+    """A data set that says whether its samples have 8-bit pixels, so that plans can count their bytes."""
+
+    def normalisation(self, config: Any, tokens: TokenSpec) -> Normalisation | None:
+        """Return the `normalisation` of its samples; None if their pixels are floats."""
         ...
 
 

@@ -108,7 +108,7 @@ class ConversationPrompts:
 
     def _pictures(self, images: Sequence[tuple[str, bytes]]) -> list[np.ndarray]:
         """Return the images as the encoder takes them, in 8 bits, uint8 `[height, width, channels]` each."""
-        return [tile for name, data in images for tile in self._encoder.pixels(name, data, normalise=False)]
+        return [tile for name, data in images for tile in self._encoder.pictures(name, data)]
 
 
 def _text(content: Any) -> str:

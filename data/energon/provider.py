@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from mimo.config.toml_file import flag_name
 from mimo.protocols import DataRequest, ImageProcessing, LaneReader, Question, TokenSpec, VideoProcessing
+from mimo.visual import Normalisation
 
 logger = logging.getLogger(__name__)
 
@@ -296,6 +297,14 @@ class EnergonProvider:
             tiling, config.image_mean, config.image_std, resample, min_patches=config.min_patches or 0,
             max_patches=config.max_patches or 0, min_side=config.min_side, max_tiles=config.max_tiles or 0,
             use_thumbnail=config.use_thumbnail, source="the flags of the data")
+
+    def normalisation(self, config: Config, tokens: TokenSpec) -> Normalisation | None:
+        """Return how the encoder's rank normalises 8-bit images under flags that are filled in; None for floats."""
+        from data.energon.videos import shared_normalisation, video_processing_of
+        from data.image_tiling import tiling_of
+
+        images = tiling_of(config, tokens) if tokens.image_token_id >= 0 else None
+        return shared_normalisation(images, video_processing_of(config, tokens))
 
     def reader(self, config: Any, request: DataRequest, lanes: Sequence[int]) -> LaneReader:
         """Open some lanes. Raises the errors of `validate`."""

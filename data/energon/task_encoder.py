@@ -14,7 +14,7 @@ import logging
 import math
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,13 +31,22 @@ from data.bad_samples import ErrorLog, reason_of, sample_name
 from data.conversations import FrameList, Video
 from data.energon import compat
 from data.energon.cookers import TextDecoder, conversation_of, cook
-from data.energon.videos import video_processing_of
-from data.image_tiling import oriented_size, tile_image, tile_pictures, tile_sizes, tiling_of, upright_image
+from data.energon.videos import shared_normalisation, video_processing_of
+from data.image_tiling import (
+    Tiling,
+    oriented_size,
+    tile_image,
+    tile_pictures,
+    tile_sizes,
+    tiling_of,
+    upright_image,
+)
 from data.packing import select_balanced, select_packs
 from data.prompts import Tokenizer
 from data.video import VideoInfo, probe, read_frames
 from data.video_frames import VideoPlan, plan_video, video_pixels
 from mimo.protocols import DataRequest, ImageSize, Question, Sample, VideoSize
+from mimo.visual import Normalisation
 
 if TYPE_CHECKING:
     from data.energon.provider import Config
@@ -59,10 +68,12 @@ class Row(EnergonSample):
         tokens: int64 `[T]`, one placeholder for each image or tile, and for each video or temporal patch of one.
         target_mask: bool `[T]`.
         image_sizes: height and width in pixels of each image or tile, and sizes of videos, as the placeholders come.
-        images: float32 `[C, height, width]` of each image, `[frames, C, height, width]` of each video.
+        images: `[C, height, width]` of each image, `[frames, C, height, width]` of each video; uint8 with a
+            `normalisation`, float32 without.
         lengths: in a pack, the number of tokens of each sample; empty without packing.
         skipped: bad samples since the worker's last row.
         unbalanced_image_tokens: in a balanced pack, the image tokens of the pack in its place without balancing.
+        normalisation: how the encoder's rank normalises the images.
         worker: global worker id.
     """
 
@@ -73,6 +84,7 @@ class Row(EnergonSample):
     lengths: tuple[int, ...] = ()
     skipped: tuple[str, ...] = ()
     unbalanced_image_tokens: int | None = None
+    normalisation: Normalisation | None = None
     worker: int
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -116,6 +128,7 @@ def to_sample(row: Row) -> Sample:
         lengths=row.lengths,
         skipped=row.skipped,
         unbalanced_image_tokens=row.unbalanced_image_tokens,
+        normalisation=row.normalisation,
     )
 
 
@@ -177,6 +190,9 @@ class VlmTaskEncoder(TaskEncoder):
         request: the run's model and sizes.
         errors: the error handler of the `WorkerConfig` that the data set is built with.
 
+    Attributes:
+        normalisation: how the encoder's rank normalises the 8-bit images of rows; None if rows have float images.
+
     Raises:
         ValueError: the flags cannot work; the message names them.
     """
@@ -195,6 +211,7 @@ class VlmTaskEncoder(TaskEncoder):
         self.errors = errors
         self._tiling = tiling_of(config, request.tokens) if request.tokens.image_token_id >= 0 else None
         self._video = video_processing_of(config, request.tokens)
+        self.normalisation = shared_normalisation(self._tiling, self._video)
         self._sound_is_told = False
 
     def _image_sizes(self, name: str, data: Any) -> list[tuple[int, int]]:
@@ -219,17 +236,24 @@ class VlmTaskEncoder(TaskEncoder):
         tokens, ends = self.tokenizer.encode_question(messages, [len(sizes) for sizes in tiles], tools)
         sizes = [size for each in tiles for size in each]
         drawn = [tile for name, data in images for tile in self.pixels(name, data)] if pixels else None
-        return Question(Sample("the question", tokens, np.zeros(len(tokens), np.bool_), sizes, drawn), ends)
+        return Question(Sample("the question", tokens, np.zeros(len(tokens), np.bool_), sizes, drawn,
+                               normalisation=self.normalisation), ends)
 
-    def pixels(self, name: str, data: Any, *, normalise: bool = True) -> list[np.ndarray]:
-        """Decode the tiles of an image; without `normalise` in 8 bits, uint8 `[height, width, channels]` each.
+    def pictures(self, name: str, data: Any) -> list[np.ndarray]:
+        """Decode the tiles of an image, uint8 `[height, width, channels]` each. Raises ValueError if that fails."""
+        return self._decoded(tile_pictures, name, data)
 
-        Raises:
-            ValueError: the image cannot be decoded.
-        """
+    def pixels(self, name: str, data: Any) -> list[np.ndarray]:
+        """Decode the tiles of an image as rows have them, `[channels, height, width]` each. Raises as `pictures`."""
+        if self.normalisation is None:
+            return self._decoded(tile_image, name, data)
+        return [np.ascontiguousarray(picture.transpose(2, 0, 1)) for picture in self.pictures(name, data)]
+
+    def _decoded(self, tile: Callable[[Image.Image, Tiling], list[np.ndarray]], name: str,
+                 data: Any) -> list[np.ndarray]:
         assert self._tiling is not None, "checked with the sizes"
         try:
-            return (tile_image if normalise else tile_pictures)(open_image(name, data), self._tiling)
+            return tile(open_image(name, data), self._tiling)
         except UNDECODABLE as error:
             raise ValueError(f"undecodable image {name}: {reason_of(error)}") from error
 
@@ -330,7 +354,8 @@ class VlmTaskEncoder(TaskEncoder):
         videos: list[torch.Tensor] = []
         for video in sample.videos:
             assert self._video is not None
-            videos += map(torch.from_numpy, video_pixels(self._frames(video), video.plan, self._video))
+            videos += map(torch.from_numpy, video_pixels(self._frames(video), video.plan, self._video,
+                                                         normalise=self.normalisation is None))
         images = self._as_shown(sample.tokens, images, videos)
         shapes = [tuple(image.shape) for image in images]
         expected = [pixel_shape(size, self._request.tokens.num_channels) for size in sample.image_sizes]
@@ -344,6 +369,7 @@ class VlmTaskEncoder(TaskEncoder):
             images=images,
             # With packing, the pack carries them.
             skipped=() if self._config.packing_buffer_size else self.errors.take(),
+            normalisation=self.normalisation,
             worker=global_worker_id(),
         )
         # Shards may use the same keys, so a sample of a blend is named by set, shard and key.
@@ -390,6 +416,7 @@ class VlmTaskEncoder(TaskEncoder):
             images=[image for row in samples for image in row.images],
             lengths=tuple(len(row.tokens) for row in samples),
             skipped=self.errors.take(),
+            normalisation=self.normalisation,
             worker=samples[0].worker,
         )
 

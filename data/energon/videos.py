@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from mimo.config.toml_file import flag_name
 from mimo.protocols import TokenSpec, VideoProcessing
+from mimo.visual import Normalisation
 
 if TYPE_CHECKING:
     from data.energon.provider import Config
+    from data.image_tiling import Tiling
 
 # Fields of `VideoProcessing` that are flags, beside `rule`, and values of the flags that leave them to the model.
 FIELDS = ("fps", "num_frames", "min_frames", "max_frames", "min_pixels", "max_pixels", "max_tokens", "resample", "mean",
@@ -85,6 +87,17 @@ def video_processing_of(config: Config, tokens: TokenSpec) -> VideoProcessing | 
     _check(values, tokens.num_channels)
     return VideoProcessing(rule=rule, temporal_patch_size=tokens.temporal_patch_size, timestamps=rule == "qwen3_vl",
                            source="the flags of the data", **values)
+
+
+def shared_normalisation(images: Tiling | None, videos: VideoProcessing | None) -> Normalisation | None:
+    """Return the normalisation of images and videos; None if they have different ones, or there are no images.
+
+    A microbatch has one, so with two of them each image is normalised where it is decoded.
+    """
+    if images is None:
+        return None
+    found = Normalisation(images.mean, images.std)
+    return found if videos is None or Normalisation(videos.mean, videos.std) == found else None
 
 
 def _check(values: Mapping[str, Any], num_channels: int) -> None:

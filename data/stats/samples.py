@@ -41,9 +41,12 @@ def chosen_rows(collected: Collected) -> list[tuple[Record, Row]]:
 
 
 def picture(pixels: np.ndarray, tiling: Tiling) -> str:
-    """Return normalised pixels, float32 `[C, height, width]`, as a `data:` URL of an image."""
-    mean, std = (np.array(values, np.float32)[:, None, None] for values in (tiling.mean, tiling.std))
-    levels = np.rint(np.clip(pixels * std + mean, 0, 1) * 255).astype(np.uint8).transpose(1, 2, 0)
+    """Return pixels `[C, height, width]`, uint8 or normalised float32, as a `data:` URL of an image."""
+    levels = pixels
+    if pixels.dtype != np.uint8:
+        mean, std = (np.array(values, np.float32)[:, None, None] for values in (tiling.mean, tiling.std))
+        levels = np.rint(np.clip(pixels * std + mean, 0, 1) * 255).astype(np.uint8)
+    levels = levels.transpose(1, 2, 0)
     image = Image.fromarray(levels[..., 0] if levels.shape[2] == 1 else levels)
     small = max(image.size) <= LOSSLESS_SIDE
     buffer = io.BytesIO()
@@ -65,7 +68,7 @@ def image_html(position: int, image: ImageRecord, tiles: Sequence[np.ndarray], t
     Args:
         position: among the images of the sample, from 1.
         image: its sizes.
-        tiles: float32 `[C, height, width]` each.
+        tiles: `[C, height, width]` each.
         tiling: how it was tiled.
         tokens: image tokens of it.
     """
@@ -94,7 +97,7 @@ def video_html(position: int, video: VideoRecord, frames: Sequence[np.ndarray], 
     Args:
         position: among the videos of the sample, from 1.
         video: its sizes.
-        frames: float32 `[C, height, width]` each.
+        frames: `[C, height, width]` each.
         tiling: how images are normalised.
     """
     shown = [frames[round(place)] for place in np.linspace(0, len(frames) - 1, min(len(frames), MAX_FRAMES))]

@@ -271,10 +271,12 @@ def _pictures(asked: Asked) -> list[Any]:
     """Return the images in 8 bits and of the size that the encoder takes, which vLLM only normalises."""
     from PIL import Image
 
-    mean, std = (np.array(values, np.float32)[:, None, None] for values in _normalisation(asked))
-    pictures = [np.rint((image * std + mean) * 255).clip(0, 255).astype(np.uint8).transpose(1, 2, 0)
-                for image in asked.question.sample.images or ()]
-    return [Image.fromarray(picture) for picture in pictures]
+    sample = asked.question.sample
+    levels = sample.images or []
+    if sample.normalisation is None:
+        mean, std = (np.array(values, np.float32)[:, None, None] for values in _normalisation(asked))
+        levels = [np.rint((image * std + mean) * 255).clip(0, 255).astype(np.uint8) for image in levels]
+    return [Image.fromarray(image.transpose(1, 2, 0)) for image in levels]
 
 
 def _normalisation(asked: Asked) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -10,6 +10,8 @@ from mimo.config.toml_file import typed_fields
 _FAMILY = "the model family decides that; leave it out"
 _HF_CONFIG = "the model family and --hf-config decide that; leave it out"
 _ALWAYS = "always on; leave it out"
+_NO_OFFLOAD = ("activations stay on the device (docs/memory.md says why); use --recompute full, --llm-cp or "
+               "--logits-chunk-size")
 _TILING = "--image-tiling of the energon data set"
 
 # Flag of Megatron-LM -> what to do instead.
@@ -82,6 +84,10 @@ FOREIGN_FLAGS = {
     "--multi-latent-attention": _FAMILY,
     "--recompute-activations": "use --recompute selective",
     "--recompute-granularity": "use --recompute selective (with --recompute-modules) or --recompute full",
+    "--cpu-offloading": _NO_OFFLOAD,
+    "--cpu-offloading-num-layers": _NO_OFFLOAD,
+    "--fine-grained-activation-offloading": _NO_OFFLOAD,
+    "--offload-modules": _NO_OFFLOAD,
     "--use-mcore-models": _ALWAYS,
     "--use-flash-attn": "--transformer-impl transformer_engine chooses the kernel; leave it out",
     "--attention-backend": "--transformer-impl chooses the kernel; leave it out",

@@ -104,11 +104,6 @@ def validate_rl(config: RlRunConfig, world_size: int, rank: int = 0) -> Layout:
     train = replace(config.train, eval_interval=0, encoder_prefetch_depth=0)
     layout = validate(replace(config, train=train), world_size, rank)
     refuse(layout.kind == "homogeneous", "--layout homogeneous is not supported in RL yet: use colocated or disjoint")
-    given = config.layout.encoder_window
-    refuse(given is not None, f"--encoder-window {given} is not supported in RL yet: leave it out")
-    refuse(layout.encoder_window is not None,
-           f"--layout colocated with --llm-pp {config.layout.llm_pp} and --llm-cp {config.layout.llm_cp} needs encoder "
-           "windows, which RL does not support yet: use --llm-pp 1 and --llm-cp 1, or --layout disjoint")
     ahead = config.layout.encoder_run_ahead
     refuse(ahead > 0, f"--encoder-run-ahead {ahead} is not supported in RL yet: leave it out")
     config.rl.check()

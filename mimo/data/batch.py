@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from mimo.visual import Normalisation
+
 
 def map_tensors[T](value: T, change: Callable[[torch.Tensor], torch.Tensor]) -> T:
     """Return `value` with `change` applied to every tensor in it, through dataclasses and dictionaries.
@@ -118,16 +120,53 @@ class EncoderBatch:
             int64 NumPy array `[images, 2]` of heights and widths in pixels, which stays on the host because reading it
             from a device would wait for the device; and `packed_seq_params`, `PackedSequences` with one sequence for
             each image. A video is an image for each of its temporal patches.
+        normalisation: how `pixel_values`, which are uint8 then, become what the encoder takes; None: they are floats.
+        dtype: dtype in which the encoder gets normalised pixels.
     """
 
     keys: tuple[str, ...]
     token_counts: tuple[int, ...]
     lane_sizes: tuple[int, ...]
     inputs: dict[str, Any]
+    normalisation: Normalisation | None = None
+    dtype: torch.dtype = torch.float32
 
     def to(self, device: torch.device) -> EncoderBatch:
         """Copy the tensors to `device`, asynchronously from pinned memory."""
         return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
+
+    def normalised_inputs(self) -> dict[str, Any]:
+        """Return `inputs` with pixels as the encoder takes them, computed on the device where they are."""
+        return normalised(self.inputs, self.normalisation, self.dtype)
+
+
+def normalised(inputs: dict[str, Any], normalisation: Normalisation | None, dtype: torch.dtype) -> dict[str, Any]:
+    """Return an encoder's inputs with pixels as it takes them.
+
+    The arithmetic is that of `Normalisation.normalise`, operation by operation, so the results are the same bits.
+
+    Args:
+        inputs: as in `EncoderBatch`.
+        normalisation: how uint8 pixels are normalised; None: they are floats, and nothing changes.
+        dtype: dtype of pixels that were uint8.
+    """
+    pixels = inputs.get("pixel_values")
+    if normalisation is None or pixels is None:
+        return inputs
+    channels = len(normalisation.mean)
+    # Channels are the second axis of whole images, and the outer one of a packed patch.
+    inner = pixels[0, 0].numel() if pixels.ndim == 4 else pixels.shape[-1] // channels
+    scale, mean, std = _constants(normalisation, pixels.device)
+    values = pixels.to(torch.float32).view(-1, channels, inner)
+    return inputs | {"pixel_values": values.div_(scale).sub_(mean).div_(std).view(pixels.shape).to(dtype)}
+
+
+@cache
+def _constants(normalisation: Normalisation, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return 255, mean and deviation on a device. With 255 as a number, a GPU would multiply by its reciprocal."""
+    mean, std = (torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+                 for values in (normalisation.mean, normalisation.std))
+    return torch.full((1,), 255.0, device=device), mean, std
 
 
 @dataclass

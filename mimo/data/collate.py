@@ -42,7 +42,7 @@ PACKED_SEQ_PARAMS = "packed_seq_params"
 
 
 def whole_images(images: Sequence[np.ndarray], dtype: torch.dtype) -> dict[str, Any]:
-    """Return images of one size, float32 `[C, H, W]`, as `pixel_values` `[images, C, H, W]`; empty without images."""
+    """Return images of one size, `[C, H, W]` each, as `pixel_values` `[images, C, H, W]`; empty without images."""
     return {"pixel_values": torch.from_numpy(np.stack(images)).to(dtype)} if images else {}
 
 
@@ -92,8 +92,8 @@ def packed_patches(images: Sequence[np.ndarray] | None, sizes: Sequence[ImageSiz
     """Return images of any size, and videos, as one sequence of patches.
 
     Args:
-        images: float32 `[C, height, width]` of each image, `[frames, C, height, width]` of each video; None if only
-            their sizes are needed.
+        images: `[C, height, width]` of each image, `[frames, C, height, width]` of each video; None if only their sizes
+            are needed.
         sizes: size of each, multiples of the patch size.
         order: how they become patches.
         dtype: dtype of the patches.
@@ -497,6 +497,11 @@ def packed_sequences(ends: np.ndarray, row_length: int) -> PackedSequences:
 
 def checked_images(sample: Sample, num_channels: int) -> list[np.ndarray]:
     """Return the images of a sample. Raises ValueError for one that is missing or differs from its declaration."""
+    levels = sample.normalisation
+    dtype, reason = (np.float32, "") if levels is None else (np.uint8, " with a normalisation")
+    if levels is not None and not len(levels.mean) == len(levels.std) == num_channels:
+        raise ValueError(f"sample {sample.key}: its normalisation has {len(levels.mean)} means and {len(levels.std)} "
+                         f"deviations; the encoder takes {num_channels} channels")
     num_present = 0 if sample.images is None else len(sample.images)
     if sample.images is None or num_present != len(sample.image_sizes):
         raise ValueError(f"sample {sample.key}: declares {len(sample.image_sizes)} images but holds {num_present}")
@@ -505,10 +510,10 @@ def checked_images(sample: Sample, num_channels: int) -> list[np.ndarray]:
         expected: tuple[int, ...] = (num_channels, *size[:2])
         if isinstance(size, VideoSize):
             kind, axes, expected = "video", f"frames, {axes}", (size.frames, *expected)
-        if image.shape != expected or image.dtype != np.float32:
+        if image.shape != expected or image.dtype != dtype:
             raise ValueError(
-                f"sample {sample.key}: {kind} {position} is {image.dtype} {list(image.shape)}, declared float32 "
-                f"{list(expected)} ({axes})"
+                f"sample {sample.key}: {kind} {position} is {image.dtype} {list(image.shape)}, declared "
+                f"{np.dtype(dtype)} {list(expected)} ({axes}){reason}"
             )
         if not np.isfinite(image).all():
             raise ValueError(f"sample {sample.key}: {kind} {position} has pixels that are not finite")
@@ -531,14 +536,22 @@ def collate_encoder(
         module: the encoder.
         images: how images become tokens, of all encoders.
         lane_sizes: samples of each lane; sums to `len(samples)`.
-        dtype: dtype of `pixel_values`.
+        dtype: dtype in which the encoder takes pixels; uint8 images keep theirs until it does.
         pixels: False on pipeline stages after the first, which receive activations instead of pixels.
 
     Raises:
-        ValueError: names the sample; an image is missing or differs from its declaration.
+        ValueError: names the sample; an image is missing or differs from its declaration or from the others.
     """
     assert sum(lane_sizes) == len(samples), (lane_sizes, len(samples))
     token_counts, lanes = [], []
+    shown = [sample for sample in samples if sample.image_sizes] if pixels else []
+    normalisation = shown[0].normalisation if shown else None
+    stored = dtype if normalisation is None else torch.uint8
+    for sample in shown:
+        if sample.normalisation != normalisation:
+            raise ValueError(f"sample {sample.key}: its images have the normalisation {sample.normalisation}, those of "
+                             f"sample {shown[0].key} have {normalisation}; the data set must give all images one, or "
+                             "all of them as float32")
     first: tuple[str, Any] | None = None
     for stop, size in zip(accumulate(lane_sizes), lane_sizes, strict=True):
         held: list[Any] = []
@@ -555,14 +568,16 @@ def collate_encoder(
                     held.append(image)
                     sizes.append(shape)
         if images.patches is not None:
-            lanes.append(packed_patches(held if pixels else None, sizes, images.patches, dtype))
+            lanes.append(packed_patches(held if pixels else None, sizes, images.patches, stored))
         else:
-            lanes.append(whole_images(held, dtype) if pixels else {})
+            lanes.append(whole_images(held, stored) if pixels else {})
     return EncoderBatch(
         keys=tuple(sample.key for sample in samples),
         token_counts=tuple(token_counts),
         lane_sizes=tuple(lane_sizes),
         inputs=merge_inputs(lanes),
+        normalisation=normalisation,
+        dtype=dtype,
     )
 
 

@@ -11,6 +11,7 @@ from mimo.grid.spec import LaneShare, Layout, lane_shares
 from mimo.protocols import (
     LANGUAGE,
     DataRequest,
+    EightBitDataProvider,
     ImageDataProvider,
     ModelProvider,
     RoutedDataProvider,
@@ -118,6 +119,12 @@ def describe_images(config: RunConfig, model_provider: ModelProvider) -> str | N
         details.append("--use-thumbnail")
     mean, std = (" ".join(map(str, values)) for values in (chosen.mean, chosen.std))
     return f"images: {' '.join(details)} --image-mean {mean} --image-std {std}"
+
+
+def has_levels(config: RunConfig, model_provider: ModelProvider) -> bool:
+    """Whether the samples of a run have 8-bit pixels, which the encoder's ranks normalise."""
+    dataset, tokens = config.find_dataset(config.data.dataset_provider), model_provider.token_spec(config.model_family)
+    return isinstance(dataset, EightBitDataProvider) and dataset.normalisation(config.dataset, tokens) is not None
 
 
 def describe_videos(config: RunConfig, model_provider: ModelProvider) -> str | None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heapreplace
 
+from mimo.visual import Normalisation
+
 # Cost of an image's backward pass, in units of its forward pass. It has twice as many FLOPs; on an H200 it took 1.3 to
 # 1.5 times as long, since small kernels weigh more in the forward pass.
 BACKWARD_COST = 1.5
@@ -30,6 +32,7 @@ class Image:
         size: height and width in pixels.
         shape: shape of its pixels as the encoder takes them: `(C, H, W)`, or packed `(patches, C * P * P)`.
         owners: context-parallel rank that has the token of each row, a byte each; empty if one rank has all of them.
+        normalisation: how its encoder's rank normalises its 8-bit pixels; None if they are floats.
     """
 
     lane: int
@@ -38,6 +41,7 @@ class Image:
     size: tuple[int, int]
     shape: tuple[int, ...]
     owners: bytes = b""
+    normalisation: Normalisation | None = None
 
     def tokens_of(self, cp: int) -> int:
         """Count the rows of a context-parallel rank."""

@@ -158,9 +158,11 @@ class HeteroModel(MimoModel):
         """One encoder on this rank: `[rows, hidden]` on its last stage, hidden states before."""
         submodule = self.modality_submodules[name]
         inner = unwrap_model(submodule)
-        inputs = {"encoder_inputs": side.inputs or None, "hidden_states": hidden}
+        inputs: dict[str, Any]
         if self.prefetch is not None and self.prefetch.active:
             inputs = {"features": self.prefetch.take(side)}
+        else:
+            inputs = {"encoder_inputs": side.normalised_inputs() or None, "hidden_states": hidden}
         with self.spans.span(Kind.FORWARD, "forward", module=name) if self._holds_several else nullcontext():
             output = submodule(**inputs)
         if inner.is_last_stage and output.shape[0] != sum(side.token_counts):

@@ -183,7 +183,7 @@ def _run(config: RunConfig, platform: Platform, rank: int, world_size: int) -> T
                         costs.image_flops(name, each)[kind] for each in tokens)
                 patches = sum(costs.image_patches(name, each) for each in tokens)
                 if self.platform.name == "cuda" and patches > found.image_patches:
-                    inputs = batch.encoders[name].to(self.platform.device).inputs
+                    inputs = batch.encoders[name].to(self.platform.device).normalised_inputs()
                     module = unwrap_model(self.parts.built.model.modality_submodules[name])
                     before = torch.cuda.memory_allocated()
                     output = module(encoder_inputs=inputs, hidden_states=None)

@@ -1,7 +1,7 @@
 """Images of prompts: requests to the engine, image tokens, and the encoder's side of microbatches.
 
-Pixels are never sent between ranks. Each encoder rank builds the pixels of its completions from the prompt set, which
-is a pure function of seed, split and index.
+Each encoder rank builds the pixels of its completions from the prompt set, which is a pure function of seed, split and
+index. Only encoder windows send them: the reader of a lane builds those of its lane.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from mimo.data.batch import EncoderBatch
 from mimo.data.collate import Placeholders, collate_encoder, expand_images, image_grids
 from mimo.data.positions import multimodal_positions
-from mimo.grid.lanes import Need, needs_of
+from mimo.grid.lanes import Need, lanes_read_by, needs_of
 from mimo.grid.spec import Layout
 from mimo.protocols import LANGUAGE, Sample, VideoSize
 from mimo.rl.prompts import ImagePromptSet, Prompt, PromptSet
@@ -87,20 +87,21 @@ class ImageTokens(Placeholders):
         return torch.from_numpy(multimodal_positions(cu_seqlens.diff().tolist(), grids))[:, None]
 
     def text_parts(self, completions: Sequence[Completion], count: int) -> (
-            tuple[tuple[str, ...], dict[str, tuple[int, ...]]]):
-        """Return keys and token counts of the language side of a microbatch, in the parts that encoder ranks share.
+            tuple[tuple[str, ...], dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]):
+        """Return what the language side of a microbatch says of images, in the parts that encoder ranks share.
 
         Args:
             completions: completions of the microbatch.
             count: number of parts.
 
         Returns:
-            For `TextBatch`: keys, `count` of them, and image tokens of each part by module.
+            For `TextBatch`: keys, `count` of them; by module, the image tokens of each part and of each image.
         """
         parts = [_pack(each) for each in cut(completions, count)]
-        tokens = [expand_images(part, self).image_tokens for part in parts]
+        rows = [expand_images(part, self) for part in parts]
         return (tuple(part.key for part in parts),
-                {module: tuple(each[module] for each in tokens) for module in self.modules})
+                {module: tuple(row.image_tokens[module] for row in rows) for module in self.modules},
+                {module: tuple(tokens for row in rows for tokens in row.images[module]) for module in self.modules})
 
 
 class EncoderSide:
@@ -118,6 +119,7 @@ class EncoderSide:
     def __init__(self, images: ImageTokens, layout: Layout, rank: int, parts: int, prompts: PromptSet | None,
                  dtype: torch.dtype) -> None:
         self._images, self._count, self._prompts, self._dtype = images, parts, prompts, dtype
+        self._normalisation = prompts.normalisation if isinstance(prompts, ImagePromptSet) else None
         self._needs: dict[str, list[Need]] = {}
         for need in needs_of(layout, rank, parts):
             if need.module != LANGUAGE:
@@ -148,12 +150,13 @@ class EncoderSide:
                 samples.append(_pack(part))
                 if pixels:
                     samples[-1].images = [image for each in part for image in self._pixels(each, drawn)]
+                    samples[-1].normalisation = self._normalisation
         return collate_encoder(
             samples, module=module, images=self._images, pixels=pixels, dtype=self._dtype,
             lane_sizes=[need.share.stop - need.share.start for need in needs])
 
     def _pixels(self, completion: Completion, drawn: dict[int, list[np.ndarray]]) -> list[np.ndarray]:
-        """Build the images of a completion's prompt, float32 `[C, height, width]`, once for a global batch."""
+        """Build the images of a completion's prompt, uint8 `[C, height, width]`, once for a global batch."""
         if not completion.image_sizes:
             return []
         if completion.index not in drawn:
@@ -165,12 +168,15 @@ class EncoderSide:
                 raise ValueError(f"prompt {completion.index} is {prompt.key} on an encoder rank and differs from the "
                                  f"prompt of completion {completion.key}: a prompt set has to return the same prompt "
                                  "for the same seed, split and index on every rank")
-            drawn[completion.index] = [self._prompts.normalisation.apply(picture) for picture in prompt.pictures()]
+            drawn[completion.index] = [np.ascontiguousarray(picture.transpose(2, 0, 1))
+                                       for picture in prompt.pictures()]
         return drawn[completion.index]
 
 
 def needs_pixels(layout: Layout, rank: int) -> bool:
-    """Whether a rank builds pixels: it holds the first stage of an encoder."""
+    """Whether a rank builds pixels: it holds the first stage of an encoder, or deals the pixels of a lane."""
+    if layout.encoder_window is not None:
+        return bool(lanes_read_by(layout, rank))
     return any(rank in grid.ranks and not grid.coordinates(rank)["pp"] for grid in layout.encoders)
 
 

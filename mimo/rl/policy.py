@@ -398,16 +398,17 @@ class PolicyTrainer:
         length, num_tokens = packed.input_ids.shape[1], sum(each.length for each in completions)
         keys: tuple[str, ...] = ("packed",)
         counts: dict[str, tuple[int, ...]] = {}
+        image_lengths: dict[str, tuple[int, ...]] = {}
         placeholders: dict[str, torch.Tensor] = {}
         if self.images is not None:
-            keys, counts = self.images.text_parts(completions, self.parts.config.lane_rows)
+            keys, counts, image_lengths = self.images.text_parts(completions, self.parts.config.lane_rows)
             placeholders = self.images.placeholders(prompts, packed.packed.cu_seqlens.tolist()[:len(prompts)])
         positions = None if self.images is None else self.images.positions(completions, packed.packed.cu_seqlens)
         return TextBatch(keys, counts, packed.input_ids, packed.labels.clamp(min=0), torch.ones(1, length),
                          packed.position_ids if positions is None else positions, placeholders, num_tokens,
                          # Given even without padding: without a mask, routers assume that every lane has as many
                          # tokens as theirs.
-                         packed.packed, padding=packed.is_padding)
+                         packed.packed, image_lengths=image_lengths, padding=packed.is_padding)
 
     def _without_text(self, encoders: dict[str, EncoderBatch]) -> PolicyMicrobatch:
         """Return the batch of a rank without the language model."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 
 from mimo.protocols import TokenSpec
+from mimo.visual import Normalisation as Normalisation
 
 
 def no_pictures() -> list[np.ndarray]:
@@ -38,25 +39,6 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     image_sizes: tuple[tuple[int, int], ...] = ()
     pictures: Callable[[], list[np.ndarray]] = no_pictures
-
-
-@dataclass(frozen=True)
-class Normalisation:
-    """Normalisation of pictures, (value / 255 - mean) / std, which the engine's image processor computes too.
-
-    Attributes:
-        mean, std: mean and standard deviation of each channel.
-    """
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    def apply(self, picture: np.ndarray) -> np.ndarray:
-        """Convert uint8 `[height, width, channels]` to float32 `[channels, height, width]`."""
-        assert picture.dtype == np.uint8 and picture.shape[2:] == (len(self.mean),), (picture.dtype, picture.shape)
-        mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
-        scaled = (picture.astype(np.float32) / np.float32(255) - mean) / std
-        return np.ascontiguousarray(scaled.transpose(2, 0, 1))
 
 
 class PromptSet(Protocol):

@@ -174,7 +174,7 @@ class EncoderPrefetch:
         with (self._trace.wait(what, Kind.FORWARD, module=self._module, microbatch=upcoming.index, is_work=True),
               self._on_own_stream(), self._timer.measure() if prefetched else nullcontext()):
             # The input is copied on the stream that uses it, so that its memory is reused in the order of that stream.
-            features = self._submodule.run_encoder(upcoming.side.to(self._device).inputs)
+            features = self._submodule.run_encoder(upcoming.side.to(self._device).normalised_inputs())
             ready = None if self._stream is None else self._stream.record_event()
         self._queue.append(QueuedMicrobatch(upcoming.side.keys, features, ready))
         return True

@@ -22,8 +22,8 @@ import torch
 
 from mimo.bridge.exchange import FEATURES, GRADIENTS, PIXELS, Exchange
 from mimo.bridge.handshake import require_same_samples
-from mimo.comm.host import gather_results
-from mimo.data.batch import Microbatch
+from mimo.comm.host import gather_results, raise_known_errors
+from mimo.data.batch import Microbatch, normalised
 from mimo.data.collate import join_images, split_images
 from mimo.grid.groups import Grids
 from mimo.grid.lanes import lanes_read_by
@@ -31,6 +31,7 @@ from mimo.grid.spec import GridSpec
 from mimo.grid.windows import Image, WindowSchedule, busiest_turns, deal_in_order, deal_iteration, encoding_cost
 from mimo.observability.spans import Kind, Trace
 from mimo.training.encoder_activations import LayerRecomputation
+from mimo.visual import Normalisation
 
 
 class Encoder(Protocol):
@@ -67,7 +68,7 @@ class ModuleWindows:
         exchange: carries pixels, features and gradients.
         hidden_size: columns of the features.
         encoder_hidden_size: width of the encoder, for the cost of an image.
-        dtype: dtype of pixels, features and gradients.
+        dtype: dtype of pixels, features and gradients; 8-bit pixels travel as they are.
         device: this rank's device.
         needs_grad: whether any part of the encoder or its projector trains.
         chunk: most images in one forward pass of the encoder; 0: all that the replica has in a window.
@@ -99,6 +100,8 @@ class ModuleWindows:
         self._windows: list[list[tuple[Image, int]]] = []
         # Pixels of this rank's lane on the host, of the windows whose pixels have not been sent.
         self._pixels: dict[int, list[torch.Tensor]] = {}
+        # How 8-bit pixels of the iteration are normalised; None if pixels are floats.
+        self._normalisation: Normalisation | None = None
         # Pixels of this rank's images of the windows that it has received and not encoded.
         self._received: dict[int, list[torch.Tensor]] = {}
         self._encoded: dict[int, _Encoded] = {}
@@ -110,12 +113,13 @@ class ModuleWindows:
         """Deal the images of an iteration.
 
         Args:
-            images: the images of all lanes, in the order of microbatch, lane and row.
+            images: the images of all lanes, in the order of microbatch, lane and row; all have one normalisation.
             pixels: the pixels of this rank's lane, on the host, in the same order; empty if this rank reads no lane.
             schedule: windows of the iteration.
             forward_only: whether no backward pass follows.
         """
         self._forward_only = forward_only
+        self._normalisation = images[0].normalisation if images else None
         self._encoded.clear()
         self._received.clear()
         windows: list[list[Image]] = [[] for _ in range(len(schedule.windows))]
@@ -157,22 +161,24 @@ class ModuleWindows:
     def spread_pixels(self, window: int) -> None:
         """Send the pixels of this rank's lane to the replicas that encode them, and receive those of this replica.
 
-        Until a reader sends them, it holds them on the host. Both ends of a message have to agree on the dtype:
-        the loader's is float32 whatever the encoder computes in.
+        Until a reader sends them, it holds them on the host. Both ends of a message have to agree on the dtype: 8-bit
+        pixels are normalised by the replica, and the loader's floats are float32 whatever the encoder computes in.
         """
+        dtype = self.dtype if self._normalisation is None else torch.uint8
         mine = self._of_replica(window, self._place["dp"])
         by_replica: dict[int, list[torch.Tensor]] = {}
         held = self._pixels.pop(window)
         for (_, replica), pixels in zip(self._of_lane(window) if held else [], held, strict=True):
             by_replica.setdefault(replica, []).append(
-                pixels.to(self.device, non_blocking=True).to(self.dtype).reshape(-1))
+                pixels.to(self.device, non_blocking=True).to(dtype).reshape(-1))
         sends = {self._encoder.rank_at(dp=replica, tp=tp): message
                  for replica, parts in by_replica.items() for message in (torch.cat(parts),)
                  for tp in range(self._encoder.tp)}
         by_replica.clear()
         lanes = sorted({image.lane for image in mine})
         sizes = {lane: [_elements(image) for image in mine if image.lane == lane] for lane in lanes}
-        receives = {self._language.rank_at(dp=lane): self._empty(sum(sizes[lane])) for lane in lanes}
+        receives = {self._language.rank_at(dp=lane): torch.empty(sum(sizes[lane]), dtype=dtype, device=self.device)
+                    for lane in lanes}
         self._exchange.staged(PIXELS, sends, receives)
         split = {lane: iter(receives[self._language.rank_at(dp=lane)].split(sizes[lane])) for lane in lanes}
         self._received[window] = [next(split[image.lane]).view(image.shape) for image in mine]
@@ -191,7 +197,8 @@ class ModuleWindows:
             sizes = [image.size for image in mine[part]]
             with (contextlib.nullcontext() if recomputation is None
                   else recomputation.keeping(kept[index][0], elements[index])):
-                output = self._module(encoder_inputs=join_images(pixels[part], sizes), hidden_states=None)
+                inputs = normalised(join_images(pixels[part], sizes), self._normalisation, self.dtype)
+                output = self._module(encoder_inputs=inputs, hidden_states=None)
             tokens = sum(image.tokens for image in mine[part])
             if output.shape[0] != tokens:
                 raise ValueError(f"{self.name} made {output.shape[0]} tokens of images of {sizes} pixels, whose "
@@ -316,9 +323,6 @@ class ModuleWindows:
     def _rows(self, count: int) -> torch.Tensor:
         return torch.empty((count, self._hidden_size), dtype=self.dtype, device=self.device)
 
-    def _empty(self, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=self.dtype, device=self.device)
-
 
 def _elements(image: Image) -> int:
     return math.prod(image.shape)
@@ -343,7 +347,8 @@ def images_of(microbatches: Sequence[Microbatch], module: str, lane: int, rank: 
                              f"{len(pixels)}")
         owners, first = b"" if text.part is None else text.part.owners[module].numpy().tobytes(), 0
         for tokens, (size, each) in zip(text.image_lengths[module], pixels, strict=True):
-            found.append(Image(lane, index, tokens, size, tuple(each.shape), owners[first:first + tokens]))
+            found.append(Image(lane, index, tokens, size, tuple(each.shape), owners[first:first + tokens],
+                               side.normalisation))
             first += tokens
     return found
 
@@ -396,6 +401,11 @@ class EncoderWindows:
             images = [image for found in everyone for image in found[module.name]]
             # A stable sort: the rows of a lane stay in order.
             images.sort(key=lambda image: (image.microbatch, image.lane))
+            several = sorted({str(image.normalisation) for image in images})
+            if len(several) > 1:
+                raise_known_errors(self._grids, [
+                    f"images of {module.name} have the normalisations {' and '.join(several[:2])} in one iteration; "
+                    "the data set must give all of them one, or all as float32"] * len(everyone))
             pixels = [pixels for batch in microbatches if reads
                       for _, pixels in split_images(batch.encoders[module.name].inputs)]
             module.begin_step(images, pixels, self._schedule, forward_only)

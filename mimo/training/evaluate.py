@@ -288,7 +288,8 @@ def gather_images(parts: TrainerParts, provider: ModelProvider, steps: Sequence[
 def _images(config: RunConfig, provider: ModelProvider, module: str,
             batch: EncoderBatch) -> dict[str, list[np.ndarray]]:
     """Return the images of each sample of an encoder's microbatch."""
-    pixels, sizes = batch.inputs.get("pixel_values"), batch.inputs.get("imgs_sizes")
+    inputs = batch.normalised_inputs()
+    pixels, sizes = inputs.get("pixel_values"), inputs.get("imgs_sizes")
     if pixels is None:
         return {}
     pixels = pixels.detach().float().cpu().numpy()

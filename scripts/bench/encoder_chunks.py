@@ -111,7 +111,7 @@ def read_images(config: RunConfig, grids: Any, platform: Platform, least: int) -
     (name,) = (encoder.name for encoder in grids.layout.encoders)
     while len(images) < least:
         for batch in loader.next_step():
-            found = split_images(batch.encoders[name].inputs)
+            found = split_images(batch.encoders[name].normalised_inputs())
             counts.append(len(found))
             images += [(size, pixels.to(platform.device, params_dtype(config))) for size, pixels in found]
     loader.close()

@@ -130,6 +130,7 @@ def test_modules_may_change_places(pool: WorkerPool, origins: Origins) -> None:
 
 
 ROUND_TRIPS = {
+    "cp2": ("--llm-dp 2", 3, "--llm-cp 2"),
     "cp2-bf16": ("--llm-dp 2 --bf16", 4, "--layout homogeneous --llm-cp 2 --llm-pp 2 --bf16"),
     "dense-bf16": ("--llm-dp 2 --bf16", 4, "--encoder-tp 2 --llm-pp 2 --no-use-distributed-optimizer --bf16"),
     "moe-bf16": (f"--llm-dp 2 --llm-ep 2 --bf16 {' '.join(MOE)}", 4,

@@ -29,6 +29,11 @@ LAYOUTS = {
     "colocated-fan-out": (2, "--layout colocated --encoder-tp 2 --llm-dp 2", 48, 2),
     "cp2": (3, "--llm-cp 2", 48, 3),
     "fan-in-cp2": (4, "--encoder-dp 2 --llm-cp 2 --logits-chunk-size 9", 48, 3),
+    "colocated-cp2": (2, "--layout colocated --encoder-dp 2 --llm-cp 2", 48, 3),
+    "colocated-cp2-pp2": (4, "--layout colocated --encoder-dp 4 --llm-cp 2 --llm-pp 2", 48, 3),
+    "colocated-cp2-dp2": (4, "--layout colocated --encoder-tp 2 --encoder-dp 2 --llm-cp 2 --llm-dp 2 --encoder-chunk 1 "
+                          "--encoder-activation-gib 0", 48, 2),
+    "windows-of-one": (2, "--layout colocated --encoder-dp 2 --llm-dp 2 --encoder-window 1", 48, 2),
     "colocated-fan-in": (2, "--layout colocated --encoder-dp 2 --llm-tp 2", 48, 3),
 }
 
@@ -43,7 +48,7 @@ def expected(pool: WorkerPool) -> Outcome:
 
 # family -> layouts
 FAMILIES = {
-    "qwen3_vl": ("fan-out", "pipelines", "colocated-fan-in", "more-microbatches"),
+    "qwen3_vl": ("fan-out", "pipelines", "colocated-fan-in", "more-microbatches", "colocated-cp2-pp2"),
     "nemotron-moe-vlm-tiny": ("fan-out", "more-microbatches"),
 }
 
@@ -80,7 +85,7 @@ def test_loss_and_gradients_are_those_of_the_plain_formula(pool, expected):
                for name, value in assemble(gradients).items()), "the encoder learns from completions"
 
 
-@pytest.mark.parametrize("layout", fast_only(["fan-out", "cp2"], LAYOUTS))
+@pytest.mark.parametrize("layout", fast_only(["fan-out", "colocated-cp2"], LAYOUTS))
 def test_every_layout_and_budget_takes_the_same_step(pool, expected, layout):
     world_size, flags, budget, num_microbatches = LAYOUTS[layout]
     config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=budget)

@@ -20,16 +20,18 @@ LAYOUTS = {
     "tp2": (4, "--encoder-tp 2 --llm-tp 2 --sequence-parallel"),
     "pp2": (4, "--encoder-pp 2 --llm-pp 2"),
     "dp2": (3, "--llm-dp 2"),
+    "cp2": (3, "--llm-cp 2"),
     "colocated": (2, "--layout colocated --encoder-dp 2 --llm-tp 2 --micro-batch-size 2 --sequence-parallel"),
 }
 MOE_LAYOUTS = {"ep2": (3, "--llm-dp 2 --llm-ep 2"),
                "expert-tp2": (3, "--llm-tp 2 --sequence-parallel --llm-expt-tp 2"),
                "expert-data-parallel": (3, "--llm-tp 2 --sequence-parallel")}
 TEXT_LAYOUTS = {"one": (1, ""), "pp2": (2, "--llm-pp 2"), "ep2": (2, "--llm-dp 2 --llm-ep 2"),
+                "cp2-ep2": (2, "--llm-cp 2 --llm-ep 2"),
                 "tp2-ep2": (4, "--llm-tp 2 --llm-dp 2 --sequence-parallel --llm-ep 4")}
 TEXT_MODELS = ("deepseek", "hybrid")
-CASES = [*(("dense-tied", name) for name in LAYOUTS), ("vlm", "tp2"), ("vlm", "colocated"),
-         *(("moe", name) for name in ("tp2", *MOE_LAYOUTS)),
+CASES = [*(("dense-tied", name) for name in LAYOUTS), ("vlm", "tp2"), ("vlm", "colocated"), ("vlm", "cp2"),
+         *(("moe", name) for name in ("tp2", "cp2", *MOE_LAYOUTS)),
          *((model, name) for model in TEXT_MODELS for name in TEXT_LAYOUTS)]
 VISION, LANGUAGE = "vision", "language"
 
@@ -73,8 +75,8 @@ def test_imported_checkpoint_is_what_a_live_model_expects(pool: WorkerPool, sour
     folder = sources.folder(model)
     assert (Path(release).parent / "latest_checkpointed_iteration.txt").read_text() == "release"
     one = weights.alone(sources.flags[model])
-    split = (*sources.flags[model], *layout_of(model, "pp2" if model in TEXT_MODELS else "tp2")[1])
-    for world_size, flags in ((1, one), (2 if model in TEXT_MODELS else 4, split)):
+    layouts = [layout_of(model, name) for name in (("pp2", "cp2-ep2") if model in TEXT_MODELS else ("tp2", "cp2"))]
+    for world_size, flags in ((1, one), *((ranks, (*sources.flags[model], *split)) for ranks, split in layouts)):
         for odd, wrong, compared, elements in pool.run(weights.load_release, flags, world_size, release, str(folder),
                                                        world_size=world_size):
             assert odd == [] and wrong == [] and compared == elements
@@ -82,8 +84,9 @@ def test_imported_checkpoint_is_what_a_live_model_expects(pool: WorkerPool, sour
     assert_same(tmp_path / "out", folder)
 
 
-@pytest.mark.parametrize(("model", "layout"), [("dense-tied", "tp2"), ("moe", "ep2"), ("deepseek", "pp2"),
-                                               ("hybrid", "tp2-ep2")])
+@pytest.mark.parametrize(("model", "layout"), [
+    ("dense-tied", "tp2"), ("dense-tied", "cp2"), ("moe", "ep2"), ("deepseek", "pp2"), ("hybrid", "tp2-ep2"),
+    ("hybrid", "cp2-ep2")])
 def test_a_split_models_checkpoint_is_exported(pool: WorkerPool, sources: Sources, tmp_path: Path, model: str,
                                                layout: str) -> None:
     world_size, flags = layout_of(model, layout)

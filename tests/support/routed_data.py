@@ -1,15 +1,46 @@
-"""The mock data set read by lanes, one rank for each, as shards are; `tests.support.routed_data:NAME`."""
+"""The mock data set read by lanes, one rank for each, as shards are, or with pixels that came from 8 bits.
+
+Names are `tests.support.routed_data:NAME`.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from data.mock import MockProvider
-from mimo.protocols import DataRequest, Lane, Sample
+from data.indexed import IndexedStream
+from data.mock import MockProvider, build_sample
+from mimo.protocols import DataRequest, Lane, Sample, TokenSpec
+from mimo.visual import Normalisation
+
+NORMALISATION = Normalisation((0.481, 0.457, 0.408), (0.268, 0.261, 0.275))
+
+
+def from_eight_bits(sample: Sample, *, normalised: bool) -> Sample:
+    """The sample with its images rounded to 256 levels, as they are or normalised."""
+    if sample.images is None:
+        return sample
+    levels = [(image * 64 + 128).clip(0, 255).astype(np.uint8) for image in sample.images]
+    if normalised:
+        return replace(sample, images=[NORMALISATION.normalise(image) for image in levels])
+    return replace(sample, images=levels, normalisation=NORMALISATION)
+
+
+class LevelsMock(MockProvider):
+    """The mock data set with pixels from 8 bits; `normalised`: as the floats that encoders take."""
+
+    def __init__(self, normalised: bool) -> None:
+        self.normalised = normalised
+
+    def stream(self, config: Any, tokens: TokenSpec, lane: Lane) -> IndexedStream:
+        def build(index: int) -> Sample:
+            return from_eight_bits(build_sample(config, tokens, lane, index), normalised=self.normalised)
+
+        return IndexedStream(lane, build)
 
 
 def pack(samples: Sequence[Sample]) -> Sample:
@@ -21,6 +52,7 @@ def pack(samples: Sequence[Sample]) -> Sample:
         image_sizes=[size for sample in samples for size in sample.image_sizes],
         images=[image for sample in samples for image in sample.images or ()],
         lengths=tuple(len(sample.tokens) for sample in samples),
+        normalisation=samples[0].normalisation,
     )
 
 
@@ -31,8 +63,8 @@ class MockReader:
         self.provider, self.started, self.read_keys = provider, False, []
         module = "text" if request.tokens.image_token_id < 0 else "vision"
         self.streams = {
-            lane: MockProvider().stream(config, request.tokens,
-                                        Lane(module, lane, request.num_lanes, request.seed, request.split))
+            lane: provider.samples.stream(config, request.tokens,
+                                          Lane(module, lane, request.num_lanes, request.seed, request.split))
             for lane in lanes
         }
 
@@ -76,12 +108,15 @@ class RoutedMock:
         per_row: samples packed into a row; 1: rows are single samples.
         fail_at: a reader raises after so many samples.
         hang_at: a reader stops answering after so many samples.
+        samples: the data set that is read.
     """
 
     Config = MockProvider.Config
 
-    def __init__(self, per_row: int = 1, fail_at: int | None = None, hang_at: int | None = None) -> None:
+    def __init__(self, per_row: int = 1, fail_at: int | None = None, hang_at: int | None = None,
+                 samples: MockProvider | None = None) -> None:
         self.per_row, self.fail_at, self.hang_at = per_row, fail_at, hang_at
+        self.samples = samples or MockProvider()
         self.readers: list[MockReader] = []
 
     def validate(self, config: Any, request: DataRequest) -> None:
@@ -103,3 +138,5 @@ single = RoutedMock()
 packed = RoutedMock(per_row=2)
 failing = RoutedMock(fail_at=9)
 hanging = RoutedMock(hang_at=9)
+levels, normalised = LevelsMock(normalised=False), LevelsMock(normalised=True)
+routed_levels, routed_normalised = RoutedMock(samples=levels), RoutedMock(samples=normalised)

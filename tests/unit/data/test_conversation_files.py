@@ -110,7 +110,7 @@ def text_of(config: Config, row: Sample) -> str:
 
 def greys(row: Sample) -> list[int]:
     assert row.images is not None
-    return [round(float(image[0, 0, 0]) * 255) for image in row.images]
+    return [int(image[0, 0, 0]) for image in row.images]
 
 
 def number_of(row: Sample) -> int:

@@ -117,7 +117,7 @@ def text_of(config: Config, row: Row) -> str:
 def greys(row: Row) -> list[int]:
     """Return the grey level of each image, which is one colour."""
     assert all(image.shape == (3, SIDE, SIDE) and len(image.unique()) == 1 for image in row.images)
-    return [round(float(image[0, 0, 0]) * 255) for image in row.images]
+    return [int(image[0, 0, 0]) for image in row.images]
 
 
 def content(row: Row) -> tuple[Any, ...]:
@@ -197,7 +197,8 @@ def test_crude_samples_of_every_form_become_rows(tmp_path, config, parts, text, 
     assert sample.key == f"{tmp_path.name}/shard-0.tar/key" and sample.lengths == () and sample.skipped == ()
     assert sample.tokens.dtype == np.int64 and sample.target_mask.dtype == np.bool_
     assert sample.image_sizes == [(SIDE, SIDE)] * len(levels)
-    assert sample.images is not None and all(image.dtype == np.float32 for image in sample.images)
+    assert sample.images is not None and all(image.dtype == np.uint8 for image in sample.images)
+    assert sample.normalisation is not None
 
 
 @pytest.mark.parametrize("as_text", [False, True])
@@ -550,8 +551,9 @@ def test_a_run_restored_within_a_buffer_goes_on_as_if_nothing_had_happened(tmp_p
 @pytest.mark.slow
 def test_every_image_is_decoded_once(tmp_path, packed, monkeypatch):
     decoded = []
-    tile_image = data.energon.task_encoder.tile_image
-    monkeypatch.setattr(data.energon.task_encoder, "tile_image", lambda *given: decoded.append(1) or tile_image(*given))
+    tile_pictures = data.energon.task_encoder.tile_pictures
+    monkeypatch.setattr(data.energon.task_encoder, "tile_pictures",
+                        lambda *given: decoded.append(1) or tile_pictures(*given))
     folder = shards(tmp_path, many(24))
     loader = open_loader(folder, packed, request(), train=True)
     rows = read(loader, 9)
@@ -604,11 +606,12 @@ def test_impossible_flags_are_refused_before_anything_is_read(config):
 
 def test_a_row_crosses_processes_as_one_tensor():
     """Every tensor that a worker sends keeps a file handle open; a process often has 1024."""
-    images = [torch.rand(3, 4, 6), torch.rand(3, 2, 8)]
+    images = [torch.arange(72, dtype=torch.uint8).view(3, 4, 6), torch.arange(48, dtype=torch.uint8).view(3, 2, 8)]
     row = Row(__key__="a b", __restore_key__=(), __subflavors__=None, __sources__=(), tokens=torch.arange(7),
               target_mask=torch.arange(7) > 3, image_sizes=((4, 6), (2, 8)), images=images, lengths=(3, 4), worker=5)
     rebuild, (fields, pixels) = row.__reduce__()
     assert not [name for name, value in fields.items() if isinstance(value, torch.Tensor)]
+    assert pixels.nbytes == 3 * (4 * 6 + 2 * 8)
     again = rebuild(fields, pixels)
     assert all(torch.equal(one, two) for one, two in zip(again.images, images, strict=True))
     assert torch.equal(again.tokens, row.tokens) and torch.equal(again.target_mask, row.target_mask)

@@ -87,6 +87,7 @@ def assert_equal(mine: list[Sample], expected: list[Sample]) -> None:
         assert one.image_sizes == other.image_sizes
         assert one.images is not None and other.images is not None and len(one.images) == len(other.images)
         for image, reference in zip(one.images, other.images, strict=True):
+            image = image if one.normalisation is None else one.normalisation.normalise(image)
             assert image.dtype == reference.dtype and image.shape == reference.shape
             assert np.abs(image - reference).max() <= 1e-6
 

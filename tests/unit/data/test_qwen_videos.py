@@ -33,6 +33,7 @@ from data.energon.provider import Config as EnergonConfig
 from data.energon.provider import provider as energon
 from mimo.commands.main import main
 from mimo.config.cli import parse
+from mimo.data.batch import normalised
 from mimo.data.collate import PatchOrder, Placeholders, collate_text, expand_images, packed_patches
 from mimo.grid.layout import build_layout
 from mimo.protocols import DataRequest, Sample, VideoProcessing
@@ -177,7 +178,8 @@ def test_videos_become_what_transformers_makes_of_them(tmp_path, family, setting
                 VideoMetadata(total_num_frames=len(frames), fps=float(rate), frames_indices=list(range(len(frames))))])
         ours = expand_images(row, placeholders_of(config))
         assert ours.tokens.tolist() == theirs["input_ids"][0].tolist(), number
-        patches = packed_patches(row.images, row.image_sizes, order, torch.float32)
+        patches = packed_patches(row.images, row.image_sizes, order, torch.uint8)
+        patches = normalised(patches, row.normalisation, torch.float32)
         expected = theirs["pixel_values_videos"]
         assert patches["pixel_values"][0].shape == expected.shape
         assert np.abs(patches["pixel_values"][0].numpy() - expected).max() * 255 * std < 1e-2, number

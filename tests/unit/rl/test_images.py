@@ -72,10 +72,10 @@ def test_images_count_as_the_tokens_that_they_become(images):
 
 def test_parts_of_a_microbatch_have_keys_and_counts_of_their_own(images):
     own = completions(0)
-    keys, counts = images.text_parts(own[:5], 2)
+    keys, counts, of_images = images.text_parts(own[:5], 2)
     assert keys == ("prompt 0#0 prompt 0#1", "prompt 1#0 prompt 1#1 prompt 2#0")
-    assert counts == {"vision": (8, 8)}
-    assert images.text_parts(own[:1], 2) == (("", "prompt 0#0"), {"vision": (0, 4)})
+    assert counts == {"vision": (8, 8)} and of_images == {"vision": (4,) * 4}
+    assert images.text_parts(own[:1], 2) == (("", "prompt 0#0"), {"vision": (0, 4)}, {"vision": (4,)})
 
 
 @pytest.mark.parametrize(("changes", "expected"), [

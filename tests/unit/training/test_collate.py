@@ -11,7 +11,7 @@ from mimo.data.collate import PatchOrder, Placeholders, collate_encoder, collate
 from mimo.data.positions import TokenGrid
 from mimo.protocols import Sample, VideoSize
 from mimo.registry import model_provider
-from mimo.visual import count_tokens
+from mimo.visual import Normalisation, count_tokens
 
 IMAGE, PAD = 3, 0
 
@@ -172,6 +172,27 @@ def test_later_pipeline_stages_need_counts_only():
     assert batch.token_counts == (4,)
 
 
+GREY = Normalisation((0.481,), (0.268,))
+
+
+@pytest.mark.parametrize("images", ["whole", "of any size, and a video"])
+def test_eight_bit_pixels_are_a_quarter_of_the_bytes_and_normalise_to_the_same_bits(images):
+    rng, colours = np.random.default_rng(0), Normalisation((0.481, 0.457, 0.408), (0.268, 0.261, 0.275))
+    row, chosen = (sample(), Placeholders({"vision": IMAGE}, num_image_tokens, 3)) if images == "whole" else (
+        mixed(), replace(VIDEOS, num_channels=3))
+    shapes = [(*image.shape[:-3], 3, *image.shape[-2:]) for image in row.images]
+    levels = [rng.permutation(np.arange(np.prod(shape)) % 256).astype(np.uint8).reshape(shape) for shape in shapes]
+    made = [collate_encoder([replace(row, **fields)], module="vision", images=chosen, lane_sizes=[1],
+                            dtype=torch.float32) for fields in ({"images": levels, "normalisation": colours},
+                           {"images": [colours.normalise(image) for image in levels]})]
+    pixels, expected = (batch.inputs["pixel_values"] for batch in made)
+    assert pixels.dtype == torch.uint8 and 4 * pixels.nbytes == expected.nbytes
+    found = made[0].normalised_inputs()["pixel_values"]
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
+    assert replace(made[0], dtype=torch.bfloat16).normalised_inputs()["pixel_values"].dtype == torch.bfloat16
+    assert made[1].normalised_inputs()["pixel_values"] is expected
+
+
 NAN = np.full((1, 8, 8), np.nan, np.float32)
 
 
@@ -183,7 +204,9 @@ NAN = np.full((1, 8, 8), np.nan, np.float32)
         (sample(image_sizes=[]), "set/1: 1 image placeholders .* but 0 images"),
         (sample(images=[np.zeros((1, 8, 12), np.float32)]), r"set/1: image 0 is float32 \[1, 8, 12\], .* \[1, 8, 8\]"),
         (sample(images=[np.zeros((3, 8, 8), np.float32)]), r"set/1: image 0 is float32 \[3, 8, 8\], .* \[1, 8, 8\]"),
-        (sample(images=[np.zeros((1, 8, 8), np.uint8)]), r"set/1: image 0 is uint8"),
+        (sample(images=[np.zeros((1, 8, 8), np.uint8)]), r"set/1: image 0 is uint8 .* declared float32"),
+        (sample(images=[np.zeros((1, 8, 8), np.uint8)], normalisation=GREY),
+         r"set/1: its images have the normalisation .*, those of sample set/0 have None"),
         (sample(images=[NAN]), "set/1: image 0 has pixels that are not finite"),
         (sample(sizes=((8, 6),)), "set/1: image 0 of 8x6 pixels"),
         (sample(sizes=((8, 4),)), r"set/1: an image of 8x4 pixels .* 8x8 \(sample set/0\)"),
@@ -192,6 +215,16 @@ NAN = np.full((1, 8, 8), np.nan, np.float32)
 def test_wrong_images_are_refused_by_sample(broken, message):
     with pytest.raises(ValueError, match=message):
         encoder(sample("set/0"), broken)
+
+
+@pytest.mark.parametrize(("normalisation", "message"), [
+    (GREY, "set/1: image 0 is float32 .* declared uint8 .* with a normalisation"),
+    (Normalisation((0.5,) * 3, (0.5,) * 3),
+     "set/1: its normalisation has 3 means and 3 deviations; the encoder takes 1 channels"),
+])
+def test_a_wrong_normalisation_is_refused_by_sample(normalisation, message):
+    with pytest.raises(ValueError, match=message):
+        encoder(sample(normalisation=normalisation))
 
 
 # Videos
