@@ -140,9 +140,11 @@ def test_the_choice_is_shown_and_kept(tmp_path):
     digits = parse(["--model-provider", "mock", "--dataset-provider", "digits", "--dry-run"])
     plan = replace(config, train=digits.train)
     layout = validate(digits, 2)
+    with_files, with_digits = (dry_run_report(each, layout, model_provider("mock")) for each in (plan, digits))
     assert ("images: --image-tiling pad (the encoder takes 56 x 56 pixels) --image-resample bilinear --image-mean "
-            "0.1 0.2 0.3 --image-std 0.5 0.6 0.7") in dry_run_report(plan, layout, model_provider("mock"))
-    assert "images:" not in dry_run_report(digits, layout, model_provider("mock"))
+            "0.1 0.2 0.3 --image-std 0.5 0.6 0.7") in with_files
+    assert "pixels: 9,408 B (9.2 KiB) for an image of 56x56 from the data set to its encoder, in 8 bits" in with_files
+    assert "images:" not in with_digits and "to its encoder, in float32" in with_digits
 
 
 @pytest.mark.parametrize("base", ["none", "same", "other", "nested", "unreadable"])

@@ -38,6 +38,7 @@ def test_the_figures_of_a_small_world():
     # one image of 8x8 pixels in patches of 2x2 = 16 tokens, 3 samples, hidden size 8, 2 bytes
     assert "bridge: 768 B per lane and microbatch, 768 B over all lanes, forward and again backward\n" in text
     assert "(one 8x8 image per sample = 16 tokens, hidden size 8, bf16)" in text
+    assert "for an image of 8x8 from the data set to its encoder, in float32\n" in text
 
 
 def test_fan_out_serves_whole_lanes_and_fp32_moves_twice_the_bytes():

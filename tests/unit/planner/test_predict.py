@@ -268,7 +268,7 @@ def test_a_data_set_that_refuses_every_layout_says_why(capsys: pytest.CaptureFix
     assert "no layout of 2 GPUs works; the last one was refused: the data has 3 samples" in capsys.readouterr().err
 
 
-def test_pixels_of_the_first_windows_take_memory() -> None:
+def test_pixels_of_the_first_windows_take_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse([*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1", *PP2.split()])
     costs = Costs(config, Profile(GPUS["H200"]))
     step = Step(config, validate(config, 2), costs)
@@ -278,6 +278,8 @@ def test_pixels_of_the_first_windows_take_memory() -> None:
     packed = parse([*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1", *PP2.split()])
     sizes = Step(packed, validate(packed, 2), Costs(packed, Profile(GPUS["H200"])))
     assert sizes._pixel_bytes([[[[SampleSize(100, (144, 36))]]] * 12]) == (5 * image, 2.5 * image)
+    monkeypatch.setattr("mimo.planner.predict.has_levels", lambda config, provider: True)
+    assert sizes._pixel_bytes([[[[SampleSize(100, (144, 36))]]] * 12]) == (2.5 * image, 1.25 * image)
 
 
 def test_no_schedule_of_a_layout_beats_its_bound() -> None:
