@@ -72,7 +72,8 @@ def bytes_of_lanes(rank: int, world_size: int) -> dict[str, int]:
         return payload
 
     dumps, found = pickle.dumps, {}
-    flags = ("--encoder-dp", "2", "--micro-batch-size", "2", "--mock-image-size", "64", "--vision-image-size", "64")
+    flags = ("--encoder-dp", "2", "--micro-batch-size", "2", "--mock-image-size", "64", "--vision-image-size", "64",
+             "--vision-patch-size", "32")
     for dataset in ("routed_levels", "routed_normalised"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(host.pickle, "dumps", count)
