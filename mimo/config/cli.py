@@ -345,7 +345,10 @@ def _parse_flags(instances: dict[str, Any], titles: dict[str, str], argv: list[s
     registry_ = tyro.constructors.ConstructorRegistry()
     registry_.primitive_rule(_optional_rule)
     return tyro.cli(flags, args=argv, prog=Path(sys.argv[0]).name, description=description, registry=registry_,
-                    console_outputs=_prints(), config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes))
+                    console_outputs=_prints(),
+                    # Help is in the strings below the fields. Looking for comments, too, would double the time.
+                    config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes,
+                            tyro.conf.HelptextFromCommentsOff))
 
 
 def _optional_rule(info: Any) -> Any:
