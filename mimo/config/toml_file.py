@@ -8,6 +8,7 @@ import tomllib
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -87,7 +88,8 @@ def check_known(unknown: Mapping[str, str], known: Sequence[str], hint_for: Call
     raise ValueError("--config: unknown keys: " + ", ".join(lines))
 
 
-def typed_fields(section: type) -> dict[str, Any]:
+@cache
+def typed_fields(section: type) -> Mapping[str, Any]:
     """Return the types of a section's fields by name."""
     hints = get_type_hints(section, include_extras=True)
     return {field.name: hints[field.name] for field in fields(section)}
