@@ -171,7 +171,7 @@ def _owners(field: str) -> list[str]:
     # Imported late: only a wrong flag needs it.
     from mimo.config.rl_run import RlRunConfig
 
-    sections = [type(getattr(RlRunConfig(), name)) for name in ("rl", "rollout", "data")]
+    sections: list[type] = [type(getattr(RlRunConfig(), name)) for name in ("rl", "rollout", "data")]
     found = ["train_rl.py"] if any(field in typed_fields(section) for section in sections) else []
     for label, names, find in (
             ("--model-provider", registry.MODEL_PROVIDERS, registry.model_provider),
