@@ -10,7 +10,13 @@ from typing import Any, ClassVar, override
 from mimo import registry
 from mimo.config.checks import refuse
 from mimo.config.rl import RlConfig, RolloutConfig
-from mimo.config.rl_sections import PromptDataConfig, RlLayoutConfig, RlOptimConfig, RlTrainConfig
+from mimo.config.rl_sections import (
+    PromptDataConfig,
+    RlLayoutConfig,
+    RlObserveConfig,
+    RlOptimConfig,
+    RlTrainConfig,
+)
 from mimo.config.trainer import DataConfig, RunConfig, TrainConfig
 from mimo.config.validate import validate
 from mimo.grid.spec import Layout
@@ -51,6 +57,7 @@ class RlRunConfig(RunConfig):
     layout: RlLayoutConfig = field(default_factory=RlLayoutConfig)
     optim: RlOptimConfig = field(default_factory=RlOptimConfig)
     data: PromptDataConfig = field(default_factory=PromptDataConfig)
+    observe: RlObserveConfig = field(default_factory=RlObserveConfig)
     rl: RlConfig = field(default_factory=RlConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 

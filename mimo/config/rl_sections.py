@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, override
 
+from mimo.config.checks import refuse, refuse_below
 from mimo.config.optim import OptimConfig
-from mimo.config.trainer import DataConfig, LayoutConfig, TrainConfig
+from mimo.config.trainer import DataConfig, LayoutConfig, ObserveConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,30 @@ class RlOptimConfig(OptimConfig):
 
     correct_encoder_grad_for_partial_participation: bool = False
     """train_hetero.py only."""
+
+
+@dataclass(frozen=True)
+class RlObserveConfig(ObserveConfig):
+    """Logging: the run folder, TensorBoard, the console."""
+
+    completions_interval: int | None = None
+    """Iterations between those of which generations.jsonl has two prompts with their completions, rewards and
+    advantages; 0: none. The first iteration is one of them. Left out: a tenth of the run."""
+
+    def records_completions(self, iteration: int, total_iterations: int) -> bool:
+        """Return whether generations.jsonl has completions of an iteration, counted from 1."""
+        interval = self.completions_interval
+        if interval is None:
+            interval = max(1, total_iterations // 10)
+        return bool(self.generations_mib and interval) and (iteration == 1 or iteration % interval == 0)
+
+    @override
+    def check(self) -> None:
+        super().check()
+        refuse_below(self, {"completions_interval": 0})
+        refuse(bool(self.completions_interval) and not self.generations_mib,
+               f"--completions-interval {self.completions_interval} with --generations-mib 0, which writes no "
+               "generations.jsonl: leave one of them out")
 
 
 @dataclass(frozen=True)

@@ -419,6 +419,9 @@ class ObserveConfig:
     Perfetto."""
     timeline_interval: int = 0
     """Iterations between further `timeline/step-N.json` files; 0: none."""
+    generations_mib: int = 16
+    """Most MiB of generations.jsonl, which has answers of the model with their images for the report; 0: do not write
+    it."""
     profile_steps: str | None = None
     """Trace the iterations FIRST:LAST (both included) with torch's profiler, into RUN_DIR/profile/rank-R.json.gz."""
     profile_ranks: str | None = None
@@ -467,7 +470,7 @@ class ObserveConfig:
         """Refuse values and combinations within this section. Raises ValueError."""
         refuse(self.peak_tflops is not None and not self.peak_tflops > 0,
                f"--peak-tflops {self.peak_tflops} is not above 0")
-        refuse_below(self, {"log_interval": 1, "timeline_interval": 0})
+        refuse_below(self, {"log_interval": 1, "timeline_interval": 0, "generations_mib": 0})
         refuse(self.timeline_interval > 0 and not self.timeline,
                f"--timeline-interval {self.timeline_interval} needs --timeline, it is --no-timeline")
         refuse(bool(self.profiled_ranks) and not self.profiled_steps and not self.memory_snapshot,

@@ -14,7 +14,16 @@ from tqdm import tqdm
 
 from mimo.config.trainer import ObserveConfig
 from mimo.observability.remote_trackers import BackgroundTracker, open_remote
-from mimo.observability.trackers import FileTracker, Generation, JsonlTracker, TensorBoardTracker, Tracker, Value
+from mimo.observability.trackers import (
+    FileTracker,
+    Generation,
+    GenerationKind,
+    GenerationsTracker,
+    JsonlTracker,
+    TensorBoardTracker,
+    Tracker,
+    Value,
+)
 
 
 def short_count(value: float) -> str:
@@ -296,6 +305,12 @@ class RunLogger:
                 (run_dir / "startup.json").unlink(missing_ok=True)
             (run_dir / "run_config.toml").write_text(config_toml, encoding="utf-8")
             self._keep(run_dir / "metrics.jsonl", JsonlTracker(run_dir / "metrics.jsonl", self._resume_iteration))
+            answers = run_dir / "generations.jsonl"
+            if observe.generations_mib:
+                self._keep(answers, GenerationsTracker(answers, self._resume_iteration, observe.generations_mib << 20,
+                                                       self.message))
+            elif not self._resume_iteration:
+                answers.unlink(missing_ok=True)
         except OSError as error:
             raise ValueError(f"--run-dir {observe.run_dir}: cannot be written: {error}") from error
         self._places["metrics"] = run_dir / "metrics.jsonl"
@@ -346,13 +361,21 @@ class RunLogger:
             tracker.log(iteration, consumed_samples, figures)
         self._console.line(format_eval(iteration, metrics))
 
-    def log_generations(self, iteration: int, generations: Sequence[Generation]) -> None:
-        """Print answers of the model, and add them to TensorBoard."""
-        for each in generations:
-            self.message(f"  {each.key}: {each.said}")
+    def log_generations(self, iteration: int, generations: Sequence[Generation], kind: GenerationKind = "held-out", *,
+                        prints: bool = True) -> None:
+        """Write answers of the model to generations.jsonl, and those to held-out prompts to TensorBoard.
+
+        Args:
+            iteration: number of updates of the model.
+            generations: the answers.
+            kind: origin of their prompts.
+            prints: whether to print them, too.
+        """
+        for line in (line for each in generations if prints for line in each.said):
+            self.message(f"  {line}")
         for tracker in self._trackers:
             if isinstance(tracker, FileTracker):
-                tracker.show(iteration, generations)
+                tracker.show(iteration, generations, kind)
 
     def message(self, text: str) -> None:
         """Print `text` on the logging rank."""

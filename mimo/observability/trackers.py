@@ -1,24 +1,29 @@
-"""Trackers that write a run's figures to files: JSON Lines and TensorBoard."""
+"""Trackers that write a run's figures, and answers of its model, to files: JSON Lines and TensorBoard."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
+import io
 import json
 import math
 import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 Value = float | None
 """One figure: a number or a truth value, or None if the iteration does not have it."""
+
+GenerationKind = Literal["held-out", "training"]
+"""Origin of the prompts of generations."""
 
 # Names that trackers do not draw as curves: the axes, and truth values.
 NOT_CURVES = ("iteration", "consumed_samples", "success")
@@ -26,6 +31,10 @@ NOT_CURVES = ("iteration", "consumed_samples", "success")
 NOT_BY_SAMPLES = ("optim/skipped-iterations",)
 # Times of a step do not depend on samples, and there are too many of these curves to write them twice.
 TIMELINE = "perf/timeline/"
+# Limits of what generations.jsonl has of a prompt: answers, images, and characters of each text.
+MAX_ANSWERS, MAX_IMAGES, MAX_CHARACTERS = 8, 4, 1500
+# Most pixels of a side of these images, because one rank holds all of them in memory.
+MAX_SHOWN_SIDE = 256
 # Seconds until TensorBoard's event file is opened again after a failure, because each failed attempt costs a thread.
 REOPEN_S = 60.0
 
@@ -69,25 +78,79 @@ def curves(record: Mapping[str, Value]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Generation:
-    """A model's answer to a held-out sample or prompt.
+class Answer:
+    """Text that the model has generated.
 
     Attributes:
-        key: key of the sample.
-        answer: text of the model.
-        verdict: the expected answer or the reward, such as `is '12'` or `reward 1`.
+        text: the text, without special tokens.
+        reward: its reward; None in supervised training.
+        advantage: its advantage over the other answers to the prompt; None if it was not trained on.
+        truncated: whether the limit of tokens cut it.
+    """
+
+    text: str
+    reward: float | None = None
+    advantage: float | None = None
+    truncated: bool = False
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Answers of the model to a sample or prompt.
+
+    Attributes:
+        key: key of the sample or prompt.
+        answers: one answer to a held-out sample or prompt; all completions of a prompt that was trained on.
+        expected: the expected answer.
+        prompt: text of the prompt; empty in supervised training, where it is not known.
         images: uint8 `[height, width, channels]` each, 1 or 3 channels.
     """
 
     key: str
-    answer: str
-    verdict: str
+    answers: Sequence[Answer]
+    expected: str
+    prompt: str = ""
     images: Sequence[np.ndarray] = ()
 
+    def verdict(self, answer: Answer) -> str:
+        """Return the reward or the expected answer, such as `reward 1` or `is '12'`."""
+        return f"is {self.expected!r}" if answer.reward is None else f"reward {answer.reward:g}"
+
     @property
-    def said(self) -> str:
-        """Line for the console."""
-        return f"{'read ' if self.verdict.startswith('is ') else ''}{self.answer!r}, {self.verdict}"
+    def said(self) -> list[str]:
+        """Lines for the console."""
+        return [f"{self.key}: {'read ' if each.reward is None else ''}{each.text!r}, {self.verdict(each)}"
+                for each in self.answers]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what generations.jsonl has of it. Long texts are shortened; there are images as `data:` URLs."""
+        return {"key": self.key, "prompt": _shortened(self.prompt), "expected": _shortened(self.expected),
+                "num_answers": len(self.answers),
+                "answers": [asdict(each) | {"text": _shortened(each.text)} for each in self.answers[:MAX_ANSWERS]],
+                "num_images": len(self.images), "images": [_data_url(image) for image in self.images[:MAX_IMAGES]]}
+
+
+def _shortened(text: str) -> str:
+    """Leave out the middle of a long text: questions and results are often at its end."""
+    left_out = len(text) - MAX_CHARACTERS
+    if left_out <= 0:
+        return text
+    half = MAX_CHARACTERS // 2
+    return f"{text[:half]} [... {left_out:,} characters ...] {text[-half:]}"
+
+
+def _data_url(image: np.ndarray) -> str:
+    """Return an image, uint8 `[height, width, channels]`, as PNG or JPEG, whichever is smaller."""
+    from PIL import Image
+
+    picture = Image.fromarray(image[..., 0] if image.shape[2] == 1 else image)
+    encoded = {}
+    for kind in ("png", "jpeg"):
+        file = io.BytesIO()
+        picture.save(file, kind)
+        encoded[kind] = file.getvalue()
+    smaller = min(encoded, key=lambda kind: len(encoded[kind]))
+    return f"data:image/{smaller};base64,{base64.b64encode(encoded[smaller]).decode()}"
 
 
 def _kept_lines(text: str, last_iteration: int) -> list[str]:
@@ -104,10 +167,10 @@ def _kept_lines(text: str, last_iteration: int) -> list[str]:
     return kept
 
 
-class JsonlTracker:
-    """Writes one JSON object a line: `iteration`, `consumed_samples`, `wall_time` (seconds since 1970) and the figures.
+class JsonLines:
+    """File of one JSON object a line, each with its `iteration`.
 
-    Every line is strict JSON, and the operating system has it when `log` returns. After a failure the file is opened
+    Every line is strict JSON, and the operating system has it when `append` returns. After a failure the file is opened
     again, because a file system that comes back may need that.
     """
 
@@ -130,19 +193,13 @@ class JsonlTracker:
         self._size = path.stat().st_size
         self._file: FileIO | None = self._open()
 
-    def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
-        """Append one line; None becomes null. Raises OSError if it cannot be written."""
+    @property
+    def num_bytes(self) -> int:
+        """Size of the complete lines."""
+        return self._size
 
-        def json_value(value: Value) -> float | str | None:
-            # JSON has neither NaN nor infinity.
-            if isinstance(value, float) and not math.isfinite(value):
-                return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-            return value
-
-        line = {**record, "iteration": step, "consumed_samples": samples, "wall_time": time.time()}
-        first = ("iteration", "consumed_samples", "wall_time")
-        ordered = {name: json_value(line[name]) for name in (*first, *(name for name in line if name not in first))}
-        data = (json.dumps(ordered, allow_nan=False) + "\n").encode()
+    def append(self, data: bytes) -> None:
+        """Append a line, its end included. Raises OSError if it cannot be written."""
         try:
             if self._file is None:
                 self._file = self._open()
@@ -167,6 +224,58 @@ class JsonlTracker:
             file.truncate(self._size)
         self._size = min(self._size, file.seek(0, os.SEEK_END))
         return file
+
+
+class JsonlTracker(JsonLines):
+    """Writes the figures: `iteration`, `consumed_samples`, `wall_time` (seconds since 1970) and those of the record."""
+
+    def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
+        """Append one line; None becomes null. Raises OSError if it cannot be written."""
+
+        def json_value(value: Value) -> float | str | None:
+            # JSON has neither NaN nor infinity.
+            if isinstance(value, float) and not math.isfinite(value):
+                return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+            return value
+
+        line = {**record, "iteration": step, "consumed_samples": samples, "wall_time": time.time()}
+        first = ("iteration", "consumed_samples", "wall_time")
+        ordered = {name: json_value(line[name]) for name in (*first, *(name for name in line if name not in first))}
+        self.append((json.dumps(ordered, allow_nan=False) + "\n").encode())
+
+
+class GenerationsTracker(JsonLines):
+    """Writes answers of the model with their prompts and images, up to a size. Figures are left to `JsonlTracker`.
+
+    A line depends only on what it shows, so that a resumed run continues the file exactly as it would have been.
+    """
+
+    def __init__(self, path: Path, resume_iteration: int, limit_bytes: int, say: Callable[[str], None]) -> None:
+        """Open `path` like `JsonLines`.
+
+        Args:
+            path: the file.
+            resume_iteration: iteration up to which lines are kept.
+            limit_bytes: largest size of the file.
+            say: called once, when a line does not fit.
+        """
+        super().__init__(path, resume_iteration)
+        self._limit, self._say, self._said = limit_bytes, say, False
+
+    def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
+        """Write nothing."""
+
+    def show(self, step: int, generations: Sequence[Generation], kind: GenerationKind) -> None:
+        """Append a line for each prompt. Raises OSError if one cannot be written."""
+        for each in generations:
+            line = {"iteration": step, "kind": kind, **each.to_dict()}
+            data = (json.dumps(line, allow_nan=False) + "\n").encode()
+            if self.num_bytes + len(data) <= self._limit:
+                self.append(data)
+            elif not self._said:
+                self._said = True
+                self._say(f"{self._path} has reached its size (--generations-mib): answers of iteration {step} and "
+                          "later ones may be missing in it")
 
 
 class TensorBoardTracker:
@@ -220,14 +329,15 @@ class TensorBoardTracker:
             self._drop()
             raise
 
-    def show(self, step: int, generations: Sequence[Generation]) -> None:
-        """Add a table of answers, and the images of their samples. Raises OSError if they cannot be written."""
+    def show(self, step: int, generations: Sequence[Generation], kind: GenerationKind) -> None:
+        """Add a table of held-out answers, and the images of their samples. Raises OSError if that fails."""
         from torch.utils.tensorboard import summary
 
-        if self._writer is None or not generations:
+        if self._writer is None or not generations or kind != "held-out":
             return
-        rows = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in (each.key, each.answer, each.verdict)]
-                for each in generations]
+        rows = [[cell.replace("|", "\\|").replace("\n", "<br>")
+                 for cell in (each.key, answer.text, each.verdict(answer))]
+                for each in generations for answer in each.answers]
         table = "\n".join(f"| {' | '.join(row)} |" for row in [["sample", "answer", "verdict"], ["---"] * 3, *rows])
         try:
             self._writer.add_summary(summary.text("generations/answers", table), step)
@@ -275,11 +385,11 @@ class FileTracker:
         except OSError as error:
             self._fail(error)
 
-    def show(self, step: int, generations: Sequence[Generation]) -> None:
-        """Show answers if the tracker is TensorBoard; a failure to write them is reported once."""
-        if isinstance(self._tracker, TensorBoardTracker):
+    def show(self, step: int, generations: Sequence[Generation], kind: GenerationKind) -> None:
+        """Write answers if the tracker takes them; a failure to write them is reported once."""
+        if isinstance(self._tracker, TensorBoardTracker | GenerationsTracker):
             try:
-                self._tracker.show(step, generations)
+                self._tracker.show(step, generations, kind)
             except OSError as error:
                 self._fail(error)
 

@@ -38,13 +38,17 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", 
     body = list(rows)
     if not body:
         return ""
+    heading = f"<h3>{escape(title)}</h3>" if title else ""
+    return f'<figure{' class="wide"' * wide}>{heading}{plain_table(heads, body, numeric_from=numeric_from)}</figure>'
+
+
+def plain_table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numeric_from: int = 1) -> str:
+    """Return a table without title and frame; arguments as of `table`."""
     css = ['' if index < numeric_from else ' class="num"' for index in range(len(heads))]
     head = "".join(f"<th{kind}>{escape(name)}</th>" for kind, name in zip(css, heads, strict=True))
     cells = "".join("<tr>" + "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(css, row, strict=True)) + "</tr>"
-                    for row in body)
-    heading = f"<h3>{escape(title)}</h3>" if title else ""
-    return (f'<figure{' class="wide"' * wide}>{heading}<div class="scroll"><table><tr>{head}</tr>{cells}</table></div>'
-            "</figure>")
+                    for row in rows)
+    return f'<div class="scroll"><table><tr>{head}</tr>{cells}</table></div>'
 
 
 def label(text: str) -> str:

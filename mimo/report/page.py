@@ -10,6 +10,7 @@ from html import escape
 from mimo.report.advice import advice_section
 from mimo.report.answers import Answer, compared, did_it_learn, how_fast, who_waited
 from mimo.report.charts import LETTERS
+from mimo.report.generations import generations_section
 from mimo.report.html import document
 from mimo.report.run_folder import Run, began_unix_s
 from mimo.report.sections import (
@@ -50,6 +51,14 @@ pre { white-space: pre-wrap; max-height: 26em; overflow-y: auto; margin: 8px 0 0
   text-align: center; color: var(--inside); background: var(--s0); vertical-align: 2px; }
 .tag.b { background: var(--s1); }
 details { margin-top: 12px; }
+details.wide { grid-column: 1 / -1; min-width: 0; margin: 0; }
+details .charts { margin-top: 10px; }
+details figure { background: none; }
+.said { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 18em; overflow-y: auto; }
+.prompt { color: var(--soft); margin-bottom: 8px; }
+.cut { color: var(--warn); }
+.images { display: flex; flex-wrap: wrap; gap: 8px; margin: 6px 0; color: var(--soft); }
+.images img { max-width: 100%; max-height: 220px; min-height: 56px; object-fit: contain; }
 summary { cursor: pointer; font-weight: 600; font-size: 14px; }
 select { font: inherit; font-size: 14px; padding: 3px 6px; margin: 0 0 8px; }
 """
@@ -141,6 +150,8 @@ def left_out(run: Run) -> list[str]:
         found.append("where each grid's time went: the run has no timeline (--no-timeline)")
     if not len(run.evaluations):
         found.append("held-out figures: the run was not evaluated")
+    if run.learns_from_rewards and not run.generations:
+        found.append("completions: there is no generations.jsonl, which runs without --generations-mib 0 write")
     if not steps.has("tflops") and not run.learns_from_rewards:
         found.append("TFLOP/s: the model provider does not count them")
     elif not steps.has("mfu") and not run.learns_from_rewards:
@@ -167,7 +178,7 @@ def _footer(runs: Sequence[Run]) -> str:
 def page(runs: Sequence[Run]) -> str:
     """Return the whole page of one run, or of two side by side."""
     body = [_header(runs), _problems(runs), tiles(runs), advice_section(runs), compare_section(runs),
-            learned(runs), gantt_section(runs), where_time_went(runs), speed_section(runs), prediction_section(runs),
-            rl_section(runs), lanes(runs), stops_section(runs), memory(runs), _footer(runs)]
+            learned(runs), generations_section(runs), gantt_section(runs), where_time_went(runs), speed_section(runs),
+            prediction_section(runs), rl_section(runs), lanes(runs), stops_section(runs), memory(runs), _footer(runs)]
     title = " against ".join(escape(run.name) for run in runs)
     return document(title, CSS, "".join(body))

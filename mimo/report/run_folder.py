@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 METRICS, FLAGS, START, STALL_SUMMARY = "metrics.jsonl", "run_config.toml", "startup.json", "stall-summary.txt"
+GENERATIONS = "generations.jsonl"
+IMAGE_URL = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+")
 # The name of every figure of an evaluation ends like this.
 EVALUATED = " validation"
 # Every record of an iteration has this key, in every kind of run.
@@ -96,6 +98,7 @@ class Run:
         start: seconds until the end of the first iteration by phase, of `startup.json`; empty without one.
         problems: sentences about the run or its files, each on something that went wrong.
         stall: report of a stall, shortened; empty without one.
+        generations: answers of the model, lines of generations.jsonl in their order.
         predicted: prediction of `mimo plan` for it; None if none was given.
     """
 
@@ -108,6 +111,7 @@ class Run:
     start: Mapping[str, float] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     stall: str = ""
+    generations: tuple[Mapping[str, Any], ...] = ()
     predicted: Predicted | None = None
 
     @property
@@ -297,6 +301,40 @@ def _read_start(path: Path) -> tuple[dict[str, float], list[str]]:
     return phases, []
 
 
+def _is_generation(line: object) -> bool:
+    """Whether a JSON document has the parts of a line of generations.jsonl that the page needs."""
+    if not isinstance(line, dict) or not isinstance(line.get("iteration"), int):
+        return False
+    answers, images = line.get("answers"), line.get("images")
+    if not isinstance(answers, list) or not answers or not isinstance(images, list):
+        return False
+    figures = [answer.get(name) for answer in answers if isinstance(answer, dict) for name in ("reward", "advantage")]
+    return (all(isinstance(line.get(name), str) for name in ("kind", "key", "prompt", "expected"))
+            and all(isinstance(line.get(name), int) for name in ("num_answers", "num_images"))
+            and all(isinstance(answer, dict) and isinstance(answer.get("text"), str) and "truncated" in answer
+                    for answer in answers)
+            and all(value is None or isinstance(value, int | float) for value in figures)
+            and all(isinstance(image, str) and IMAGE_URL.fullmatch(image) for image in images))
+
+
+def _read_generations(path: Path) -> tuple[tuple[dict[str, Any], ...], list[str]]:
+    """Return the lines of generations.jsonl; of the same prompt in the same iteration the last one."""
+    if not path.is_file():
+        return (), []
+    found, broken = {}, 0
+    for text in path.read_bytes().splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:  # not JSON, or not UTF-8
+            line = None
+        if _is_generation(line):
+            found[line["iteration"], line["kind"], line["key"]] = line
+        else:
+            broken += 1
+    said = f"{broken} line{'s' * (broken > 1)} of {GENERATIONS} cannot be read and {'is' if broken == 1 else 'are'} "
+    return tuple(found.values()), [said + "left out."] if broken else []
+
+
 def began_unix_s(steps: Table) -> float:
     """Return when the first iteration began, in seconds since the epoch, or NaN if its record does not say."""
     return float(steps.get("wall_time")[0] - steps.get(STEP_KEY)[0]) if len(steps) else math.nan
@@ -353,9 +391,10 @@ def read_run(path: Path) -> Run:
     timelines, num_timelines, timeline_problems = _read_timelines(path / "timeline")
     stall, stall_problems = _read_stall(path, began_unix_s(steps))
     start, start_problems = _read_start(path / START)
-    run = Run(path, steps, evaluations, flags, timelines, num_timelines, start, stall=stall)
+    generations, generation_problems = _read_generations(path / GENERATIONS)
+    run = Run(path, steps, evaluations, flags, timelines, num_timelines, start, stall=stall, generations=generations)
     found = [*problems, *_iteration_problems(steps, run.planned_iterations), *stall_problems, *flag_problems,
-             *timeline_problems, *start_problems]
+             *timeline_problems, *start_problems, *generation_problems]
     return replace(run, problems=tuple(found))
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mimo.comm.host import broadcast_object, gather
 from mimo.config.rl_run import RlRunConfig
 from mimo.grid.groups import Grids
+from mimo.observability.trackers import Generation
 from mimo.refit.options import RefitReport
 from mimo.refit.rendezvous import RefitError
 from mimo.refit.sender import WeightSender
@@ -64,11 +65,11 @@ class HeldOut:
 
     Attributes:
         metrics: figures of the completions by name, as `rollout_metrics` returns them.
-        shown: some of the completions as text: key, completion and reward.
+        shown: some of the prompts with their completions as text.
     """
 
     metrics: Mapping[str, float]
-    shown: tuple[tuple[str, str, float], ...]
+    shown: tuple[Generation, ...]
 
 
 class Collector:
@@ -106,8 +107,12 @@ class Collector:
         self._version: int | None = None
         self._prefetched: Future[Answers] | None = None
 
-    def collect(self, iteration: int) -> Rollouts:
+    def collect(self, iteration: int, num_shown: int = 0) -> Rollouts:
         """Collect the completions to train on after `iteration` updates, on every rank.
+
+        Args:
+            iteration: number of updates.
+            num_shown: number of prompts to return with their completions as text.
 
         Raises:
             ValueError, RefitError: on the first rank, see `RolloutSource`. A refit raises RefitError on every rank.
@@ -128,7 +133,7 @@ class Collector:
                     answers = self.source.ask(self.cursor.first, self.config.prompts_per_step, str(self._version))
             except RefitError as error:
                 failure = error
-        rollouts = self._scored(answers, failure)
+        rollouts = self._scored(answers, failure, num_shown)
         self.cursor.first += self.config.prompts_per_step
         self.cursor.pending = None
         self._finish_rollouts()
@@ -222,7 +227,7 @@ class Collector:
 
         Args:
             iteration: number of updates.
-            num_shown: number of completions to return as text.
+            num_shown: number of prompts to return with their completions as text.
 
         Raises:
             ValueError, RefitError, ReportedElsewhereError: as in `collect`.
@@ -238,10 +243,8 @@ class Collector:
                 failure = error
             else:
                 with self.watchdog.waiting("rewards"):
-                    rollouts = self.held_out.score(answers)
-                shown = tuple((each.key, self.held_out.prompts.decode(each.token_ids), each.reward)
-                              for each in rollouts.completions[:num_shown])
-                result = HeldOut(rollout_metrics(rollouts), shown)
+                    rollouts = self.held_out.score(answers, num_shown)
+                result = HeldOut(rollout_metrics(rollouts), rollouts.shown)
         with self._follower_timeout(), self.watchdog.waiting("the evaluation, which the first rank asks for"):
             shared: HeldOut = self._shared(result, failure)
         self._finish_rollouts()
@@ -288,12 +291,12 @@ class Collector:
             raise ReportedElsewhereError("rank 0 reports what is wrong")
         return value
 
-    def _scored(self, answers: Answers | None, failure: RefitError | None) -> Rollouts:
+    def _scored(self, answers: Answers | None, failure: RefitError | None, num_shown: int) -> Rollouts:
         rollouts = None
         if self.source is not None and failure is None:
             assert answers is not None
             with self.watchdog.waiting("rewards"):
-                rollouts = self.source.score(answers)
+                rollouts = self.source.score(answers, num_shown)
         with (self._follower_timeout(),
               self.watchdog.waiting("completions and rewards, which the first rank asks for", version=self._version)):
             shared: Rollouts = self._shared(rollouts, failure)

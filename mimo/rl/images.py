@@ -17,6 +17,7 @@ from mimo.data.collate import Placeholders, collate_encoder, expand_images, imag
 from mimo.data.positions import multimodal_positions
 from mimo.grid.lanes import Need, lanes_read_by, needs_of
 from mimo.grid.spec import Layout
+from mimo.observability.trackers import MAX_SHOWN_SIDE
 from mimo.protocols import LANGUAGE, Sample, VideoSize
 from mimo.rl.prompts import ImagePromptSet, Prompt, PromptSet
 
@@ -32,6 +33,15 @@ def as_request(prompt: Prompt) -> dict[str, Any]:
 
         request["multi_modal_data"] = {"image": [Image.fromarray(picture) for picture in prompt.pictures()]}
     return request
+
+
+def reduced(picture: np.ndarray) -> np.ndarray:
+    """Return a picture, uint8 `[height, width, channels]`, with at most `MAX_SHOWN_SIDE` pixels a side."""
+    from PIL import Image
+
+    image = Image.fromarray(picture[..., 0] if picture.shape[2] == 1 else picture)
+    image.thumbnail((MAX_SHOWN_SIDE, MAX_SHOWN_SIDE))
+    return np.asarray(image).reshape(image.height, image.width, -1)
 
 
 class ImageTokens(Placeholders):

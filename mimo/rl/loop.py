@@ -20,7 +20,6 @@ from mimo.model.build import layer_impl
 from mimo.observability.metrics import RunLogger
 from mimo.observability.spans import Kind
 from mimo.observability.startup import STARTUP, Phase
-from mimo.observability.trackers import Generation
 from mimo.platform.base import Platform
 from mimo.protocols import ModelProvider, TokenGridProvider
 from mimo.refit.options import RefitReport
@@ -36,7 +35,7 @@ from mimo.rl.probe import RefitProbe
 from mimo.rl.prompts import PromptProvider, PromptSet
 from mimo.rl.records import PolicyRecord, format_policy_steps
 from mimo.rl.reference import reference_policy
-from mimo.rl.rollouts import Rollouts, RolloutSource, fit_prompts, rollout_metrics
+from mimo.rl.rollouts import Rollouts, RolloutSource, fit_prompts, rollout_metrics, with_advantages
 from mimo.rollout.engine import Sampling
 from mimo.rollout.replicas import RolloutClient
 from mimo.training.loop import StepObserver
@@ -45,6 +44,9 @@ from mimo.training.session import Session
 from mimo.training.setup import kept_objects, setup_trainer
 from mimo.training.step_metrics import FlopsMeter, layout_note
 from mimo.watchdog.process_exit import ReportedElsewhereError
+
+# Prompts whose completions are recorded in some iterations, and before the last evaluation.
+NUM_SHOWN = 2
 
 
 class RlLoop:
@@ -87,7 +89,7 @@ class RlLoop:
             self._save()
             session.finish_saving()
             if stopped is None:
-                self._evaluate(logger, self.config.train.num_generations)
+                self._evaluate(logger, is_last=True)
             logger.summary(self._last_figures, stopped=stopped)
             self.collector.sender.close()
             if self._engine is not None:
@@ -289,7 +291,8 @@ class RlLoop:
         self.watchdog.progress(iteration=version + 1)
         prefetches = self.config.rollout.rollout_mode == "one-step-off" and version + 1 < self.session.total_iterations
         with self.parts.spans.span(Kind.DATA_WAIT, "completions"):
-            rollouts = self._with_engine(logger, lambda: self.collector.collect(version))
+            shows = self.config.observe.records_completions(version + 1, self.session.total_iterations)
+            rollouts = self._with_engine(logger, lambda: self.collector.collect(version, NUM_SHOWN if shows else 0))
         if prefetches:
             # The engine draws the next iteration's completions with the weights from before this update.
             self.collector.prefetch()
@@ -320,21 +323,23 @@ class RlLoop:
         if checkpoint_s:
             seconds["checkpoint"] = checkpoint_s
         logger.log_step(self._record(report, rollouts, result, seconds))
+        logger.log_generations(progress.iteration, with_advantages(rollouts.shown, result.advantages), "training",
+                               prints=False)
         while self._observer.lines:
             logger.message(self._observer.lines.pop(0))
 
     def _save(self) -> None:
         self.session.save(lambda: self.cursor.streams(is_first_rank=self.grids.rank == 0))
 
-    def _evaluate(self, logger: RunLogger, num_shown: int = 0) -> None:
+    def _evaluate(self, logger: RunLogger, *, is_last: bool = False) -> None:
         """Score the completions of held-out prompts, unless there are none. The last score is the run's result."""
         if not self.config.rl.eval_prompts:
             return
         progress = self.session.progress
+        num_shown = self.config.train.num_generations if is_last else min(NUM_SHOWN, self.config.train.num_generations)
         result = self._with_engine(logger, lambda: self.collector.evaluate(progress.iteration, num_shown))
         logger.log_eval(progress.iteration, result.metrics, consumed_samples=progress.consumed_samples)
-        logger.log_generations(progress.iteration, [Generation(key, text, f"reward {reward:g}")
-                                                    for key, text, reward in result.shown])
+        logger.log_generations(progress.iteration, result.shown, prints=is_last)
         self._last_figures = self._last_figures | {"reward": result.metrics["reward"]}
 
     def _record(self, report: RefitReport, rollouts: Rollouts, result: PolicyResult,

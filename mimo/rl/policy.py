@@ -73,6 +73,7 @@ class PolicyResult:
             of the language model.
         peak_memory_bytes: by module, the highest memory of any of its ranks so far.
         batches: this rank's microbatches.
+        advantages: advantages of all completions.
     """
 
     metrics: dict[str, float]
@@ -87,6 +88,7 @@ class PolicyResult:
     moe_losses: dict[str, float] = field(default_factory=dict)
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     batches: Sequence[Microbatch] = ()
+    advantages: Sequence[float] = ()
 
 
 @dataclass
@@ -212,7 +214,7 @@ class PolicyTrainer:
             metrics, all(each.success for each in results), size * sum(each.success for each in results),
             sum(norms) / len(norms) if norms else None, results[-1].num_zeros, len(microbatches),
             sum(each.length for each in completions), fixed.old_s, fixed.reference_s, moe_losses, peaks,
-            [each.batch for each in microbatches])
+            [each.batch for each in microbatches], scores.tolist())
 
     def _step(self, completions: Sequence[Completion], microbatches: list[PolicyMicrobatch], fixed: FixedLogProbs,
               scores: torch.Tensor) -> tuple[Totals, UpdateResult]:

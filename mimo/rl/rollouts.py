@@ -6,13 +6,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from mimo.config.rl_run import RlRunConfig
-from mimo.rl.images import ImageTokens, as_request
+from mimo.observability.trackers import Answer, Generation
+from mimo.rl.images import ImageTokens, as_request, reduced
 from mimo.rl.prompts import FinitePromptSet, Prompt, PromptSet
 from mimo.rl.rewards.protocol import Reward
 from mimo.rollout.engine import Rollout, Sampling
@@ -68,12 +69,14 @@ class Rollouts:
         version: policy version that drew them.
         rollout_s: seconds that the engine took.
         reward_s: seconds that the rewards took.
+        shown: the first prompts with their completions as text, for people to read.
     """
 
     completions: tuple[Completion, ...]
     version: str
     rollout_s: float = 0.0
     reward_s: float = 0.0
+    shown: tuple[Generation, ...] = ()
 
 
 class Generator(Protocol):
@@ -160,8 +163,12 @@ class RolloutSource:
                                      "differently")
         return Answers(first, prompts, answers, version, seconds)
 
-    def score(self, asked: Answers) -> Rollouts:
-        """Score the answers. Raises ValueError, which names the prompt, if a reward fails."""
+    def score(self, asked: Answers, num_shown: int = 0) -> Rollouts:
+        """Score the answers, and add `num_shown` of the prompts with their completions as text.
+
+        Raises:
+            ValueError: a reward fails; names the prompt.
+        """
         began = time.perf_counter()
         completions = tuple(
             Completion(f"{prompt.key}#{number}", place, prompt.token_ids, answer.token_ids, answer.logprobs,
@@ -169,7 +176,16 @@ class RolloutSource:
                        num_image_tokens(prompt, self.images))
             for place, (prompt, group) in enumerate(zip(asked.prompts, asked.answers, strict=True))
             for number, answer in enumerate(group))
-        return Rollouts(completions, asked.version, asked.seconds, time.perf_counter() - began)
+        reward_s = time.perf_counter() - began
+        return Rollouts(completions, asked.version, asked.seconds, reward_s,
+                        tuple(self._show(prompt, place, completions)
+                              for place, prompt in enumerate(asked.prompts[:num_shown])))
+
+    def _show(self, prompt: Prompt, place: int, completions: Sequence[Completion]) -> Generation:
+        answers = [Answer(self.prompts.decode(each.token_ids), each.reward, truncated=each.finish_reason == "length")
+                   for each in completions if each.prompt == place]
+        images = [reduced(picture) for picture in prompt.pictures()] if prompt.image_sizes else []
+        return Generation(prompt.key, answers, prompt.ground_truth, prompt.text, images)
 
     def _check_length(self, prompt: Prompt) -> None:
         if not prompt.token_ids:
@@ -248,6 +264,18 @@ def check_answers(prompts: Sequence[Prompt], answers: Sequence[Sequence[Rollout]
             wrong = [value for value in answer.logprobs if not math.isfinite(value) or value > 0]
             if wrong:
                 raise ValueError(f"{where}: {wrong[0]} is not a log-probability")
+
+
+def with_advantages(shown: Sequence[Generation], values: Sequence[float]) -> list[Generation]:
+    """Return the first prompts of a global batch with the advantages of their completions.
+
+    Args:
+        shown: the prompts, each with all its completions.
+        values: advantages of the whole batch.
+    """
+    left = iter(values)
+    return [replace(prompt, answers=[replace(answer, advantage=next(left)) for answer in prompt.answers])
+            for prompt in shown]
 
 
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:

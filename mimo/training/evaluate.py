@@ -20,6 +20,7 @@ from mimo.data.collate import PatchOrder, unpatchify
 from mimo.model.build import set_training
 from mimo.model.mimo_model import FunctionOfText
 from mimo.model.output_layer import TokenFunction
+from mimo.observability.trackers import MAX_SHOWN_SIDE
 from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.training.step import TrainerParts, run_schedule
 
@@ -251,8 +252,8 @@ def next_tokens(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> torc
     return tokens.cpu()
 
 
-# Limits on the samples whose images are shown and on pixels of a side, because one rank holds all of them in memory.
-MAX_SHOWN_IMAGES, MAX_SHOWN_SIDE = 16, 256
+# Most samples whose images are shown, because one rank holds all of them in memory.
+MAX_SHOWN_IMAGES = 16
 
 
 def gather_images(parts: TrainerParts, provider: ModelProvider, steps: Sequence[Sequence[Microbatch]],

@@ -26,7 +26,7 @@ from mimo.observability.profiler import StepProfiler
 from mimo.observability.spans import Interval, Kind
 from mimo.observability.startup import STARTUP, Phase, report_of
 from mimo.observability.timeline import Gantt, Timeline, TimelineSignal
-from mimo.observability.trackers import Generation
+from mimo.observability.trackers import Answer, Generation
 from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE, DataProvider, ModelProvider
 from mimo.training.evaluate import Evaluation, evaluate, gather_images, greedy_decode
@@ -417,11 +417,11 @@ class TrainingLoop:
         decoded = {sample[0]: sample for microbatches in steps for sample in greedy_decode(self.parts, microbatches)}
         shown = list(decoded.values())[:wanted] if self.session.is_logging_rank else []
         images = {}
-        if self.config.observe.tensorboard_dir is not None:
+        if self.config.observe.tensorboard_dir is not None or self.config.observe.generations_mib:
             with self.watchdog.waiting("images of the decoded samples"):
                 images = gather_images(self.parts, self.provider, steps, [key for key, _, _ in shown])
         generations = []
         for key, expected, answer in shown:
             text, truth = (self.dataset.decode(self.config.dataset, tokens) for tokens in (answer, expected))
-            generations.append(Generation(key, text, f"is {truth!r}", images.get(key, ())))
+            generations.append(Generation(key, [Answer(text)], truth, images=images.get(key, ())))
         logger.log_generations(self.session.progress.iteration, generations)

@@ -14,6 +14,7 @@ from mimo.observability.spans import Kind
 from tests.support.launch import (
     broken_off_and_whole,
     finish,
+    generations,
     records,
     start_torchrun,
     torchrun,
@@ -157,8 +158,15 @@ def test_held_out_prompts_are_scored_before_during_and_after(tmp_path: Path) -> 
     found = {each["iteration"]: each for each in records(tmp_path) if "reward validation" in each}
     assert list(found) == [0, 2, 3]
     assert all(0 <= each["reward validation"] <= 1 for each in found.values())
-    shown = re.findall(r"arithmetic/valid/0000\d\d#0: .*, reward [01.]+", done.stdout)
+    shown = re.findall(r"arithmetic/valid/0000\d\d: .*, reward [01.]+", done.stdout)
     assert len(shown) == 3, done.stdout[-3000:]
+    recorded = [(each["kind"], each["iteration"]) for each in generations(tmp_path)]
+    assert recorded == [("held-out", 0)] * 2 + [("training", step) for step in (1, 1, 2, 2)] + (
+        [("held-out", 2)] * 2 + [("training", 3)] * 2 + [("held-out", 3)] * 3)
+    for each in generations(tmp_path):
+        if each["kind"] == "training":
+            assert len(each["answers"]) == 8 and each["prompt"] and each["expected"].startswith("####")
+            assert sum(answer["advantage"] for answer in each["answers"]) == pytest.approx(0, abs=1e-5)
     assert done.stdout.strip().splitlines()[-1] == f"reward: {found[3]['reward validation']:.4f}"
 
 

@@ -93,6 +93,11 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def generations(run_dir: Path) -> list[dict[str, Any]]:
+    """Return all lines of generations.jsonl."""
+    return [json.loads(line) for line in (run_dir / "generations.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
 def broken_off_and_whole(folder: Path, *flags: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Train with train_rl.py for four iterations, broken off in the third and resumed, and in one go: both records.
 
@@ -108,6 +113,8 @@ def broken_off_and_whole(folder: Path, *flags: str) -> tuple[list[dict[str, Any]
     assert done.returncode == 0 and "loaded " in done.stdout, done.stdout[-3000:]
     found = records(parts)
     assert [step["iteration"] for step in found] == [1, 2, 3, 4]
+    # Lines of a resumed run are those of the whole one: the same prompts, completions, rewards, advantages and images.
+    assert generations(parts) == generations(whole) != []
     return found, records(whole)
 
 

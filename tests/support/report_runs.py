@@ -7,6 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from mimo.observability.trackers import Answer, Generation, GenerationKind, GenerationsTracker
 from mimo.report.run_folder import Run, read_run
 
 FLAGS = """[train]
@@ -58,6 +61,31 @@ def policy_record(iteration: int, reward: float, **further: Any) -> dict[str, An
             "iteration-time": 2.0, "memory-s": 0.0, "refit-s": 0.2, "rollout-s": 0.6, "reward-s": 0.1,
             "rollout-wait-s": 1.0, "log-probs-s": 0.3, "update-s": 0.6, "refit-bytes": 2**20, "success": True,
             **further}
+
+
+def write_generations(folder: Path, kind: GenerationKind, by_iteration: dict[int, list[Generation]]) -> None:
+    """Add answers to generations.jsonl of a run folder, as a run writes them."""
+    tracker = GenerationsTracker(folder / "generations.jsonl", 10**6, 1 << 24, print)
+    for iteration, generations in by_iteration.items():
+        tracker.show(iteration, generations, kind)
+    tracker.close()
+
+
+def rewarded_run(folder: Path, iterations: int = 40) -> Run:
+    """Return a run of reinforcement learning on images, with completions of held-out prompts and of training."""
+    write_run(folder, [policy_record(step, 0.2 + 0.01 * step) for step in range(1, iterations + 1)])
+
+    def prompt(key: str, rewards: list[float], **more: Any) -> Generation:
+        scan = np.full((28, 90, 1), 200, np.uint8)
+        return Generation(key, [Answer(f"I read\n{reward:g} <end>", reward, **more) for reward in rewards], "42",
+                          "<image> What is the number?\nAnswer: ", [scan])
+
+    write_generations(folder, "held-out", {step: [prompt("valid/0", [step / iterations])]
+                                           for step in (0, iterations // 2, iterations)})
+    every = range(4, iterations + 1, 4)
+    write_generations(folder, "training", {step: [prompt(f"train/{step}", [0.0, 1.0] * 6, advantage=0.5)]
+                                           for step in (1, *every)})
+    return read_run(folder)
 
 
 def interval(kind: str, begin_s: float, end_s: float, module: str, microbatch: int | None = None) -> dict[str, Any]:

@@ -231,7 +231,7 @@ def test_a_disk_that_fails_is_said_once_and_ends_no_run(tmp_path, capsys):
 
     logger = RunLogger(observe(tmp_path, tensorboard_dir=str(tmp_path / "tb")), active=True, total_iterations=3,
                        config_toml="")
-    jsonl, tensorboard = logger._trackers
+    jsonl, _, tensorboard = logger._trackers
     jsonl._tracker._file = open("/dev/full", "ab", buffering=0)
     tensorboard._tracker.close()
     tensorboard._tracker = Failing()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 import resource
@@ -7,10 +9,20 @@ import sys
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from mimo.observability import trackers
 from mimo.observability.metrics import StepRecord
-from mimo.observability.trackers import FileTracker, Generation, JsonlTracker, TensorBoardTracker, curves, tag_of
+from mimo.observability.trackers import (
+    Answer,
+    FileTracker,
+    Generation,
+    GenerationsTracker,
+    JsonlTracker,
+    TensorBoardTracker,
+    curves,
+    tag_of,
+)
 
 
 def strict_lines(path):
@@ -122,8 +134,10 @@ def test_answers_are_text_and_images(tmp_path):
 
     tracker = FileTracker(tmp_path, TensorBoardTracker(tmp_path), print)
     grey = np.full((4, 6, 1), 128, np.uint8)
-    tracker.show(7, [Generation("digits/valid/1", "4|2", "is '42'", [grey, grey]),
-                     Generation("other", "a\nb", "reward 1")])
+    held_out = [Generation("digits/valid/1", [Answer("4|2")], "42", images=[grey, grey]),
+                Generation("other", [Answer("a\nb", 1.0)], "?")]
+    tracker.show(7, held_out, "held-out")
+    tracker.show(8, held_out, "training")
     tracker.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     (text,) = events.Tensors("generations/answers/text_summary")
@@ -132,6 +146,46 @@ def test_answers_are_text_and_images(tmp_path):
     assert sorted(events.Tags()["images"]) == ["generations/digits/valid/1", "generations/digits/valid/1/1"]
     (image,) = events.Images("generations/digits/valid/1")
     assert (image.height, image.width, image.step) == (4, 6, 7)
+
+
+def test_answers_are_kept_up_to_a_size_and_continue_exactly(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (64, 48, 3), np.uint8)
+    plain = np.zeros((8, 8, 1), np.uint8)
+
+    def prompts(step):
+        answers = [Answer(f"{step} {number} " + "long " * 500, number / 2, 1.5 - number, number == 3)
+                   for number in range(10)]
+        return [Generation(f"p{step}", answers, "#### 4", "2 + 2 = ?", [noise, plain, *[plain] * 5])]
+
+    def write(path, steps, resume=0, limit=10**6):
+        said = []
+        tracker = GenerationsTracker(path, resume, limit, said.append)
+        for step in steps:
+            tracker.show(step, prompts(step), "training")
+        tracker.close()
+        return said
+
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    assert write(whole, (1, 2, 4)) == []
+    write(parts, (1, 2, 3))
+    assert write(parts, (4,), resume=2) == [] and parts.read_bytes() == whole.read_bytes()
+    first = strict_lines(whole)[0]
+    assert (first["iteration"], first["kind"], first["key"], first["prompt"]) == (1, "training", "p1", "2 + 2 = ?")
+    assert first["num_answers"] == 10 and len(first["answers"]) == 8
+    assert first["answers"][3] | {"text": ""} == {"text": "", "reward": 1.5, "advantage": -1.5, "truncated": True}
+    text = first["answers"][0]["text"]
+    assert len(text) < 1600 and text.startswith("1 0 long") and "[... 1,004 characters ...]" in text
+    assert first["num_images"] == 7 and len(first["images"]) == 4
+    kinds, shapes = [], []
+    for url in first["images"][:2]:
+        head, _, data = url.partition(";base64,")
+        kinds.append(head)
+        shapes.append(np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))).shape)
+    assert kinds == ["data:image/jpeg", "data:image/png"] and shapes == [(64, 48, 3), (8, 8)]
+
+    size = len(whole.read_bytes().splitlines()[0])
+    (said,) = write(parts, (1, 2, 4), limit=2 * size + 10)
+    assert "--generations-mib" in said and [line["iteration"] for line in strict_lines(parts)] == [1, 2]
 
 
 def test_a_line_that_did_not_fit_is_gone_when_there_is_room_again(tmp_path):

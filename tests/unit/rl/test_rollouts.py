@@ -5,11 +5,21 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 
-from mimo.rl.images import ImageTokens
+from mimo.observability.trackers import Answer
+from mimo.rl.images import ImageTokens, reduced
 from mimo.rl.prompts import Prompt
-from mimo.rl.rollouts import Completion, Rollouts, RolloutSource, check_answers, draw_seed, rollout_metrics
+from mimo.rl.rollouts import (
+    Completion,
+    Rollouts,
+    RolloutSource,
+    check_answers,
+    draw_seed,
+    rollout_metrics,
+    with_advantages,
+)
 from mimo.rollout.engine import Rollout, Sampling
 
 SAMPLING = Sampling(max_tokens=4, n=2, stop_token_ids=(2,))
@@ -65,6 +75,22 @@ def test_completions_carry_what_the_engine_and_the_reward_said():
     assert rollouts.completions[3] == Completion(
         "p5#1", 1, (10, 11, 12, 13, 14, 15), other.token_ids, other.logprobs, "length", 1.0, index=5)
     assert rollouts.completions[3].length == 10
+
+
+def test_shown_prompts_have_all_their_completions_with_rewards_and_advantages():
+    other = Rollout((8, 9, 9, 9), (-1.0, -2.0, 0.0, -3.0), "3", "length")
+    asked = source((GOOD, other), lambda _, completion, *__: float(len(completion)))
+    prompts = asked.prompts.prompt
+    picture = np.full((300, 600, 3), 7, np.uint8)
+    asked.prompts.prompt = lambda index: dataclasses.replace(prompts(index), pictures=lambda: [picture])
+    answers = asked.ask(4, 2, "3")
+    assert asked.score(answers).shown == ()
+    (shown,) = asked.score(answers, num_shown=1).shown
+    assert (shown.key, shown.prompt, shown.expected, shown.images) == ("p4", "?????", "truth 4", [])
+    assert shown.answers == [Answer("7 2", 3.0), Answer("8 9 9 9", 7.0, truncated=True)]
+    (complete,) = with_advantages([shown], [-1.0, 1.0, 0.5, -0.5])
+    assert [each.advantage for each in complete.answers] == [-1.0, 1.0]
+    assert reduced(picture).shape == (128, 256, 3) and reduced(picture[:9, :9, :1]).shape == (9, 9, 1)
 
 
 @pytest.mark.parametrize(("changes", "expected"), [

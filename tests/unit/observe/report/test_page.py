@@ -8,8 +8,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from mimo.observability.trackers import Answer, Generation
 from mimo.report.answers import did_it_learn, how_fast, who_waited
 from mimo.report.page import page
 from mimo.report.run_folder import Run, read_run
@@ -18,10 +20,12 @@ from tests.support.report_pages import contents, figures, headings
 from tests.support.report_runs import (
     evaluation,
     policy_record,
+    rewarded_run,
     run_of,
     step_record,
     timeline,
     usual_records,
+    write_generations,
     write_run,
     write_stall,
 )
@@ -231,6 +235,46 @@ def test_reinforcement_learning(tmp_path: Path) -> None:
     assert "What did the trainer wait for?" in html
     cells = ["50", "0.2 s", "0.2 s", "1 MiB", "5 MiB/s"]
     assert "".join(f'<td class="num">{cell}</td>' for cell in cells) in html
+
+
+def test_completions_with_images_rewards_and_advantages(tmp_path: Path) -> None:
+    html = page([rewarded_run(tmp_path)])
+    assert "Completions" in headings(html) and "completions: there is no" not in html
+    titles = re.findall(r"<summary>([^<]*)</summary>", html)
+    recorded = [f"Training, iteration {step}: completions of 1 prompt, their mean reward 0.5"
+                for step in (1, 8, 16, 24, 32, 40)]
+    assert titles == ["Held-out prompts", *recorded, "All flags"]
+    assert html.count('<details class="wide" open>') == 3, "held-out prompts, the first and the last iteration"
+    held_out = html[html.index("<h3>valid/0</h3>"):html.index("Training, iteration")]
+    assert held_out.count("What is the number?") == 1 and "Expected: " in held_out
+    assert re.findall(r'<td>(\d+)</td><td><div class="said">I read\n[\d.]+ &lt;end&gt;</div></td>'
+                      r'<td class="num">([\d.]+)</td>', held_out) == [("0", "0"), ("20", "0.5"), ("40", "1")]
+    assert html.count("<img src=") == 7 and html.count('class="num">0.5</td>') == 6 * 8 + 1
+    assert html.count("4 more completions are not shown") == 6
+
+
+def test_answers_to_held_out_samples(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, usual_records())
+    grey = np.zeros((8, 8, 3), np.uint8)
+    write_generations(folder, "held-out", {50: [Generation("a", [Answer("12")], "12", images=[grey] * 6),
+                                                Generation("b<i>", [Answer("\ud800 caf\u00e9")], "14")]})
+    with (folder / "generations.jsonl").open("a") as file:
+        file.write('{"iteration": 50, "kind": "held-out", "key": "c", "images": ["http://there"]}\n{"iter')
+    run = read_run(folder)
+    assert run.problems == ("2 lines of generations.jsonl cannot be read and are left out.",)
+    html = page([run])
+    assert "Answers" in headings(html)
+    assert '<p>Answer:</p><div class="said">12</div>' in html and "and 2 more images" in html
+    assert '<p>Answer (differs):</p><div class="said">&#55296; caf&#233;</div>' in html
+
+
+def test_images_beyond_the_size_of_a_page_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = rewarded_run(tmp_path)
+    size = len(run.generations[0]["images"][0])
+    monkeypatch.setattr("mimo.report.generations.MAX_IMAGE_BYTES", 2 * size)
+    html = page([run])
+    assert html.count("<img src=") == 2 and html.count("<span>1 image, not shown</span>") == 5
+    headings(html)
 
 
 def test_rollouts_beside_the_update_count_as_far_as_they_were_waited_for(tmp_path: Path) -> None:
