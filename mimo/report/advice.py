@@ -143,7 +143,7 @@ def _other_division(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[st
         best_s, encoder_dp, llm_dp = min(options)
         yield Advice(f"{escape(waiting)} waited for the other grid for {percent(shares[waiting])} of its step.",
                      f"--encoder-dp {encoder_dp} --llm-dp {llm_dp}",
-                     f"Should be {rounded(step_s / best_s)} times as fast, if passes shrink with the replicas.")
+                     f"It should be {rounded(step_s / best_s)} times as fast, if passes shrink with the replicas.")
     else:
         yield Advice(f"{escape(waiting)} waited for the other grid for {percent(shares[waiting])} of its step, and no "
                      f"other division of the {world} ranks with the same splits should gain "
@@ -184,7 +184,7 @@ def _from_rollouts(run: Run, flags: Mapping[str, Any]) -> Iterator[Advice]:
             yield Advice(f"The trainer waits {percent(rollout / total)} of an iteration for completions, and the "
                          "engine is idle the rest of the time.",
                          f"--rollout-mode one-step-off{' --engine-restarts 0' if flags.get('engine-restarts') else ''}",
-                         f"Should be {rounded(gain)} times as fast.")
+                         f"It should be {rounded(gain)} times as fast.")
     equal, cut = _mean(run, "equal-reward-prompts"), _mean(run, "truncated-completions")
     if equal is not None and equal >= EQUAL_SHARE and isinstance(flags.get("completions-per-prompt"), int):
         yield Advice(f"All completions of {percent(equal)} of the prompts have the same reward, so these prompts teach "
@@ -202,8 +202,8 @@ def advice_section(runs: Sequence[Run]) -> str:
     items = []
     for index, run in enumerate(runs):
         for each in advice(run):
-            flags = f" <code>{escape(each.flags)}</code>" if each.flags else ""
+            flags = f" Try <code>{escape(each.flags)}</code>." if each.flags else ""
             items.append(f"<li>{run_name(runs, index, '')}{each.found}{flags} {each.gain}</li>")
     return section("What to try next", [f'<ul style="grid-column:1/-1">{"".join(items)}</ul>'] if items else [],
-                   "These follow from the figures of this page. They are predictions: change one thing at a time, and "
-                   "compare two runs with <code>scripts/report.py A B</code>.")
+                   "This advice follows from the figures of this page. Gains are predictions: change one thing at a "
+                   "time, and compare the runs with <code>python scripts/report.py RUN1 RUN2</code>.")

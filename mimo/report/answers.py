@@ -73,20 +73,21 @@ def did_it_learn(run: Run) -> Answer:
     what = "reward" if found.key == "reward" else "loss"
     lost = lost_since(run.steps, found.key)
     if lost is not None:
-        return Answer(f"No: the {what} is not finite", f"It is none from iteration {lost:,} on. Before that it was "
-                      f"{rounded(found.first)} at first and {rounded(found.last)} at last.")
+        return Answer(f"No: the {what} is not finite", f"No {what} is finite from iteration {lost:,} on. Before that, "
+                      f"it was {rounded(found.first)} at first and {rounded(found.last)} at last.")
     if len(run.steps) == 1:
         return Answer("Too early to say", f"One iteration, with a {what} of {rounded(found.first)}.{_held_out(found)}")
     words = {1: "Yes", 0: "Not clearly", -1: "No"}[found.change]
     better, worse = ("rose", "fell") if found.key == "reward" else ("fell", "rose")
-    verb = {1: better, 0: "stayed about where it was:", -1: worse}[found.change]
+    verb = {1: better, 0: "did not change clearly:", -1: worse}[found.change]
     over = (f"means over the first and the last {found.window} of {len(run.steps):,} iterations"
             if found.window > 1 else f"first and last of {len(run.steps):,} iterations")
     if found.change == 0 and found.window > 1:
         over += (f"; a change below {100 * LEAST_CHANGE:.0f} % or below {LEAST_ERRORS:.0f} standard errors of the "
-                 "difference is none")
+                 "difference does not count")
+    values = f"{'from ' * (found.change != 0)}{rounded(found.first)} to {rounded(found.last)}"
     return Answer(f"{words}: {what} {rounded(found.first)} to {rounded(found.last)}",
-                  f"The {what} {verb} from {rounded(found.first)} to {rounded(found.last)} ({over}).{_held_out(found)}")
+                  f"The {what} {verb} {values} ({over}).{_held_out(found)}")
 
 
 def how_fast(run: Run) -> Answer:
@@ -103,10 +104,10 @@ def how_fast(run: Run) -> Answer:
         parts.append(f"{rounded(found.tflops)} model TFLOP/s per {unit}")
     if found.mfu is not None:
         parts.append(f"MFU {percent(found.mfu)}")
-    text = f"{joined(parts)}: " if parts else ""
+    text = f"{joined(parts)}. These are medians" if parts else "This is the median"
     return Answer(f"{seconds(found.iteration_s)} an iteration",
-                  f"{text}medians over the last {found.num_iterations:,} of {len(run.steps):,} iterations, "
-                  f"without the time between them.{_expected(run, found.iteration_s)}")
+                  f"{text} over the last {found.num_iterations:,} of {len(run.steps):,} iterations. The time between "
+                  f"iterations does not count.{_expected(run, found.iteration_s)}")
 
 
 def _expected(run: Run, step_s: float) -> str:
@@ -173,9 +174,10 @@ def who_waited(run: Run) -> Answer:
     back = joined([f"the {escape(other)} grid {percent(times[other].share(Kind.BRIDGE_WAIT))}" for other in others])
     return Answer(f"{escape(name)} waited for {escape(others[0]) if len(others) == 1 else 'the others'}, "
                   f"{percent(share)} of its step",
-                  f"At the bridge it spent {seconds(times[name].parts[Kind.BRIDGE_WAIT])} of its mean step of "
-                  f"{seconds(times[name].step_s)}, {back}. A step counts from the grid's own begin to its "
-                  f"last wait, and may be longer than the median iteration.{further}{_against_ideal(times)}")
+                  f"It spent {seconds(times[name].parts[Kind.BRIDGE_WAIT])} of its mean step of "
+                  f"{seconds(times[name].step_s)} at the bridge between the grids ({back}). A grid's step lasts from "
+                  "its own start to its last wait, so it may be longer than the median iteration."
+                  f"{further}{_against_ideal(times)}")
 
 
 def _trainer_waited(run: Run) -> Answer:

@@ -368,7 +368,7 @@ def gantt_chart(timeline: Mapping[str, Any], most: int) -> str:
                 "insidetextfont": {"color": "var(--inside)"}, "hoverinfo": "text",
                 "hovertext": [_words(one) for _, one in found],
             })
-    title = f"Iteration {timeline['iteration']:,}: {seconds(length_s)} from the first begin to the last end"
+    title = f"Iteration {timeline['iteration']:,}: {seconds(length_s)} from the first start to the last end"
     labels = {"range": [len(names) - 0.5, -0.5], "fixedrange": True, "showgrid": False, "zeroline": False,
               "tickvals": list(range(len(names))), "ticktext": names}
     return figure(title, traces, {"barmode": "overlay", "hovermode": "closest", "xaxis": axis, "yaxis": labels,
@@ -378,9 +378,9 @@ def gantt_chart(timeline: Mapping[str, Any], most: int) -> str:
 
 
 def _gantt_note(modules: Mapping[str, Sequence[Row]], shown: Mapping[str, Sequence[Row]], num_left_out: int) -> str:
-    note = ("Solid is work, hatched is waiting, numbers are microbatches. A row that is empty at its left: the rank "
-            "had not begun the step yet; ranks begin it one after the other, the one that writes the run's records "
-            "late. Small gaps are other work of the host. Drag over a part to enlarge it; a double click shows all.")
+    note = ("Solid bars are work, hatched bars are waits, the numbers are microbatches. If a row begins with a gap, "
+            "its rank had not started the step yet: the rank that writes the run's records starts late. Small gaps are "
+            "other work of the host. Drag over a part to enlarge it; a double click shows all.")
     left_out = [f"{len(shown[name])} of the {number(len(rows))} ranks of {name}"
                 for name, rows in modules.items() if len(shown[name]) < len(rows)]
     if left_out:

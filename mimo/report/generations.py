@@ -12,7 +12,7 @@ from mimo.report.run_folder import Run, evenly
 from mimo.report.summary import number, rounded
 
 # Most iterations of training, held-out prompts, and bytes of images on a page.
-MAX_TRAINING, MAX_HELD_OUT, MAX_IMAGE_BYTES = 6, 12, 2 << 20
+MAX_TRAINING, MAX_HELD_OUT, MAX_IMAGE_BYTES = 6, 20, 2 << 20
 Line = Mapping[str, Any]
 
 

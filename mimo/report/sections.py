@@ -120,8 +120,8 @@ def prediction_section(runs: Sequence[Run]) -> str:
             notes.append(escape(run_name(runs, index, "The prediction has other data than the run, so its images and "
                                                       "lengths may differ.")))
     return section("Prediction and run", [table(["", "mimo plan", "measured", "error of the prediction"], rows)],
-                   " ".join(["Steps are medians over the iterations of the answer above; memory is the most of any "
-                             "iteration.", *notes]))
+                   " ".join(["The measured step is the median over the iterations that count for the speed above. "
+                             "Memory is the highest of any iteration.", *notes]))
 
 
 def gantt_section(runs: Sequence[Run]) -> str:
@@ -146,7 +146,7 @@ def gantt_section(runs: Sequence[Run]) -> str:
         heading = f"<h3>{escape(run_name(runs, index, run.name))}</h3>" if len(runs) > 1 else ""
         blocks.append(f'<div style="grid-column:1/-1;min-width:0">{heading}{choice}<div id="steps{index}">{charts}'
                       "</div></div>")
-    return section("One step, all ranks", blocks, "What every rank did from left to right.")
+    return section("One step, all ranks", blocks, "Each row is a rank. Time runs from left to right.")
 
 
 def where_time_went(runs: Sequence[Run]) -> str:
@@ -164,14 +164,18 @@ def where_time_went(runs: Sequence[Run]) -> str:
                                    note=f"{_ideal_words(times)}Means over the ranks of a grid and the typical "
                                         f"iterations: {TYPICAL}.{prefetch_beside(times)}"))
         blocks.append(_parts_table(run, times))
-    waits = chart("Longest wait of any rank at the bridge (s)", runs, {"bridge-wait-s": "bridge"}, zero=True)
+    keys = {"bridge-wait-s": "bridge"} if any_above(runs, "bridge-wait-s") else {}
+    waits = chart("Longest wait of any rank at the bridge (s)", runs, keys, zero=True)
     ahead = chart("Encoder passes ahead of their microbatch, fullest rank (s)", runs,
                   {"encoder-prefetch-s": "passes ahead"}, zero=True,
                   note="Encoder prefetch. They are in the forward part above, unless they run on a stream of their "
                        "own.")
-    return section("Where each grid's time went", [*blocks, _shares(runs) or waits, ahead],
-                   "Parts sum to the step. Waiting at the bridge is waiting for the other grid, and the transfer "
-                   "itself.")
+    words = ["The parts of a grid sum to its step."]
+    if any_above(runs, "bridge-wait-s"):
+        words.append("Waiting at the bridge is waiting for the other grid, and the transfer itself.")
+    if any(run.learns_from_rewards for run in runs):
+        words.append("In reinforcement learning, waiting for data is waiting for completions, the refit included.")
+    return section("Where each grid's time went", [*blocks, _shares(runs) or waits, ahead], " ".join(words))
 
 
 def _marker(times: Mapping[str, ModuleTime]) -> tuple[float, str] | None:
@@ -212,6 +216,8 @@ def _shares(runs: Sequence[Run]) -> str:
             share = np.divide(100 * run.steps.get(key), step, out=np.full(len(step), np.nan), where=step > 0)
             lines.append(Line(run_name(runs, index, name), run.steps.iterations.astype(np.float64), share, place,
                               dashed=index == 1))
+    if not any((line.y > 0).any() for line in lines):  # one grid, or grids that share ranks
+        return ""
     return line_chart("Share of the step that a grid waited at the bridge (%)", lines, zero=True)
 
 
@@ -226,7 +232,8 @@ def stops_section(runs: Sequence[Run]) -> str:
             rows += _totals(runs, index, found)
         slowest.append(_slowest(runs, index))
     blocks.append(line_chart("Time between iterations (s)", between, zero=True,
-                             note="Evaluations, checkpoints, and in a resumed run the time until it went on."))
+                             note="Evaluations and checkpoints lie between iterations. So does the time until a "
+                                  "resumed run continued."))
     blocks.append(table(["", "total", "share of the run", "longest"], rows, "What an iteration waited for"))
     return section("Waits and stops", [*blocks, *slowest, *_starts(runs)])
 
@@ -264,8 +271,9 @@ def _slowest(runs: Sequence[Run], index: int) -> str:
     order = np.argsort(-np.nan_to_num(times))[:NUM_SLOWEST]
     rows = [[f"{int(table_.iterations[row]):,}", seconds(float(times[row])), f"{float(times[row]) / usual:.1f}",
              _grown(runs[index], row - len(table_))] for row in order.tolist() if times[row] > SLOW * usual]
-    title = f"Slowest iterations{f' of {runs[index].name}' if len(runs) > 1 else ''}: usual are {seconds(usual)}"
-    return table(["iteration", "time", "times the usual", "what grew most"], rows, title)
+    whose = f" of {runs[index].name}" if len(runs) > 1 else ""
+    title = f"Slowest iterations{whose} (the median takes {seconds(usual)})"
+    return table(["iteration", "time", "times the median", "what took longer"], rows, title)
 
 
 def _grown(run: Run, row: int) -> str:
@@ -454,7 +462,7 @@ def lanes(runs: Sequence[Run]) -> str:
         if differs:
             charts.append(chart(f"{kind.capitalize()} tokens of a lane", runs, {most: "fullest lane",
                                                                                 least: "emptiest lane"}, zero=True))
-    return section("Lanes", charts, "A lane is the data of one replica of the language model. The one with most image "
+    return section("Lanes", charts, "A lane is the data of one replica of the language model. The lane with most "
                                     "tokens keeps the others waiting.")
 
 
@@ -486,11 +494,11 @@ def rl_section(runs: Sequence[Run]) -> str:
     return section("Reinforcement learning", [
         split, _refits(runs),
         chart("gen-kl: trainer against engine (nats per token)", runs, {"gen-kl": "gen-kl"}, log=True,
-              note="Logarithmic axis. Large means that engine and trainer are not the same model."),
+              note="Logarithmic axis. If it is large, engine and trainer do not compute the same model."),
         chart("Length of completions (tokens)", runs, {"completion-length": "mean", "completion-length-max": "longest"},
               zero=True),
         chart("Entropy (nats per token)", runs, {"entropy": "entropy"}, zero=True),
-        chart("Shares", runs, shares, zero=True),
+        chart("Shares of prompts, completions and tokens", runs, shares, zero=True),
         chart("Time of a refit (s)", runs, {"refit-s": "refit"}, zero=True),
         chart("KL divergence from the reference (nats per token)", runs,
               {"reference-kl": "reference-kl"} if any_above(runs, "reference-kl") else {}),

@@ -52,6 +52,7 @@ def check_report(run: Path, steps: list[dict[str, Any]]) -> None:
     done = subprocess.run([sys.executable, "scripts/report.py", str(run)], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     html = (run / "report.html").read_text(encoding="utf-8")
+    assert html.count('alt="image 1 of digits/valid/') == 16, "the encoder's rank sends images of so many samples"
     learned, fast, waited = re.findall(r"<div class=\"tile\"><h2>[^<]+</h2><b>([^<]+)</b>", html)
     first, last = (statistics.fmean(record["lm loss"] for record in two) for two in (steps[:2], steps[-2:]))
     assert learned.endswith(f"loss {float(f'{first:.3g}'):.4g} to {float(f'{last:.3g}'):.4g}")

@@ -47,10 +47,11 @@ def test_answers_have_the_figures_of_the_metrics(usual: Run) -> None:
     assert learnt.words == "Yes: loss 2.96 to 2.06"
     assert "loss 2.1 (at first 2.6), exact match 95.4 % (at first 50.0 %)" in learnt.sentences
     assert fast.words == "1 s an iteration"
-    assert fast.sentences.startswith("2,000 tokens/s per GPU, 300 model TFLOP/s per GPU and MFU 30 %: ")
-    assert "last 40 of 50 iterations, without the time between them" in fast.sentences
+    assert fast.sentences.startswith("2,000 tokens/s per GPU, 300 model TFLOP/s per GPU and MFU 30 %. ")
+    assert "last 40 of 50 iterations. The time between iterations does not count." in fast.sentences
     assert waited.words == "vision waited for language, 60 % of its step"
-    assert "At the bridge it spent 0.6 s of its mean step of 1 s, the language grid 7.0 %" in waited.sentences
+    assert "It spent 0.6 s of its mean step of 1 s at the bridge between the grids (the language grid 7.0 %)." in (
+        waited.sentences)
     assert "The slower grid is language: its passes alone take 0.8 s, 80 % of a mean step" in waited.sentences
     html = page([usual])
     for answer in (learnt, fast, waited):
@@ -72,7 +73,7 @@ def test_slow_iterations_at_the_begin_and_stalls_do_not_count(tmp_path: Path) ->
     assert found is not None and found.iteration_s == 1.0
     assert module_times(run)["vision"].step_s == 1.0
     html = page([run])
-    assert "Slowest iterations: usual are 1 s" in html
+    assert "Slowest iterations (the median takes 1 s)" in html
     assert re.search(r"<td>60</td><td class=\"num\">100 s</td><td class=\"num\">100.0</td>", html)
     assert "vision: waiting at the bridge, 59.4 s more" in html
 
@@ -81,7 +82,7 @@ def test_why_a_change_is_none(tmp_path: Path) -> None:
     losses = [2.0 + 0.1 * (-1) ** step for step in range(100)]
     records = [step_record(step, loss) for step, loss in enumerate(losses, 1)]
     answer = did_it_learn(run_of(tmp_path, records))
-    assert "iterations; a change below 1 % or below 2 standard errors of the difference is none)" in answer.sentences
+    assert "; a change below 1 % or below 2 standard errors of the difference does not count)" in answer.sentences
     assert "standard errors" not in did_it_learn(run_of(tmp_path, usual_records())).sentences
 
 
