@@ -70,6 +70,46 @@ def chunks(entries: Sequence[TensorMeta], max_bytes: int) -> list[range]:
     return [*found, range(first, len(entries))] if entries else []
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box that workers of one kind need and that one kind of trainer ranks holds.
+
+    Attributes:
+        entry: number of its tensor in the chunk plan.
+        name: name of the whole tensor.
+        box: the box in the whole tensor.
+        ranks: ranks of the trainer that hold it, ascending; each worker gets it from one of them.
+        target: address to which the worker writes it, as in `Op`.
+    """
+
+    entry: int
+    name: str
+    box: Box
+    ranks: tuple[int, ...]
+    target: Address
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A box that one rank of the trainer sends to some workers of one kind.
+
+    Attributes:
+        entry: number of its tensor in the chunk plan.
+        name: name of the whole tensor.
+        box: the box in the whole tensor.
+        receivers: indices of the workers that get it from this rank, ascending.
+        target: address to which these workers write it, as in `Op`.
+        source: address of the box on the sender.
+    """
+
+    entry: int
+    name: str
+    box: Box
+    receivers: Sequence[int]
+    target: Address
+    source: Address
+
+
 def receive_plan(entries: Sequence[TensorMeta], holders: Holders, spec: RecvSpec, receiver: int) -> list[Op]:
     """Plan what a worker receives, entry by entry.
 
@@ -82,6 +122,14 @@ def receive_plan(entries: Sequence[TensorMeta], holders: Holders, spec: RecvSpec
     Raises:
         ValueError: the worker wants a tensor that is not in the chunk plan or that no rank holds.
     """
+    return assigned(needed_pieces(entries, holders, spec, receiver), receiver)
+
+
+def needed_pieces(entries: Sequence[TensorMeta], holders: Holders, spec: RecvSpec, receiver: int) -> list[Piece]:
+    """Cut what a worker needs along the trainer's boxes, entry by entry. Workers of equal needs have equal pieces.
+
+    The arguments and errors are those of `receive_plan`; only errors speak of `receiver`.
+    """
     known = {entry.name: entry for entry in entries}
     missing = [name for name in (*(part.name for part in spec.direct), *spec.loader)
                if name not in known or name not in holders]
@@ -89,19 +137,33 @@ def receive_plan(entries: Sequence[TensorMeta], holders: Holders, spec: RecvSpec
         raise ValueError(f"worker {receiver} wants tensors that the trainer does not have: "
                          f"{listed(missing)}")
     wanted, overlaps = wanted_slices(spec, known), _Overlaps()
-    turns: dict[int, int] = {}
-    operations = []
+    found = []
     for number, entry in enumerate(entries):
         for part, held in itertools.product(wanted.get(entry.name, ()), holders[entry.name]):
             piece = overlaps.of(held.box, part.box)
-            if piece is None:
-                continue
-            count = len(held.ranks)
-            if count not in turns:
-                turns[count] = _turn(receiver, count)
-            operations.append(Op(number, entry.name, piece, held.ranks[(turns[count] + number) % count], receiver,
-                                 overlaps.address(part.address, part.box, piece)))
-    return operations
+            if piece is not None:
+                found.append(Piece(number, entry.name, piece, held.ranks,
+                                   overlaps.address(part.address, part.box, piece)))
+    return found
+
+
+def assigned(pieces: Sequence[Piece], receiver: int) -> list[Op]:
+    """Return the operations that bring these pieces to a worker."""
+    return [Op(piece.entry, piece.name, piece.box, sender, receiver, piece.target)
+            for piece, sender in zip(pieces, senders(pieces, receiver), strict=True)]
+
+
+def senders(pieces: Iterable[Piece], receiver: int) -> list[int]:
+    """Choose, for each piece, the rank that sends it to a worker. Entries take turns among the ranks that hold them."""
+    turns: dict[int, int] = {}
+    found = []
+    for piece in pieces:
+        count = len(piece.ranks)
+        turn = turns.get(count)
+        if turn is None:
+            turn = turns[count] = _turn(receiver, count)
+        found.append(piece.ranks[(turn + piece.entry) % count])
+    return found
 
 
 def send_plan(entries: Sequence[TensorMeta], holders: Holders, slices: Iterable[TensorSlice],
@@ -119,6 +181,16 @@ def send_plan(entries: Sequence[TensorMeta], holders: Holders, slices: Iterable[
     Raises:
         ValueError: this rank does not hold what the holders say, or has a tensor that is not in the chunk plan.
     """
+    return [SendOp(share.entry, share.name, share.box, rank, receiver, share.target, share.source)
+            for share in shares(entries, holders, slices, specs, rank) for receiver in share.receivers]
+
+
+def shares(entries: Sequence[TensorMeta], holders: Holders, slices: Iterable[TensorSlice],
+           specs: Mapping[int, RecvSpec], rank: int) -> list[Share]:
+    """Plan what a rank of the trainer sends, together for workers of equal needs.
+
+    The arguments and errors are those of `send_plan`, which unfolds this plan.
+    """
     own = _own_boxes(holders, slices, rank)
     numbers = {entry.name: number for number, entry in enumerate(entries) if entry.name in own}
     if len(numbers) < len(own):
@@ -131,18 +203,17 @@ def send_plan(entries: Sequence[TensorMeta], holders: Holders, slices: Iterable[
     groups = [(wanted_slices(specs[receivers[0]], held_entries), _Takers(receivers, rank))
               for receivers in alike.values()]
     overlaps = _Overlaps()
-    operations = []
+    found = []
     for name, number in numbers.items():
         for wanted, takers in groups:
             for part, held in itertools.product(wanted.get(name, ()), own[name]):
                 piece = overlaps.of(held.box, part.box)
                 receivers = takers.of(held.ranks, number) if piece else ()
-                if piece is None or not receivers:
-                    continue
-                target = overlaps.address(part.address, part.box, piece)
-                source = overlaps.address(held.address, held.box, piece)
-                operations += [SendOp(number, name, piece, rank, receiver, target, source) for receiver in receivers]
-    return operations
+                if piece is not None and receivers:
+                    found.append(Share(number, name, piece, receivers,
+                                       overlaps.address(part.address, part.box, piece),
+                                       overlaps.address(held.address, held.box, piece)))
+    return found
 
 
 def wanted_slices(spec: RecvSpec, entries: Mapping[str, TensorMeta]) -> dict[str, list[TensorSlice]]:

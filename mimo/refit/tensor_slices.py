@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from mimo.boxes import Box, moved_offset
@@ -206,14 +207,15 @@ def unfolded(table: dict[str, Any], names: Collection[str] | None = None) -> Ite
         if layers is not None and layer not in layers:
             continue
         for row in table["patterns"][number]:
+            if names is not None and (row[0] if layer is None else row[0].replace(MARK, layer)) not in names:
+                continue
             if layer is None:
-                found = row
+                yield row
             else:
-                found = [item.replace(MARK, layer) if isinstance(item, str) else item for item in row]
-            if names is None or found[0] in names:
-                yield found
+                yield [item.replace(MARK, layer) if isinstance(item, str) else item for item in row]
 
 
+@lru_cache(maxsize=1 << 17)  # the same names are asked for in every table
 def _layer(name: str) -> str | None:
     found = LAYER.search(name)
     return found.group(1) if found else None

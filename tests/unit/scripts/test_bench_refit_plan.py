@@ -45,10 +45,24 @@ def test_a_proof_compares_every_pair_of_both_sides(monkeypatch: pytest.MonkeyPat
     arguments = ["--model", "deepseek-v3", "--trainer", "tp=2,pp=2,dp=2,ep=4", "--engine", "tp=4,pp=2", "--prove"]
     assert refit_plan.main(arguments) == 0
     assert "8 workers' plans are complete, and 8 ranks' plans agree with them" in capsys.readouterr().out
-    plans = refit_plan.send_plan
-    monkeypatch.setattr(refit_plan, "send_plan", lambda *arguments: plans(*arguments)[1:])
-    with pytest.raises(RuntimeError, match="8 pairs of trainer rank and worker disagree, such as"):
-        refit_plan.main(arguments)
+    shares, senders = refit_plan.shares, refit_plan.senders
+    with monkeypatch.context() as patch:  # every rank forgets what it sends first
+        patch.setattr(refit_plan, "shares", lambda *arguments: shares(*arguments)[1:])
+        with pytest.raises(RuntimeError, match="8 pairs of trainer rank and worker disagree, such as"):
+            refit_plan.main(arguments)
+    with monkeypatch.context() as patch:  # every rank sends its last box twice
+        patch.setattr(refit_plan, "shares", lambda *arguments: (own := shares(*arguments)) + own[-1:])
+        with pytest.raises(RuntimeError, match="pairs of trainer rank and worker disagree, such as"):
+            refit_plan.main(arguments)
+    with monkeypatch.context() as patch:  # worker 3 expects what worker 2 would get, from other ranks
+        patch.setattr(refit_plan, "senders", lambda pieces, worker: senders(pieces, 2 if worker == 3 else worker))
+        with pytest.raises(RuntimeError, match=r"pairs of trainer rank and worker disagree, such as \(\d, 3\)"):
+            refit_plan.main(arguments)
+    with monkeypatch.context() as patch:  # every worker does without its last box
+        pieces = refit_plan.needed_pieces
+        patch.setattr(refit_plan, "needed_pieces", lambda *arguments: pieces(*arguments)[:-1])
+        with pytest.raises(ValueError, match="elements are missing"):
+            refit_plan.main(arguments)
 
 
 def test_rows_of_mamba_are_divided_part_by_part() -> None:
