@@ -173,7 +173,8 @@ def reference() -> dict[str, str]:
             {name: registry.model_provider(name) for name in sorted(registry.MODEL_PROVIDERS)}),
         "data.md": provider_reference(
             "Flags of data",
-            "`--dataset-provider` names the data set, whose flags these are. `(prompts)`: of `train_rl.py`.",
+            "`--dataset-provider` names the data set, whose flags these are. Names with `(prompts)` are those of "
+            "`train_rl.py`.",
             {name: registry.dataset_provider(name) for name in sorted(registry.DATASET_PROVIDERS)}
             | {f"{name} (prompts)": registry.prompt_provider(name) for name in sorted(registry.PROMPT_PROVIDERS)}),
         "commands.md": command_reference(),

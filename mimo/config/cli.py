@@ -44,14 +44,14 @@ HF_FOLDERS = ("load_hf", "load_vision_from", "load_language_from", "ref_load_hf"
 FIRST_FLAGS = {
     "--config FILE": "Read flags from a TOML file. The flags that you type win.",
     "--model-provider NAME": "Model family, such as llava, causal_lm, nemotron_h or mock (docs/providers.md).",
-    "--dataset-provider NAME": "Data set: conversations reads JSONL, JSON and Parquet, energon shards; digits and "
-                               "mock need no files.",
+    "--dataset-provider NAME": "Data set: conversations (JSONL, JSON and Parquet files), energon (shards), digits or "
+                               "mock (which need no files).",
     "--encoder-dp N": "Number of encoder replicas. --encoder-tp splits each of them over several ranks.",
     "--llm-tp N": "Split the language model over N ranks. --llm-dp sets the number of its replicas.",
     "--global-batch-size N": "Samples in one iteration.",
     "--train-iters N": "Number of iterations.",
     "--lr X": "Peak learning rate. --encoder-lr and --projector-lr set it for the other parts.",
-    "--save FOLDER": "Write checkpoints there. --load with the same folder resumes the run.",
+    "--save FOLDER": "Write checkpoints to this folder. --load with the same folder resumes the run.",
     "--dry-run": "Check all flags and print the plan, without a GPU and without starting anything.",
 }
 

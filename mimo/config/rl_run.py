@@ -34,7 +34,7 @@ Flags win over --config files, and later files win over earlier ones. The keys o
 FIRST_FLAGS = {
     "--config FILE": "Read flags from a TOML file. The flags that you type win.",
     "--model-provider NAME": "Model family, such as causal_lm, nemotron_h or llava (docs/providers.md).",
-    "--load-hf MODEL": "Start from Hugging Face weights: a folder or a hub id. --load with --finetune: a checkpoint.",
+    "--load-hf MODEL": "Start from Hugging Face weights: a folder or a hub id; --load with --finetune: a checkpoint.",
     "--dataset-provider NAME": "Prompts: conversations, digits, gsm8k, ... or pkg.module:attr (docs/rl_engine.md).",
     "--reward NAME": "Reward: gsm8k, math-verify, exact-match, multiple-choice or pkg.module:fn.",
     "--completions-per-prompt N": "Completions of each prompt. --global-batch-size counts all completions.",
