@@ -57,8 +57,8 @@ class RlObserveConfig(ObserveConfig):
     """Logging: the run folder, TensorBoard, the console."""
 
     completions_interval: int | None = None
-    """Iterations between those of which generations.jsonl has two prompts with their completions, rewards and
-    advantages; 0: none. The first iteration is one of them. Left out: a tenth of the run."""
+    """Iterations between those whose completions are recorded: generations.jsonl gets two prompts of the first
+    iteration and of every n-th one, with rewards and advantages; 0: none. Default: a tenth of the run."""
 
     def records_completions(self, iteration: int, total_iterations: int) -> bool:
         """Return whether generations.jsonl has completions of an iteration, counted from 1."""

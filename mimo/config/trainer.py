@@ -420,8 +420,8 @@ class ObserveConfig:
     timeline_interval: int = 0
     """Iterations between further `timeline/step-N.json` files; 0: none."""
     generations_mib: int = 16
-    """Most MiB of generations.jsonl, which has answers of the model with their images for the report; 0: do not write
-    it."""
+    """Largest size of generations.jsonl in MiB. The file has answers of the model with their images, for the report; 0:
+    it is not written."""
     profile_steps: str | None = None
     """Trace the iterations FIRST:LAST (both included) with torch's profiler, into RUN_DIR/profile/rank-R.json.gz."""
     profile_ranks: str | None = None

@@ -64,9 +64,9 @@ def generations_section(runs: Sequence[Run]) -> str:
     blocks = [block for index, run in enumerate(runs) for block in (*_held_out(cards, runs, index, run),
                                                                      *_training(cards, runs, index, run))]
     rewarded = any(run.learns_from_rewards for run in runs)
-    intro = ("Completions of the same held-out prompts over the run, and of some prompts of training. The advantage is "
-             "what a completion counts in the update: above 0 it becomes more likely, below 0 less." if rewarded else
-             "Greedy answers to held-out samples after the last evaluation.")
+    intro = ("Completions of the same held-out prompts over the run, and of some prompts of training. An update makes "
+             "completions with an advantage above 0 more likely, and those with one below 0 less likely." if rewarded
+             else "The model's greedy answers to held-out samples, after the last evaluation.")
     return section("Completions" if rewarded else "Answers", blocks, intro)
 
 

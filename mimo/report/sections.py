@@ -423,7 +423,7 @@ def learned(runs: Sequence[Run]) -> str:
 def _losses(runs: Sequence[Run]) -> str:
     rewarded = any(run.learns_from_rewards for run in runs)
     if rewarded:
-        lines = lines_of(runs, {"reward": "as drawn in training"})
+        lines = lines_of(runs, {"reward": "training"})
         return line_chart("Reward", lines + evaluated(runs, "reward" + EVALUATED, "held-out"))
     lines = lines_of(runs, {"lm loss": "training"}) + evaluated(runs, "lm loss" + EVALUATED, "held-out")
     return line_chart("Loss (nats per target token)", lines)

@@ -34,7 +34,8 @@ class Browser:
         # Chromium reads commands from file 3 and answers on file 4.
         self._pid = os.posix_spawn(
             "/usr/bin/env", ["env", "timeout", "-s", "KILL", str(LIMIT_S), program, "--headless", "--no-sandbox",
-                             "--disable-gpu", "--remote-debugging-pipe", f"--user-data-dir={self._profile.name}"],
+                             "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe",
+                             f"--user-data-dir={self._profile.name}"],
             os.environ, setpgroup=0,
             file_actions=[(os.POSIX_SPAWN_DUP2, commands, 3), (os.POSIX_SPAWN_DUP2, answers, 4),
                           (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),

@@ -69,20 +69,20 @@ def browser() -> Iterator[Browser]:
     found.close()
 
 
-@pytest.mark.parametrize("view", fast_only(["phone"], list(VIEWS)))
-def test_every_view_is_whole_and_legible(browser: Browser, usual: Run, tmp_path: Path, view: str) -> None:
+@pytest.mark.parametrize("case", fast_only(["rewarded phone"], [f"{kind} {view}" for kind in ("supervised", "rewarded")
+                                                               for view in VIEWS]))
+def test_every_view_is_whole_and_legible(browser: Browser, usual: Run, tmp_path: Path, case: str) -> None:
+    kind, _, view = case.partition(" ")
     width, dark = VIEWS[view]
-    runs = {"supervised": usual, "rewarded": rewarded_run(tmp_path / "rewarded")}
-    for name, run in runs.items():
-        file = tmp_path / f"{name}.html"
-        file.write_text(page([run]), encoding="utf-8")
-        browser.open(file, width=width, dark=dark)
-        browser.evaluate(DRAW)
-        assert browser.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-        assert browser.evaluate(BEYOND) == []
-        assert browser.evaluate(EMPTY) == []
-        assert browser.evaluate(CUT) == []
-        ratio, text = browser.evaluate(CONTRAST)
-        assert ratio >= LEAST_CONTRAST, text
-        assert browser.evaluate("[...document.images].every(each => each.naturalWidth && each.width)")
-        browser.screenshot(tmp_path / f"{name}-{view}.png")
+    file = tmp_path / "report.html"
+    file.write_text(page([usual if kind == "supervised" else rewarded_run(tmp_path / "run")]), encoding="utf-8")
+    browser.open(file, width=width, dark=dark)
+    browser.evaluate(DRAW)
+    assert browser.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert browser.evaluate(BEYOND) == []
+    assert browser.evaluate(EMPTY) == []
+    assert browser.evaluate(CUT) == []
+    ratio, text = browser.evaluate(CONTRAST)
+    assert ratio >= LEAST_CONTRAST, text
+    assert browser.evaluate("[...document.images].every(each => each.naturalWidth && each.width)")
+    browser.screenshot(tmp_path / f"{case.replace(' ', '-')}.png")
