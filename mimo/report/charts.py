@@ -135,10 +135,12 @@ def line_chart(title: str, lines: Sequence[Line], *, log: bool = False, zero: bo
         values["range"] = [min(0.0, *(float(line.y.min()) for line in shown)), top]
     thinned = any(len(line.x) > 2 * MAX_POINTS for line in shown)
     notes = [note, cut, "Line: mean of neighbouring iterations; shade: their range." * thinned]
+    # Iterations are whole numbers, also where there are few of them.
+    ticks = {"dtick": 1} if max(line.x.max() for line in shown) - min(line.x.min() for line in shown) <= 8 else {}
     named = len(shown) > 1 or shown[0].name.lower() not in title.lower()
     return figure(title, traces, {
         "hovermode": "x unified", "showlegend": named, "yaxis": values | {"hoverformat": ",.5~g"},
-        "xaxis": {"title": {"text": "iteration"}, "showgrid": False, "hoverformat": ",.0f",
+        "xaxis": ticks | {"title": {"text": "iteration"}, "showgrid": False, "hoverformat": ",.0f",
                   "unifiedhovertitle": {"text": "iteration %{x}"}},
     }, height=250, note=" ".join(filter(None, notes)))
 

@@ -51,7 +51,11 @@ def _text(text: str) -> str:
 
 def _said(answer: Line) -> str:
     cut = ' <em class="cut">cut by the limit</em>' if answer["truncated"] else ""
-    return f'<div class="said">{_text(answer["text"]) or "<em>empty</em>"}{cut}</div>'
+    return f'<span class="said">{_text(answer["text"]) or "<em>empty</em>"}</span>{cut}'
+
+
+def _is_expected(line: Line) -> bool:
+    return bool(line["answers"][0]["text"] == line["expected"])
 
 
 def _figure(value: float | None) -> str:
@@ -84,17 +88,19 @@ def _held_out(cards: _Cards, runs: Sequence[Run], index: int, run: Run) -> Itera
     for lines in chosen:
         lines = [lines[place] for place in evenly(len(lines), MAX_TRAINING)]
         if lines[-1]["answers"][0]["reward"] is None:
-            answer = lines[-1]["answers"][0]
-            mark = "" if answer["text"] == lines[-1]["expected"] else " (differs)"
-            body = f"<p>Answer{mark}:</p>{_said(answer)}"
+            mark = "" if _is_expected(lines[-1]) else ' <em class="cut">not the expected one</em>'
+            body = f"<p>Answer: {_said(lines[-1]['answers'][0])}{mark}</p>"
         else:
             body = plain_table(["iteration", "completion", "reward"],
                                [[f"{line['iteration']:,}", _said(answer), _figure(answer["reward"])]
                                 for line in lines for answer in line["answers"]], numeric_from=2)
         shown.append(cards.card(lines[-1]["key"], lines[-1], body))
     left_out = f" ({len(chosen)} of {len(by_key)})" if len(chosen) < len(by_key) else ""
-    what = "Held-out prompts" if run.learns_from_rewards else "Held-out samples"
-    yield _folded(run_name(runs, index, f"{what}{left_out}"), shown)
+    title = f"Held-out prompts{left_out}"
+    if not run.learns_from_rewards:
+        right = sum(_is_expected(lines[-1]) for lines in by_key.values())
+        title = f"Held-out samples{left_out}: {right} of {len(by_key)} answers are as expected"
+    yield _folded(run_name(runs, index, title), shown)
 
 
 def _training(cards: _Cards, runs: Sequence[Run], index: int, run: Run) -> Iterator[str]:

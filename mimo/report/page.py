@@ -54,7 +54,8 @@ details { margin-top: 12px; }
 details.wide { grid-column: 1 / -1; min-width: 0; margin: 0; }
 details .charts { margin-top: 10px; }
 details figure { background: none; }
-.said { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 18em; overflow-y: auto; }
+.said { white-space: pre-wrap; overflow-wrap: anywhere; }
+td:has(.said), .prompt { min-width: 9em; }
 .prompt { color: var(--soft); margin-bottom: 8px; }
 .cut { color: var(--warn); }
 .images { display: flex; flex-wrap: wrap; gap: 8px; margin: 6px 0; color: var(--soft); }

@@ -192,6 +192,7 @@ def test_a_run_of_one_figure_has_no_empty_chart(tmp_path: Path) -> None:
     assert headings(html) == ["Did it learn?", "How fast was it?", "Which grid waited for which?", "Learning", "Speed",
                               "About the run"]
     assert list(figures(html)) == ["Loss (nats per target token)", "Time of an iteration (s)"]
+    assert figures(html)["Time of an iteration (s)"]["layout"]["xaxis"]["dtick"] == 1
 
 
 def test_a_dead_run_says_what_is_missing(tmp_path: Path) -> None:
@@ -248,7 +249,7 @@ def test_completions_with_images_rewards_and_advantages(tmp_path: Path) -> None:
     assert html.count('<details class="wide" open>') == 3, "held-out prompts, the first and the last iteration"
     held_out = html[html.index("<h3>valid/0</h3>"):html.index("Training, iteration")]
     assert held_out.count("What is the number?") == 1 and "Expected: " in held_out
-    assert re.findall(r'<td>(\d+)</td><td><div class="said">I read\n[\d.]+ &lt;end&gt;</div></td>'
+    assert re.findall(r'<td>(\d+)</td><td><span class="said">I read\n[\d.]+ &lt;end&gt;</span></td>'
                       r'<td class="num">([\d.]+)</td>', held_out) == [("0", "0"), ("20", "0.5"), ("40", "1")]
     assert html.count("<img src=") == 7 and html.count('class="num">0.5</td>') == 6 * 8 + 1
     assert html.count("4 more completions are not shown") == 6
@@ -265,8 +266,9 @@ def test_answers_to_held_out_samples(tmp_path: Path) -> None:
     assert run.problems == ("2 lines of generations.jsonl cannot be read and are left out.",)
     html = page([run])
     assert "Answers" in headings(html)
-    assert '<p>Answer:</p><div class="said">12</div>' in html and "and 2 more images" in html
-    assert '<p>Answer (differs):</p><div class="said">&#55296; caf&#233;</div>' in html
+    assert "Held-out samples: 1 of 2 answers are as expected" in html and "and 2 more images" in html
+    assert '<p>Answer: <span class="said">12</span></p>' in html
+    assert '<span class="said">&#55296; caf&#233;</span> <em class="cut">not the expected one</em></p>' in html
 
 
 def test_images_beyond_the_size_of_a_page_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
