@@ -30,8 +30,8 @@ IMAGES = """--model-provider mock --layout colocated --ffn-hidden-size 512 --vis
 --vision-patch-size 8 --image-token-id 511 --mock-image-size 24 --mock-max-length 200""".split()
 
 
-def run(folder: Path, *flags: str) -> list[float]:
-    done = torchrun(1, *SHARED, *flags, "--run-dir", str(folder))
+def run(folder: Path, *flags: str, gpus: int = 1) -> list[float]:
+    done = torchrun(gpus, *SHARED, *flags, "--run-dir", str(folder))
     assert done.returncode == 0, done.stdout[-3000:]
     assert ("multiply in FP8" in done.stdout) == ("--fp8-format" in flags), done.stdout[-3000:]
     print(folder.name, losses(folder))
@@ -54,6 +54,17 @@ def test_packed_experts_agree_with_separate_ones(tmp_path: Path, flags: tuple[st
                         for gemm in ("separate", "packed"))
     assert packed != exact
     np.testing.assert_allclose(packed, separate, rtol=2e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_experts_over_two_gpus_agree_with_one(tmp_path: Path, recipe: str) -> None:
+    """Rows are filled up to whole blocks after the exchange; a scale comes from the rows of its own GPU alone."""
+    flags = (*EXPERTS, "--fp8-format", "hybrid", "--fp8-recipe", recipe)
+    one = run(tmp_path / "one", *flags)
+    for gemm in ("separate", "packed"):
+        two = run(tmp_path / gemm, *flags, "--llm-dp", "2", "--llm-ep", "2", "--moe-gemm", gemm, gpus=2)
+        np.testing.assert_allclose(two, one, rtol=1e-2)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
