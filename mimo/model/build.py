@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,21 +43,35 @@ class OffloadedError(RuntimeError):
 
 
 class Residency:
-    """Says what of one rank is offloaded.
+    """Says what of one rank is offloaded, and what is on its way back.
 
     Attributes:
         offloaded: those of `KINDS` that have no memory on the device.
+        arriving: those that have memory again but not yet their contents, each with a function that waits for these.
     """
 
     def __init__(self) -> None:
         self.offloaded: set[str] = set()
+        self.arriving: dict[str, Callable[[], None]] = {}
 
-    def require(self, what: str, *kinds: str) -> None:
-        """Raise OffloadedError where some of `kinds` are offloaded; `what` needs them."""
+    def require(self, what: str, *kinds: str, waits: bool = True) -> None:
+        """Make sure that `what` finds `kinds` on the device; wait for those that are arriving, unless told not to.
+
+        Raises:
+            OffloadedError: some of them are offloaded.
+        """
         missing = [kind for kind in KINDS if kind in kinds and kind in self.offloaded]
         if missing:
             raise OffloadedError(f"{what}: {', '.join(missing)} of this trainer are offloaded to the host; bring them "
                                  "back first (mimo.rl.offload.Offload.bring_back)")
+        for kind in kinds if waits else ():
+            self.wait_for(kind)
+
+    def wait_for(self, kind: str) -> None:
+        """Wait until one kind has arrived, if it is arriving."""
+        wait = self.arriving.pop(kind, None)
+        if wait is not None:
+            wait()
 
 
 logger = logging.getLogger(__name__)

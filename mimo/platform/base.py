@@ -48,6 +48,10 @@ class Platform(abc.ABC):
         """Start a new high-water mark."""
 
     @abc.abstractmethod
+    def device_memory(self) -> tuple[int, int]:
+        """Free and total bytes of the device, over all processes that use it; on a CPU, of the host."""
+
+    @abc.abstractmethod
     def has_transformer_engine(self) -> bool:
         """Whether Transformer Engine layers can run here."""
 

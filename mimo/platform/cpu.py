@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 
+import psutil
 import torch
 
 from mimo.platform.base import Platform
@@ -55,6 +56,11 @@ class CpuPlatform(Platform):
     def reset_peak_memory(self) -> None:
         """Start a new mark where the kernel allows it; elsewhere the mark is that of the whole process."""
         reset_peak_resident()
+
+    def device_memory(self) -> tuple[int, int]:
+        """Free and total bytes of the host's memory."""
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
 
     def has_transformer_engine(self) -> bool:
         """False: its kernels are CUDA only."""

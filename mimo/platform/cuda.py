@@ -89,6 +89,10 @@ class CudaPlatform(Platform):
         """Start a new mark."""
         torch.cuda.reset_peak_memory_stats()
 
+    def device_memory(self) -> tuple[int, int]:
+        """Free and total bytes of the current GPU; what torch's allocator keeps for later is not free."""
+        return torch.cuda.mem_get_info()
+
     def has_transformer_engine(self) -> bool:
         """Whether the package is installed."""
         return transformer_engine_installed()

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from mimo.comm.host import broadcast_object, gather
 from mimo.config.rl_run import RlRunConfig
 from mimo.grid.groups import Grids
+from mimo.model.build import GRADIENTS, OPTIMIZER, WEIGHTS
 from mimo.observability.trackers import Generation
+from mimo.platform.base import Platform
 from mimo.refit.options import RefitReport
 from mimo.refit.rendezvous import RefitError
 from mimo.refit.sender import WeightSender
@@ -35,7 +37,13 @@ class Devices:
     """Memory of the devices that engine and trainer use. Here they use different ones, so there is nothing to do.
 
     `SharedDevices` is for an engine on the trainer's devices. Every method is collective.
+
+    Attributes:
+        staying: what of the trainer stayed on shared devices in the last rollout: some of `mimo.model.build.KINDS`, the
+            same on every rank.
     """
+
+    staying: frozenset[str] = frozenset()
 
     def for_engine_start(self) -> None:
         """Give the engine all the memory it wants, for its start."""
@@ -317,11 +325,27 @@ class Collector:
 # The engine sleeps while the trainer trains. It then has neither weights nor a KV cache (vLLM's sleep level 2, because
 # each refit brings all weights anyway). For a refit the trainer first moves gradients and optimizer state to the host,
 # and the engine takes memory for its weights. Then the trainer's weights go to the host too, and the engine takes
-# memory for the KV cache. On the CPU, where vLLM cannot sleep, only the trainer's memory moves.
-
+# memory for the KV cache. Optimizer state and weights stay where there is room for them beside the engine. Otherwise
+# optimizer state comes back while log-probs and the update's passes run, which do not need it. On the CPU, where vLLM
+# cannot sleep, only the trainer's memory moves.
 
 # vLLM's names of what a waking engine can take memory for.
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
+ENGINE_WEIGHTS, KV_CACHE = "weights", "kv_cache"
+# Fraction of a device that stays free beside the trainer and an engine that uses all of --engine-memory.
+SPARE_MEMORY = 0.04
+
+
+def what_fits(room: int, num_bytes: Mapping[str, int]) -> frozenset[str]:
+    """Choose what stays on a device during a rollout; optimizer state rather than weights, because it is larger.
+
+    Args:
+        room: bytes that would be left if nothing moved; negative where something has to.
+        num_bytes: bytes of optimizer state and of weights.
+    """
+    for staying in ((OPTIMIZER, WEIGHTS), (OPTIMIZER,), (WEIGHTS,)):
+        if room + sum(count for kind, count in num_bytes.items() if kind not in staying) >= 0:
+            return frozenset(staying)
+    return frozenset()
 
 
 class SharedDevices(Devices):
@@ -330,22 +354,24 @@ class SharedDevices(Devices):
     Args:
         grids: process groups.
         offload: moves this rank's memory to the host and back.
-        sleeps: whether the engine can sleep, as it can on GPUs.
+        platform: says how much memory the device has.
+        engine_memory: fraction of it that the engine may use while it is awake; None for an engine that cannot sleep,
+            as on CPUs.
 
     Attributes:
         client: the engine, on the first rank, once it is there.
         seconds: seconds spent on moving memory since the last `take_seconds`.
     """
 
-    def __init__(self, grids: Grids, offload: Offload, *, sleeps: bool) -> None:
+    def __init__(self, grids: Grids, offload: Offload, platform: Platform, engine_memory: float | None) -> None:
         self.client: RolloutClient | None = None
-        self._grids, self._offload, self._sleeps = grids, offload, sleeps
+        self._grids, self._offload, self._platform, self._engine_memory = grids, offload, platform, engine_memory
         self.seconds = 0.0
 
     @property
     def keeps_weights(self) -> bool:
         """Whether an engine keeps its weights while the trainer trains."""
-        return not self._sleeps
+        return self._engine_memory is None
 
     def for_engine_start(self) -> None:
         """Leave the devices to the engine, which takes all its memory once to see that it is there."""
@@ -353,29 +379,42 @@ class SharedDevices(Devices):
         gather(self._grids, None)
 
     def for_refit(self) -> None:
-        """Make room for the weights of both: gradients and optimizer state go to the host."""
+        """Make room for the weights of both: gradients and optimizer state go to the host, unless there is room."""
         began = time.perf_counter()
         self._offload.gradients()
-        self._offload.optimizer()
+        # Ranks that share a module have to move its weights together.
+        self.staying = frozenset.intersection(*gather(self._grids, self._what_fits()))
+        if OPTIMIZER not in self.staying:
+            self._offload.optimizer()
         gather(self._grids, None)
-        self._wake_up(WEIGHTS)
+        self._wake_up(ENGINE_WEIGHTS)
         self.seconds += time.perf_counter() - began
 
+    def _what_fits(self) -> frozenset[str]:
+        """Choose what stays on this device beside an engine that is awake and uses all the memory it may."""
+        if self._engine_memory is None:
+            return frozenset()
+        free, total = self._platform.device_memory()
+        return what_fits(free - round((self._engine_memory + SPARE_MEMORY) * total),
+                         {kind: self._offload.num_bytes(kind) for kind in (OPTIMIZER, WEIGHTS)})
+
     def for_rollout(self) -> None:
-        """Make room for the engine's KV cache: the trainer's weights go to the host, too."""
+        """Make room for the engine's KV cache: the trainer's weights go to the host, too, unless there is room."""
         began = time.perf_counter()
-        self._offload.weights()
+        if WEIGHTS not in self.staying:
+            self._offload.weights()
         gather(self._grids, None)
         self._wake_up(KV_CACHE)
         self.seconds += time.perf_counter() - began
 
     def for_training(self) -> None:
-        """Put the engine to sleep and bring everything of the trainer back."""
+        """Put the engine to sleep and bring the trainer's memory back; optimizer state arrives behind passes."""
         began = time.perf_counter()
-        if self.client is not None and self._sleeps:
+        if self.client is not None and self._engine_memory is not None:
             self.client.sleep()
         broadcast_object(self._grids, None)
-        self._offload.bring_back()
+        self._offload.bring_back(WEIGHTS, GRADIENTS)
+        self._offload.prefetch_optimizer()
         self.seconds += time.perf_counter() - began
 
     def take_seconds(self) -> float:
@@ -384,6 +423,6 @@ class SharedDevices(Devices):
         return taken
 
     def _wake_up(self, tag: str) -> None:
-        if self.client is not None and self._sleeps:
+        if self.client is not None and self._engine_memory is not None:
             self.client.wake_up(tag)
         broadcast_object(self._grids, None)

@@ -188,14 +188,20 @@ def _arguments(flags: RolloutConfig, on_cuda: bool) -> dict[str, Any]:
     arguments: dict[str, Any] = {"distributed_executor_backend": executor}
     if not on_cuda:
         return arguments | {"enforce_eager": True, "kv_cache_memory_bytes": flags.engine_kv_cache_mib << 20}
-    shared = flags.engine_placement == "colocated"
-    usual = COLOCATED_MEMORY if shared else SEPARATE_MEMORY
     if flags.engine_quantization != "none":
         arguments["quantization"] = flags.engine_quantization
         arguments["quantization_config"] = {"ignore": list(UNQUANTIZED_LAYERS)}
     return arguments | {
-        "enforce_eager": flags.engine_enforce_eager, "enable_sleep_mode": shared, "disable_custom_all_reduce": True,
-        "gpu_memory_utilization": usual if flags.engine_memory is None else flags.engine_memory}
+        "enforce_eager": flags.engine_enforce_eager, "enable_sleep_mode": flags.engine_placement == "colocated",
+        "disable_custom_all_reduce": True,
+        "gpu_memory_utilization": engine_memory(flags)}
+
+
+def engine_memory(flags: RolloutConfig) -> float:
+    """Return the fraction of a GPU that an engine fills; see --engine-memory."""
+    if flags.engine_memory is not None:
+        return flags.engine_memory
+    return COLOCATED_MEMORY if flags.engine_placement == "colocated" else SEPARATE_MEMORY
 
 
 def start_engine(config: RlRunConfig, provider: ModelProvider) -> Engine:

@@ -28,7 +28,7 @@ from mimo.refit.sender import connect
 from mimo.rl.collector import FIRST_RANK_SPEAKS_S, Collector, Devices, SharedDevices
 from mimo.rl.cursor import PromptCursor
 from mimo.rl.images import ImageTokens, needs_pixels
-from mimo.rl.launch_engine import Engine, lost_by, refit_options, start_engine
+from mimo.rl.launch_engine import Engine, engine_memory, lost_by, refit_options, start_engine
 from mimo.rl.offload import Offload
 from mimo.rl.policy import PolicyResult, PolicyTrainer
 from mimo.rl.probe import RefitProbe
@@ -69,6 +69,7 @@ class RlLoop:
         self.cursor = PromptCursor()
         self._engine: Engine | None = None
         self._num_restarts = 0
+        self._staying: frozenset[str] = frozenset()
         # The summary at the end of the run has the last ones.
         self._last_figures: dict[str, float | str] = {}
 
@@ -138,8 +139,9 @@ class RlLoop:
         """Start the engine, on the first rank. The others make room for it where they share devices."""
         self.devices: Devices = Devices()
         if self.config.rollout.engine_placement == "colocated":
-            self.devices = SharedDevices(self.grids, Offload(self.parts.built, self.parts.optimizer),
-                                         sleeps=self.platform.name == "cuda")
+            self.devices = SharedDevices(
+                self.grids, Offload(self.parts.built, self.parts.optimizer), self.platform,
+                engine_memory(self.config.rollout) if self.platform.name == "cuda" else None)
         self.devices.for_engine_start()
         if self.grids.rank != 0:
             return None
@@ -293,6 +295,10 @@ class RlLoop:
         with self.parts.spans.span(Kind.DATA_WAIT, "completions"):
             shows = self.config.observe.records_completions(version + 1, self.session.total_iterations)
             rollouts = self._with_engine(logger, lambda: self.collector.collect(version, NUM_SHOWN if shows else 0))
+        if self.devices.staying != self._staying:
+            self._staying = self.devices.staying
+            logger.message("on the trainer's devices beside the engine: " + (
+                ", ".join(f"{kind} stay" for kind in sorted(self._staying)) or "nothing stays"))
         if prefetches:
             # The engine draws the next iteration's completions with the weights from before this update.
             self.collector.prefetch()

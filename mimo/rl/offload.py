@@ -7,7 +7,7 @@ every view, hook and alias stays valid. Moving a parameter's own data elsewhere 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,10 +34,10 @@ class Offload:
     """Moves weights, gradient buffers and optimizer state of one rank to host memory and back, each on its own.
 
     The usual order around a rollout on the same device: `gradients` and `optimizer`, refit, `weights`, rollout,
-    `bring_back`. Weights and optimizer state come back with the same bits. Gradients come back as zeros, as at the
-    start of every step. While anything is away, a step raises `mimo.model.build.OffloadedError`, and so does everything
-    else that needs what is away: a forward pass, a refit, a checkpoint, an export. Call the methods only between steps,
-    and on all ranks that share a module.
+    `bring_back` of weights and gradients, `prefetch_optimizer`. Weights and optimizer state come back with the same
+    bits. Gradients come back as zeros, as at the start of every step. While anything is away, a step raises
+    `mimo.model.build.OffloadedError`, and so does everything else that needs what is away: a forward pass, a refit, a
+    checkpoint, an export. Call the methods only between steps, and on all ranks that share a module.
 
     Host memory is pinned on CUDA and kept from one use to the next, because allocating it is slower than the copy.
 
@@ -66,24 +66,21 @@ class Offload:
         if WEIGHTS in self.offloaded:
             return 0
         self._built.finish_gathers("offloading")
-        return self._move(WEIGHTS, weight_storages(self._built))
+        return self._move(WEIGHTS)
 
     def gradients(self) -> int:
         """Free the gradient buffers. Return the same as `weights`."""
         # Some gradients are copies, not views of the buffers.
         self._optimizer.zero_grad()
-        return self._move(GRADIENTS, _distinct(
-            tensor for wrapped in self._built.wrapped.values() for buffer in _buffers_of(wrapped)
-            for tensor in (buffer.grad_data, *buffer.extra_main_grads)))
+        return self._move(GRADIENTS)
 
     def optimizer(self) -> int:
         """Move the fp32 copies of weights and the moments of every module. Return the same as `weights`."""
-        weights = ([held.storage for held in self._emptied[WEIGHTS]] if WEIGHTS in self.offloaded
-                   else weight_storages(self._built))
-        keys = set(map(storage_key, weights))
-        state = _distinct(_state_tensors(self._optimizer))
-        # An optimizer without fp32 copies updates the weights themselves; these are not its state.
-        return self._move(OPTIMIZER, [storage for storage in state if storage_key(storage) not in keys])
+        return self._move(OPTIMIZER)
+
+    def num_bytes(self, kind: str) -> int:
+        """Count the bytes of device memory that one kind has now."""
+        return sum(each.num_bytes for each in self._held(kind))
 
     def everything(self) -> int:
         """Move all three. Return the same as `weights`; collective like it."""
@@ -103,23 +100,76 @@ class Offload:
         if unknown:
             raise ValueError(f"there is no {', '.join(unknown)} to bring back: known are {', '.join(KINDS)}")
         for kind in KINDS:
-            if kind in (kinds or KINDS) and kind in self.offloaded:
-                self._fill(kind)
+            if kind in (kinds or KINDS):
+                self._built.residency.wait_for(kind)
+                if kind in self.offloaded:
+                    self._fill(kind)
 
-    def _move(self, kind: str, storages: list[torch.UntypedStorage]) -> int:
+    def prefetch_optimizer(self) -> None:
+        """Begin to bring optimizer state back, behind the passes that need none. Whatever needs it waits for it.
+
+        On a GPU a stream of its own copies the state. On a CPU the state is copied when something needs it.
+
+        Raises:
+            torch.OutOfMemoryError: as in `bring_back`.
+        """
+        if OPTIMIZER not in self.offloaded:
+            return
+        emptied = self._allocate(OPTIMIZER)
+        load = partial(self._host[OPTIMIZER].load, emptied)
+        copied: torch.cuda.Event | None = None
+        if self._device().type == "cuda":
+            stream, copied = torch.cuda.Stream(), torch.cuda.Event()
+            # Kernels that are queued may still use this memory for what they had there.
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream), torch.no_grad():
+                load()
+                copied.record()
+
+        def wait() -> None:
+            if copied is not None:
+                # The host waits, so that no stream can come too early.
+                copied.synchronize()
+            else:
+                with torch.no_grad():
+                    load()
+            self._allow_steps()
+
+        residency = self._built.residency
+        residency.offloaded.discard(OPTIMIZER)
+        residency.arriving[OPTIMIZER] = wait
+
+    def _held(self, kind: str) -> list[Held]:
+        """List the storages of one kind that have memory on the device."""
+        device = self._device()
+        if kind == WEIGHTS:
+            storages = weight_storages(self._built)
+        elif kind == GRADIENTS:
+            storages = _distinct(tensor for wrapped in self._built.wrapped.values() for buffer in _buffers_of(wrapped)
+                                 for tensor in (buffer.grad_data, *buffer.extra_main_grads))
+        else:
+            weights = ([held.storage for held in self._emptied[WEIGHTS]] if WEIGHTS in self.offloaded
+                       else weight_storages(self._built))
+            keys = set(map(storage_key, weights))
+            # An optimizer without fp32 copies updates the weights themselves; these are not its state.
+            storages = [storage for storage in _distinct(_state_tensors(self._optimizer))
+                        if storage_key(storage) not in keys]
+        # CPU tensors of a model on a GPU, such as step counters, stay where they are.
+        return [Held(storage, storage.nbytes()) for storage in storages
+                if storage.device.type == device.type and storage.nbytes()]
+
+    def _move(self, kind: str) -> int:
+        self._built.residency.wait_for(kind)
         if kind in self.offloaded:
             return 0
-        device = self._device()
-        # CPU tensors of a model on a GPU, such as step counters, stay where they are.
-        emptied = [Held(storage, storage.nbytes()) for storage in storages
-                   if storage.device.type == device.type and storage.nbytes()]
+        device, emptied = self._device(), self._held(kind)
         if kind != GRADIENTS:
             self._host.setdefault(kind, HostMemory(pinned=device.type == "cuda")).save(emptied)
         # The copies must be complete, and no other stream may still use this memory.
         synchronize(device)
         self._built.residency.offloaded.add(kind)
         self._emptied[kind] = emptied
-        self._refuse_steps()
+        self._guard_steps()
         for each in emptied:
             each.storage.resize_(0)
         if device.type == "cuda":
@@ -128,38 +178,45 @@ class Offload:
 
     @torch.no_grad()
     def _fill(self, kind: str) -> None:
-        emptied = self._emptied[kind]
-        for each in emptied:
-            each.storage.resize_(each.num_bytes)
+        emptied = self._allocate(kind)
         if kind == GRADIENTS:
             for each in emptied:
                 _bytes_of(each.storage).zero_()
         else:
             self._host[kind].load(emptied)
         synchronize(self._device())
-        del self._emptied[kind]
         self._built.residency.offloaded.discard(kind)
-        if not self.offloaded:
-            self._allow_steps()
+        self._allow_steps()
+
+    def _allocate(self, kind: str) -> list[Held]:
+        """Give the storages of an offloaded kind memory again, with any contents."""
+        for each in self._emptied[kind]:
+            each.storage.resize_(each.num_bytes)
+        return self._emptied.pop(kind)
 
     def _device(self) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() and any(
             parameter.is_cuda for parameter in self._built.model.parameters()) else "cpu")
 
-    def _refuse_steps(self) -> None:
-        """Make the calls of a step raise that would write to freed memory. Megatron Core does not check for that."""
+    def _guard_steps(self) -> None:
+        """Have the calls of a step check that their memory is there. Megatron Core does not check for that."""
         if self._shadowed:
             return
 
-        def refuse(name: str, *args: Any, **kwargs: Any) -> None:
-            self._built.residency.require(f"{name} of a training step", *KINDS)
+        def check_first(kinds: tuple[str, ...], name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._built.residency.require(f"{name} of a training step", *kinds)
+            return call(*args, **kwargs)
 
-        calls = [(wrapped, "zero_grad_buffer") for wrapped in self._built.wrapped.values()]
-        for owner, name in [*calls, (self._optimizer, "step")]:
+        calls: list[tuple[Any, str, tuple[str, ...]]] = [
+            (wrapped, "zero_grad_buffer", (WEIGHTS, GRADIENTS)) for wrapped in self._built.wrapped.values()]
+        for owner, name, kinds in [*calls, (self._optimizer, "step", KINDS)]:
             self._shadowed.append((owner, name, vars(owner).get(name)))
-            setattr(owner, name, partial(refuse, name))
+            setattr(owner, name, partial(check_first, kinds, name, getattr(owner, name)))
 
     def _allow_steps(self) -> None:
+        """Undo `_guard_steps`, unless something is still away or arriving."""
+        if self.offloaded or self._built.residency.arriving:
+            return
         for owner, name, earlier in self._shadowed:
             if earlier is None:
                 delattr(owner, name)

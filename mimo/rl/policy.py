@@ -188,7 +188,8 @@ class PolicyTrainer:
             ReportedElsewhereError: the same, on ranks that do not hold those completions' losses.
         """
         parts, size = self.parts, len(completions) // self.config.updates_per_rollout
-        parts.built.residency.require("a policy update", *KINDS)
+        # Log-probs and passes need no optimizer state. If it is arriving, the optimizer's step waits for it.
+        parts.built.residency.require("a policy update", *KINDS, waits=False)
         starts = range(0, len(completions), size)
         by_update = [self.microbatches(completions[start:start + size], start) for start in starts]
         microbatches = list(itertools.chain.from_iterable(by_update))

@@ -102,6 +102,8 @@ def train(rank: int, flags: tuple[str, ...], world_size: int, offload: bool,
 
 def _away_and_back(parts: Any, moved: Any, kinds: tuple[str, ...], done: Trained,
                    watch: Callable[[str, Any], None]) -> None:
+    from mimo.training.step import clear_gradients
+
     tensors, device = tensors_of(parts), next(parts.built.model.parameters()).device
     pointers = {name: tensor.untyped_storage()._cdata for kind in kinds for name, tensor in tensors[kind].items()}
     watch("before", parts)
@@ -112,8 +114,16 @@ def _away_and_back(parts: Any, moved: Any, kinds: tuple[str, ...], done: Trained
     # What the memory held must not come back by luck.
     others = [torch.full((each,), 0xA5, dtype=torch.uint8, device=device) for each in done.freed.values()]
     others.clear()
-    moved.bring_back(kinds[-1])
-    moved.bring_back()
+    if kinds[0] == "weights" and "optimizer" in kinds:
+        moved.bring_back("weights", "gradients")
+        moved.prefetch_optimizer()
+        # Passes run, and gradients are cleared, while the state arrives.
+        clear_gradients(parts)
+        parts.built.residency.require("passes", "weights", "gradients")
+        assert "optimizer" in parts.built.residency.arriving
+    else:
+        moved.bring_back(kinds[-1])
+        moved.bring_back()
     assert not moved.offloaded
     tensors = tensors_of(parts)
     assert pointers == {name: tensor.untyped_storage()._cdata for kind in kinds
@@ -166,4 +176,9 @@ def refusals(rank: int, flags: tuple[str, ...], world_size: int, out: str) -> di
         ask("optimizer again: refit", lambda: list(whole))
         moved.bring_back()
         ask("back: step", lambda: train_step(parts, batches))
+        move(moved, "optimizer")
+        moved.prefetch_optimizer()
+        parts.optimizer.step()
+        assert not built.residency.arriving, "the optimizer's own step waited for its state"
+        assert "step" not in vars(parts.optimizer), "nothing is guarded any longer"
     return found

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mimo.rl.collector import Collector, Devices
+from mimo.model.build import OPTIMIZER, WEIGHTS
+from mimo.rl.collector import Collector, Devices, what_fits
 from mimo.rl.cursor import Pending, PromptCursor
 from mimo.rl.prompts import Prompt
 from mimo.rollout.engine import Rollout
@@ -74,3 +75,10 @@ def test_other_ranks_know_the_place_alone():
 def test_streams_of_another_program_are_refused():
     with pytest.raises(ValueError, match="this checkpoint is from train_hetero.py; --finetune starts a new run"):
         PromptCursor().load_state_dict({"consumed_samples": 3, "streams": {"language/0": {"next": 3}}})
+
+
+@pytest.mark.parametrize(("room", "staying"), [
+    (0, {OPTIMIZER, WEIGHTS}), (-1, {OPTIMIZER}), (-10, {OPTIMIZER}), (-11, {WEIGHTS}), (-60, {WEIGHTS}), (-61, set()),
+])
+def test_what_stays_on_a_shared_device(room, staying):
+    assert what_fits(room, {OPTIMIZER: 60, WEIGHTS: 10}) == staying
