@@ -17,13 +17,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-import torch.distributed as dist
-
-from mimo.compat import default_store
 from mimo.grid.spec import Layout
 from mimo.watchdog import status as stall_status
 from mimo.watchdog.diagnosis import RankPlace, write_summary
-from mimo.watchdog.gather import Processes, StallStore, Statuses
 from mimo.watchdog.process_exit import (
     STDERR_FD,
     WRITE_LIMIT_S,
@@ -40,6 +36,7 @@ from mimo.watchdog.status import RankProcess, RankStatus, find_blocked, format_r
 
 if TYPE_CHECKING:
     from mimo.grid.groups import Grids
+    from mimo.watchdog.gather import Processes, Statuses
 
 STALL_EXIT_CODE = 17
 # Seconds between checks of the clock. A changed limit takes effect within this time.
@@ -428,6 +425,12 @@ def open_watchdog(timeout_s: float, grids: Grids, run_dir: str | Path, files_tim
     show_stacks_on_signal()
     conclusion: Conclusion = Alone(process, write)
     if len(places) > 1:
+        # Imported late: a process of its own that makes a watchdog needs no torch.
+        import torch.distributed as dist
+
+        from mimo.compat import default_store
+        from mimo.watchdog.gather import StallStore
+
         # Several runs may use the same store: restarts by a launcher (whose counts differ between nodes), and runs one
         # after the other in the same processes. A random name keeps their messages apart.
         name = [uuid.uuid4().hex]

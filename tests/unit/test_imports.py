@@ -14,7 +14,7 @@ from tests.support.launch import ROOT
 from tests.support.report_runs import usual_records, write_run
 
 PLANNING = ("mimo.config.cli", "mimo.config.trainer", "mimo.grid.layout", "mimo.grid.dry_run", "mimo.grid.spec",
-            "mimo.protocols", "mimo.registry", "data.energon.provider")
+            "mimo.protocols", "mimo.registry", "mimo.watchdog.watchdog", "data.energon.provider")
 FAKE = ["--model-provider", "tests.unit.config.fake_provider:model",
         "--dataset-provider", "tests.unit.config.fake_provider:dataset"]
 MOCK = ["--model-provider", "mock", "--dataset-provider", "mock", "--dry-run"]

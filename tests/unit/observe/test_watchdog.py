@@ -164,18 +164,15 @@ time.sleep(600)
 
 def test_progress_a_longer_limit_and_close_keep_the_process(start):
     process = start(STALL.replace("0.5", "1.5") + """
-for step in range(10):
-    time.sleep(0.2)
-    watchdog.progress(iteration=step)
-with watchdog.limit(600), watchdog.limit(0.1):
-    time.sleep(2)
-with watchdog.limit(float("inf")):
-    time.sleep(2)
-watchdog.close()
-watchdog.close()
-idle = Watchdog(0, "rank 0")
-time.sleep(2)
-idle.close()
+longer, endless, closed, idle = (Watchdog(limit, "rank 0") for limit in (1.5, 1.5, 1.5, 0))
+closed.close()
+closed.close()
+with longer.limit(600), longer.limit(0.1), endless.limit(float("inf")):
+    for step in range(15):
+        time.sleep(0.2)
+        watchdog.progress(iteration=step)
+for each in (watchdog, longer, endless, idle):
+    each.close()
 print("done")
 """)
     out, error = process.communicate()
