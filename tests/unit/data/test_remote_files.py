@@ -19,7 +19,7 @@ from data.conversation_files import remote
 from data.conversation_files.provider import Config, provider
 from data.conversation_files.remote import PARTIAL, PARTIAL_S
 from tests.support.launch import ROOT
-from tests.support.small_store import BUCKET, small_store
+from tests.support.small_servers import BUCKET, small_store
 from tests.unit.data.test_conversation_files import config as local_config
 from tests.unit.data.test_conversation_files import greys, read, request, same, table, tokenizer, write_lines
 
@@ -121,14 +121,14 @@ import sys
 from pathlib import Path
 from data.conversation_files.remote import Cache
 cache = Cache(Path(sys.argv[1]), 20_000)
-for number in range(200):
-    assert len(cache.image(f"{sys.argv[2]}/{(int(sys.argv[3]) + number) % 100}.bin")) == 1000
+for number in range(80):
+    assert len(cache.image(f"{sys.argv[2]}/{(int(sys.argv[3]) + number) % 60}.bin")) == 1000
 """
 
 
 def test_many_processes_share_the_cache_within_its_limit(tmp_path):
     (tmp_path / "store").mkdir()
-    for number in range(100):
+    for number in range(60):
         (tmp_path / "store" / f"{number}.bin").write_bytes(bytes([number]) * 1000)
     images = tmp_path / "cache" / "images"
     (images / "aa").mkdir(parents=True)
@@ -138,7 +138,7 @@ def test_many_processes_share_the_cache_within_its_limit(tmp_path):
         os.utime(path, (time.time() - age_s,) * 2)
     with small_store(tmp_path / "store") as (address, _):
         words = [sys.executable, "-c", FILL, str(tmp_path / "cache"), f"{address}/{BUCKET}"]
-        workers = [subprocess.Popen([*words, str(25 * number)], cwd=ROOT) for number in range(4)]
+        workers = [subprocess.Popen([*words, str(15 * number)], cwd=ROOT) for number in range(4)]
         while len(list(images.rglob("*"))) < 20:
             assert any(worker.poll() is None for worker in workers)
             time.sleep(0.01)

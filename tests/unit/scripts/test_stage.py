@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch import ROOT
-from tests.support.small_hub import COMMIT, small_hub
+from tests.support.small_servers import COMMIT, small_hub
 
 MB = 10**6
 STAGE = ROOT / "scripts" / "stage.py"

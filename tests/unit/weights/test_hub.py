@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch import ROOT, environment, losses, torchrun
-from tests.support.small_hub import COMMIT, small_hub
+from tests.support.small_servers import COMMIT, small_hub
 from tests.support.stored import save_small_llama
 
 FLAGS = ("--model-provider", "causal_lm", "--llm-only", "--dataset-provider", "mock", "--mock-text-only-fraction", "1",
@@ -50,9 +50,9 @@ def test_a_plan_needs_the_small_files_and_says_what_was_tried(tmp_path: Path) ->
         assert not downloads(asked), "all small files are in the cache"
         none = run("train_hetero.py", *plan, "--load-hf", "org/none", code=2, **hub)
         assert f"--load-hf org/none: there is no such folder, and the hub at {address} has no public model" in none
-    # Without the hub the cache has everything but the weights.
-    gone = run("train_hetero.py", *plan, code=2, **hub)
-    assert f"the hub at {address} cannot be reached, and the cache {tmp_path}/cache (HF_HOME) does not have" in gone
+    gone = run("train_hetero.py", *plan, "--load-hf", "org/other", code=2, **hub)
+    assert (f"--load-hf org/other: there is no such folder, and the hub at {address} cannot be reached, and the cache "
+            f"{tmp_path}/cache (HF_HOME) does not have org/other at main") in gone
     offline = run("train_hetero.py", *FLAGS[:-2], *BATCH, "--dry-run", **hub | {"HF_HUB_OFFLINE": "1"})
     assert "parameters " in offline
     other = run("train_hetero.py", *plan, "--hf-config", "org/other@v1", code=2, **hub | {"HF_HUB_OFFLINE": "1"})
@@ -66,6 +66,16 @@ def test_a_model_without_safetensors_is_refused_before_the_run(tmp_path: Path) -
         said = run("train_hetero.py", *FLAGS, *BATCH, "--dry-run", code=2, HF_ENDPOINT=address, HF_HUB_OFFLINE="0",
                    HF_HUB_CACHE=str(tmp_path / "cache"))
     assert f"org/small at {COMMIT} has no weights: no *.safetensors" in said
+
+
+@pytest.mark.slow
+def test_weights_that_the_cache_lacks_need_the_hub(tmp_path: Path) -> None:
+    cache, plan = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}, (*FLAGS, *BATCH, "--dry-run")
+    with small_hub(model_files(tmp_path / "model")) as (address, _):
+        run("train_hetero.py", *plan, HF_ENDPOINT=address, **cache)
+    # huggingface_hub tries for 24 s to reach it.
+    gone = run("train_hetero.py", *plan, code=2, HF_ENDPOINT=address, **cache)
+    assert f"the hub at {address} cannot be reached, and the cache {tmp_path}/cache (HF_HOME) does not have" in gone
 
 
 @pytest.mark.slow
