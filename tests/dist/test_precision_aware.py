@@ -18,6 +18,7 @@ from tests.support.spawn import WorkerPool
 AWARE = ("--bf16", "--use-precision-aware-optimizer")
 BF16_MOMENTS = (*AWARE, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
 BF16_GRADIENTS = (*AWARE, "--main-grads-dtype", "bf16", "--no-grad-reduce-in-fp32")
+EXPERTS = ("--llm-dp", "2", "--llm-ep", "2", *MOE)
 
 
 def test_weights_and_their_lower_bits_are_the_float32_weights() -> None:
@@ -37,12 +38,17 @@ def refuse_aware(rank: int, flags: tuple[str, ...], world_size: int) -> str | No
         return refusal(rank, flags, world_size)
 
 
+@pytest.fixture(scope="module")
+def usual(pool: WorkerPool) -> list[Run]:
+    """Each rank's run with the usual optimizer."""
+    return pool.run(train, (*EXPERTS, "--bf16"), 3, 4, world_size=3)
+
+
 @pytest.mark.parametrize("flags", [AWARE, BF16_MOMENTS, BF16_GRADIENTS],
                          ids=["fp32-moments", "bf16-moments", "bf16-gradients"])
-def test_steps_are_close_to_those_of_the_usual_optimizer(pool: WorkerPool, flags: tuple[str, ...]) -> None:
-    layout = ("--llm-dp", "2", "--llm-ep", "2", *MOE)
-    usual = pool.run(train, (*layout, "--bf16"), 3, 4, world_size=3)
-    found = pool.run(train_aware, (*layout, *flags), 3, world_size=3)
+def test_steps_are_close_to_those_of_the_usual_optimizer(pool: WorkerPool, usual: list[Run],
+                                                         flags: tuple[str, ...]) -> None:
+    found = pool.run(train_aware, (*EXPERTS, *flags), 3, world_size=3)
     for theirs, ours in zip(usual, found, strict=True):
         np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-3 if flags == AWARE else 5e-3)
         np.testing.assert_allclose(ours.grad_norms, theirs.grad_norms, rtol=2e-2)

@@ -17,8 +17,8 @@ from tests.support.spawn import WorkerPool
 QWEN = """--model-provider qwen3_vl --mrope-section 4 2 2 --num-query-groups 2 --kv-channels 16 --vision-patch-size 4
 --vision-hidden-size 16 --vision-num-layers 2 --vision-num-attention-heads 2 --vision-ffn-hidden-size 20
 --vision-num-position-embeddings 25 --vision-deepstack-layers 0 --image-token-id 95 --hidden-size 32
---num-attention-heads 4 --num-layers 2 --vocab-size 96 --max-position-embeddings 4096 --rotary-base 100
---mock-image-size 16 --mock-image-size-cv 0.6 --seq-length 96 --layout colocated"""
+--num-attention-heads 4 --ffn-hidden-size 64 --num-layers 2 --vocab-size 96 --max-position-embeddings 4096
+--rotary-base 100 --mock-image-size 16 --mock-image-size-cv 0.6 --seq-length 96 --layout colocated"""
 NEMOTRON = """--model-provider nemotron-moe-vlm-tiny --hybrid-layer-pattern ME*-M --image-token-id 95
 --vision-num-layers 1"""
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"

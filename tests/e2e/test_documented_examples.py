@@ -21,6 +21,7 @@ from preflight_checks.job_script import read_job
 from preflight_checks.run_plan import plan
 
 from mimo.config.cli import parse
+from scripts import prepare_digits
 from tests.e2e.test_readme import blocks, commands
 from tests.support.launch import records
 
@@ -89,8 +90,9 @@ def test_shards_of_ones_own_train(tmp_path: Path) -> None:
     assert len(re.findall("val-000.tar/b0001: read '.*', is 'a bird'", output)) == 1, "each is decoded once"
 
 
-def test_the_blend_is_that_of_the_script(tmp_path: Path) -> None:
-    run(tmp_path, "python", str(ROOT / "scripts/prepare_digits.py"), "digits", "--samples", "4", "--shards", "1")
+def test_the_blend_is_that_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepare_digits.main(["digits", "--samples", "4", "--shards", "1"])
     assert blocks(DOCS / "own_data.md", "yaml") == [(tmp_path / "digits/blend.yaml").read_text()]
 
 

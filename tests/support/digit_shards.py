@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.support.launch import ROOT
+from scripts import prepare_digits
 
 MODEL = """--model-provider llava --device cpu --no-bf16 --transformer-impl local --vision-image-size 8
 --vision-patch-size 4 --vision-num-channels 1 --vision-hidden-size 32 --vision-num-layers 1
@@ -21,8 +19,7 @@ NOTED = ("--dataset-provider", "tests.support.noted_energon:provider")
 
 def write_shards(folder: Path, *flags: str) -> Path:
     """240 samples with images and a few of text in four shards each, by the script that users run."""
-    subprocess.run([sys.executable, "scripts/prepare_digits.py", str(folder), "--samples", "240", "--shards", "4",
-                    "--image-size", "8", *flags], cwd=ROOT, check=True, capture_output=True, text=True)
+    prepare_digits.main([str(folder), "--samples", "240", "--shards", "4", "--image-size", "8", *flags])
     return folder
 
 
