@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from mimo.config.precision import Fp8
     from mimo.grid.spec import GridSpec, Layout
     from mimo.weights.rules import WeightMap
 
@@ -318,6 +317,29 @@ class QuestionDataProvider(Protocol):
     def decode(self, config: Any, tokens: list[int]) -> str:
         """Return token ids as text."""
         ...
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """FP8 products of a module.
+
+    Attributes:
+        format: `e4m3`, or `hybrid` with e5m2 for gradients.
+        recipe: `tensorwise` or `blockwise`.
+        flag: the flag that asks for them.
+    """
+
+    format: str
+    recipe: str
+    flag: str
+
+    @property
+    def multiple(self) -> int:
+        """Number of which the rows and columns of both operands have to be multiples."""
+        return {"tensorwise": 16, "blockwise": 128}[self.recipe]
+
+    def __str__(self) -> str:
+        return f"{self.flag} {self.format} ({self.recipe})"
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, descriptio
     asks_for_help = any(word in ("-h", "--help") and argv[place + 1 : place + 2] != ["all"]
                         for place, word in enumerate(argv))
     if first_flags and asks_for_help:
-        # Nothing is read before this, so that help works even if a file or a provider cannot be used.
+        # Nothing has been read yet, so help works even if a file or a provider cannot be used.
         if _prints():
             print(_first_help(run_type, description, first_flags))
         raise SystemExit(0)
@@ -208,7 +208,7 @@ def with_image_processing[C: RunConfig](config: C) -> C:
 
 
 def with_video_processing[C: RunConfig](config: C) -> C:
-    """Fill in the data set's flags of videos from the model, as `with_image_processing` does those of images.
+    """Fill in the data set's video flags from the model, as `with_image_processing` does for images.
 
     Raises:
         ValueError: a file cannot be followed, two files disagree, or the model takes no videos and there are flags.
@@ -342,9 +342,9 @@ def _parse_flags(instances: dict[str, Any], titles: dict[str, str], argv: list[s
         title = tyro.conf.arg(name=titles.get(name, name))
         specs.append((name, Annotated[type(instance), title], dataclasses.field(default=instance)))
     flags = dataclasses.make_dataclass("Flags", specs, frozen=True)
-    registry_ = tyro.constructors.ConstructorRegistry()
-    registry_.primitive_rule(_optional_rule)
-    return tyro.cli(flags, args=argv, prog=Path(sys.argv[0]).name, description=description, registry=registry_,
+    constructors = tyro.constructors.ConstructorRegistry()
+    constructors.primitive_rule(_optional_rule)
+    return tyro.cli(flags, args=argv, prog=Path(sys.argv[0]).name, description=description, registry=constructors,
                     console_outputs=_prints(),
                     # Help is in the strings below the fields. Looking for comments, too, would double the time.
                     config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes,
@@ -352,7 +352,10 @@ def _parse_flags(instances: dict[str, Any], titles: dict[str, str], argv: list[s
 
 
 def _optional_rule(info: Any) -> Any:
-    """Show `X | None` as X in the help, not as `{None}|X`. The word `none` unsets a value that a file has set."""
+    """Parse an `X | None` field so that the help shows X, not `{None}|X`.
+
+    The word `none` unsets a value that a file has set.
+    """
     options = [option for option in get_args(info.type) if option is not type(None)]
     if len(options) != 1 or len(get_args(info.type)) != 2 or options[0] not in (int, float, str):
         return None

@@ -50,7 +50,7 @@ class OptimConfig:
     """dtype of Adam's first moment with --use-precision-aware-optimizer: fp32, or bf16 together with
     --exp-avg-sq-dtype bf16. bfloat16 moments change what is computed; compare the losses."""
     exp_avg_sq_dtype: Dtype = "fp32"
-    """dtype of Adam's second moment, as --exp-avg-dtype."""
+    """dtype of Adam's second moment, with the same choices as --exp-avg-dtype."""
     log_num_zeros_in_grad: bool = False
     """Count the zeros in the gradients and log them as num-zeros."""
     correct_encoder_grad_for_partial_participation: bool = False
@@ -96,7 +96,7 @@ class OptimConfig:
 
     @property
     def saved_dtypes(self) -> dict[str, str | bool]:
-        """Flags that say in which form optimizer state is saved, with their values."""
+        """Flags that decide the form in which optimizer state is saved, with their values."""
         return {flag_name(name): vars(self)[name]
                 for name in ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype")}
 
@@ -127,6 +127,6 @@ class ScheduleConfig:
     """WSD: shape of the final decay."""
 
     def check(self) -> None:
-        """Refuse values out of range. Raises ValueError. What fits together depends on the length of the run."""
+        """Refuse values out of range. Raises ValueError. `validate` compares them with the length of the run."""
         refuse_below(self, {"lr_warmup_init": 0, "lr_warmup_iters": 0, "lr_warmup_samples": 0, "lr_decay_iters": 1,
                             "lr_decay_samples": 1, "lr_wsd_decay_iters": 1, "lr_wsd_decay_samples": 1})

@@ -117,7 +117,7 @@ class RlConfig:
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """How far a ratio may be below and above 1: the flags, or the defaults of the policy loss."""
+        """Distances that a ratio may be below and above 1: the flags, or the defaults of the policy loss."""
         low, high, defaults = self.clip_ratio_low, self.clip_ratio_high, LOSS_DEFAULTS[self.policy_loss]
         return (defaults.clip_ratio_low if low is None else low, defaults.clip_ratio_high if high is None else high)
 
@@ -302,7 +302,7 @@ class RolloutConfig:
 
     @property
     def gpu_numbers(self) -> tuple[int, ...]:
-        """Numbers of `--engine-gpus`. Raises ValueError for anything else."""
+        """GPU numbers in `--engine-gpus`. Raises ValueError for anything else."""
         numbers = [each.strip() for each in self.engine_gpus.split(",")] if self.engine_gpus else []
         if not all(each.isdecimal() for each in numbers):
             raise ValueError(f"--engine-gpus {self.engine_gpus}: must be numbers with commas between them, such as 4,5")
@@ -368,5 +368,5 @@ class RolloutConfig:
             raise ValueError(f"--engine-gpus {self.engine_gpus} has a GPU twice")
         if len(numbers) != self.num_engine_workers:
             raise ValueError(
-                f"--engine-gpus {self.engine_gpus} are {len(numbers)}, and --engine-dp {self.engine_dp} --engine-tp "
-                f"{self.engine_tp} --engine-pp {self.engine_pp} need {self.num_engine_workers}, one a worker")
+                f"--engine-gpus {self.engine_gpus} has {len(numbers)}, and --engine-dp {self.engine_dp} --engine-tp "
+                f"{self.engine_tp} --engine-pp {self.engine_pp} need {self.num_engine_workers}, one for each worker")

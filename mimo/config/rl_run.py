@@ -1,23 +1,17 @@
-"""All flags of a reinforcement-learning run, and every check of them that needs no process group."""
+"""All flags of a reinforcement-learning run, and the checks of them that need no process group."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, override
+from typing import Any, ClassVar, Literal, override
 
 from mimo import registry
-from mimo.config.checks import refuse
+from mimo.config.checks import refuse, refuse_below
+from mimo.config.optim import OptimConfig
 from mimo.config.rl import RlConfig, RolloutConfig
-from mimo.config.rl_sections import (
-    PromptDataConfig,
-    RlLayoutConfig,
-    RlObserveConfig,
-    RlOptimConfig,
-    RlTrainConfig,
-)
-from mimo.config.trainer import DataConfig, RunConfig, TrainConfig
+from mimo.config.trainer import DataConfig, LayoutConfig, ObserveConfig, RunConfig, TrainConfig
 from mimo.config.validate import validate
 from mimo.grid.spec import Layout
 from mimo.protocols import ImageProcessorProvider
@@ -45,12 +39,94 @@ FIRST_FLAGS = {
 }
 
 
+# The trainer's sections, with other defaults and with help for the flags that mean something else in train_rl.py.
+
+
+@dataclass(frozen=True)
+class RlTrainConfig(TrainConfig):
+    """Run: batch sizes, length, evaluation, device, safety."""
+
+    micro_batch_size: int = 1
+    """train_hetero.py only: --max-tokens-per-microbatch makes the microbatches."""
+    global_batch_size: int = 8
+    """Completions of one iteration; a multiple of --completions-per-prompt."""
+    seq_length: int = 2048
+    """Largest number of tokens of a prompt and its completion together, after image expansion."""
+    train_samples: int | None = None
+    """Length of the run in completions; schedules then count completions."""
+    eval_interval: int = 0
+    """Iterations between evaluations of --eval-prompts; 0: only before the first update and at the end."""
+    eval_iters: int = 0
+    """train_hetero.py only: --eval-prompts says how large an evaluation is."""
+    num_generations: int = 20
+    """Completions of held-out prompts to print after the last evaluation; needs --eval-prompts."""
+    encoder_prefetch_depth: int = 0
+    """train_hetero.py only."""
+    dry_run: bool = False
+    """Print grids, engine, GPUs and batch, check what the flags name, then exit; needs no GPU and starts nothing."""
+    world_size: int | None = None
+    """Number of trainer ranks for --dry-run. A run takes it from torchrun."""
+
+
+@dataclass(frozen=True)
+class RlLayoutConfig(LayoutConfig):
+    """Grids: which ranks hold the encoder, which the language model, and how each is split."""
+
+    llm_only: bool = False
+    """train_hetero.py only: a model with an encoder is trained with it."""
+
+
+@dataclass(frozen=True)
+class RlOptimConfig(OptimConfig):
+    """Optimizer: one per module, clipped by one global norm."""
+
+    correct_encoder_grad_for_partial_participation: bool = False
+    """train_hetero.py only."""
+
+
+@dataclass(frozen=True)
+class RlObserveConfig(ObserveConfig):
+    """Logging: the run folder, TensorBoard, the console."""
+
+    completions_interval: int | None = None
+    """Iterations between those whose completions are recorded: generations.jsonl gets two prompts of the first
+    iteration and of every n-th one, with rewards and advantages; 0: none. Default: a tenth of the run."""
+
+    def records_completions(self, iteration: int, total_iterations: int) -> bool:
+        """Return whether generations.jsonl has completions of an iteration, counted from 1."""
+        interval = self.completions_interval
+        if interval is None:
+            interval = max(1, total_iterations // 10)
+        return bool(self.generations_mib and interval) and (iteration == 1 or iteration % interval == 0)
+
+    @override
+    def check(self) -> None:
+        super().check()
+        refuse_below(self, {"completions_interval": 0})
+        refuse(bool(self.completions_interval) and not self.generations_mib,
+               f"--completions-interval {self.completions_interval} with --generations-mib 0, which writes no "
+               "generations.jsonl: leave one of them out")
+
+
+@dataclass(frozen=True)
+class PromptDataConfig(DataConfig):
+    """Data: which prompts."""
+
+    dataset_provider: str = "arithmetic"
+    """Prompt data set: a name (arithmetic, conversations, digits, gsm8k) or pkg.module:attr."""
+    lane_loader: Literal["routed", "per-lane"] = "routed"
+    """train_hetero.py only."""
+    skip_long_prompts: bool = False
+    """Leave out the prompts of files to which --seq-length leaves no room for --max-completion-tokens; without it they
+    are refused before the run begins."""
+
+
 @dataclass(frozen=True)
 class RlRunConfig(RunConfig):
     """Run of train_rl.py: the trainer's sections and those of the algorithm and the engine."""
 
     reads_prompts: ClassVar[bool] = True
-    # With the usual rate, every step would change the routing of a trained model, whatever the rewards are.
+    # With the usual rate, every step would change the routing of a trained model regardless of the rewards.
     family_defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({"moe_router_bias_update_rate": 0.0})
 
     train: RlTrainConfig = field(default_factory=RlTrainConfig)
@@ -86,7 +162,7 @@ class RlRunConfig(RunConfig):
 
     @property
     def text_tokens(self) -> tuple[int, str]:
-        """The most tokens of a microbatch: with pipeline stages all have as many."""
+        """Largest number of tokens in a microbatch, and its flag. With pipeline stages all are padded to it."""
         budget = self.rl.max_tokens_per_microbatch
         return budget, f"--max-tokens-per-microbatch {budget}"
 
@@ -136,7 +212,7 @@ def _check_engine_model(config: RlRunConfig) -> None:
     depths = provider.hf_config(config.model_family).get("num_nextn_predict_layers")
     refuse(bool(depths), f"--model-provider {name}: its configuration has num_nextn_predict_layers {depths}, layers "
            "of multi-token prediction, which would get no gradient here; give --hf-config a copy of the config.json "
-           "with num_nextn_predict_layers 0: loading passes over their weights")
+           "with num_nextn_predict_layers 0, and loading skips their weights")
 
 
 def _check_batch(config: RlRunConfig) -> None:
@@ -189,7 +265,7 @@ def _check_mode(config: RlRunConfig) -> None:
            f"--engine-quantization {quantization} needs --device cuda and --bf16")
     refuse(mode != "sync" and correction == "none",
            f"--rollout-mode {mode} with --importance-correction none: completions come from the policy before the "
-           "last update, and the loss takes them for the present one's. Use --importance-correction token, icepop or "
+           "last update, and the loss treats them as the current one's. Use --importance-correction token, icepop or "
            "sequence")
     refuse(mode != "sync" and config.rollout.engine_placement == "colocated",
            f"--rollout-mode {mode} with --engine-placement colocated: the engine cannot generate beside the update on "
@@ -197,7 +273,7 @@ def _check_mode(config: RlRunConfig) -> None:
 
 
 def _refuse_missing(config: RlRunConfig) -> None:
-    """Refuse what other parts of the program can do and reinforcement learning cannot."""
+    """Refuse flags that train_hetero.py honours and reinforcement learning cannot."""
     train = config.train
     encoders = registry.model_provider(config.model.model_provider).encoders(config.model_family)
     refuse(config.layout.llm_only and bool(encoders), f"--llm-only: the rollout engine has the encoder "
@@ -209,7 +285,7 @@ def _refuse_missing(config: RlRunConfig) -> None:
            "between ranks; use alltoall")
     refuse(train.encoder_prefetch_depth != 0,
            f"--encoder-prefetch-depth {train.encoder_prefetch_depth} is for train_hetero.py: the prompts of the next "
-           "step are not known before the present one is over; leave it out")
+           "step are not known until the current one is over; leave it out")
     peak = config.observe.peak_tflops
     refuse(peak is not None and bool(encoders), f"--peak-tflops {peak} is not supported yet with the encoder "
            f"{', '.join(encoders)} of --model-provider {config.model.model_provider}: its FLOPs are not counted here; "

@@ -18,12 +18,12 @@ MORE_TABLES = ("optimizer", "language", "vision", "encoder", "projector")
 
 
 def field_name(key: str) -> str:
-    """Field that a flag or key sets: `--micro-batch-size`, `micro-batch-size` and `micro_batch_size` are one."""
+    """Return the field that a flag or key sets; `--micro-batch-size` and `micro-batch-size` set `micro_batch_size`."""
     return key.lstrip("-").replace("-", "_")
 
 
 def flag_name(field: str) -> str:
-    """Flag of a field: `micro_batch_size` gives `--micro-batch-size`."""
+    """Return the flag that sets a field: `micro_batch_size` gives `--micro-batch-size`."""
     return "--" + field.replace("_", "-")
 
 
@@ -31,7 +31,7 @@ def read(path: str, sections: Collection[str]) -> dict[str, Any]:
     """Return the field names and raw values of one file. Tables only group keys: any key may be in any table.
 
     Args:
-        path: of the file.
+        path: the TOML file.
         sections: names of the run's sections. A table must have one of these names or one of `MORE_TABLES`.
 
     Raises:
@@ -72,7 +72,7 @@ def check_known(unknown: Mapping[str, str], known: Sequence[str], hint_for: Call
     Args:
         unknown: unknown field name -> file that sets it.
         known: names of all fields; the nearest are named where there is no hint.
-        hint_for: given a flag, what its user should know, or None.
+        hint_for: returns advice on a flag, or None if there is none.
     """
     if not unknown:
         return

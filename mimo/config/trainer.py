@@ -14,11 +14,8 @@ import tyro
 from mimo import registry
 from mimo.config.checks import MAX_TIMEOUT_S, refuse, refuse_below
 from mimo.config.optim import OptimConfig, ScheduleConfig
-from mimo.config.precision import Fp8
 from mimo.config.toml_file import field_name, flag_name
-from mimo.protocols import LANGUAGE
-
-# Flags of checkpoints: where they go, when, and what is taken from one.
+from mimo.protocols import LANGUAGE, Fp8
 
 
 @dataclass(frozen=True)
@@ -120,7 +117,7 @@ class CheckpointConfig:
         refuse(self.ckpt_step is not None and self.load is None, f"--ckpt-step {self.ckpt_step} needs --load")
         refuse(self.finetune and self.load is None,
                "--finetune takes the weights of the checkpoint that --load names, and there is none")
-        # Started again, such a run could not tell its own checkpoints from those that it began with.
+        # After a restart, such a run could not tell its own checkpoints from those that it began with.
         refuse(self.finetune and self.save is not None and not self.starts_elsewhere,
                f"--finetune with --load {self.load} and --save {self.save}: it begins at iteration 0, and its "
                "checkpoints would take the place of those that it begins with; give --save another folder")
@@ -134,9 +131,6 @@ def _real(path: str) -> str:
     return os.path.realpath(path)
 
 
-# Flags of the data that do not depend on the data set.
-
-
 @dataclass(frozen=True)
 class DataConfig:
     """Data: which data set."""
@@ -146,9 +140,6 @@ class DataConfig:
     lane_loader: Literal["routed", "per-lane"] = "routed"
     """Which ranks read data that is costly to read. routed: one rank reads each lane and sends the samples to the
     others. per-lane: every rank opens the lanes that it needs. Both give the same batches."""
-
-
-# Flags of the gradient and parameter communication of each module.
 
 
 @dataclass(frozen=True)
@@ -184,9 +175,6 @@ class DdpConfig:
                "--overlap-param-gather needs --overlap-grad-reduce")
         refuse(self.encoder_ddp_overlap and not self.overlap_grad_reduce,
                "--encoder-ddp-overlap needs --overlap-grad-reduce")
-
-
-# Flags that place modules on ranks.
 
 
 @dataclass(frozen=True)
@@ -247,11 +235,9 @@ class LayoutConfig:
     requires it."""
 
 
-# Flags of the model that do not depend on its family.
-
-
 RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj")
 ENCODER_RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -322,7 +308,7 @@ class ModelConfig:
         return frozenset(part.strip() for part in self.freeze.split(",") if part.strip())
 
     def fp8(self, module: str) -> Fp8 | None:
-        """Return the FP8 products of a module; None if it has none."""
+        """Return which FP8 products a module computes; None if it computes none."""
         prefix = _prefix(module)
         chosen = vars(self)[f"{prefix}fp8_format"]
         if chosen == "none":
@@ -384,9 +370,6 @@ class ModelConfig:
 def _prefix(module: str) -> str:
     """Return the prefix of flags that each grid has for itself, in field names."""
     return "" if module == LANGUAGE else "encoder_"
-
-
-# Flags of what a run leaves behind and shows.
 
 
 # MLflow tracking URIs that look like the name of a folder but mean a server.
@@ -481,9 +464,6 @@ class ObserveConfig:
                f"--wandb-name {self.wandb_name} needs --wandb-project")
         refuse(self.mlflow_experiment is not None and self.mlflow_uri is None,
                f"--mlflow-experiment {self.mlflow_experiment} needs --mlflow-uri")
-
-
-# Flags of the run: batch, length, evaluation, safety.
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Checks of a run's flags before it starts: each section checks itself, and here is what sections must have in common.
+"""Checks of a run's flags before it starts, without process groups or a GPU.
 
-They need neither process groups nor a GPU.
+Each section checks itself; this module calls those checks and adds the rules that concern several sections.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import fields, replace
 from mimo import registry
 from mimo.config.checks import refuse
 from mimo.config.optim import ScheduleConfig
-from mimo.config.precision import FP8_MULTIPLES
 from mimo.config.toml_file import field_name, flag_name
 from mimo.config.trainer import LayoutConfig, ModelConfig, ObserveConfig, RunConfig
 from mimo.grid.lanes import data_request, lanes_read_by
@@ -30,6 +29,12 @@ from mimo.protocols import (
     TokenSpec,
 )
 
+PROJECTOR = "projector"
+# Most iterations that prefetch may read ahead, because a reader of lanes remembers its position for a few only.
+MAX_STEPS_AHEAD = 4
+# Samples that are searched for images before a run without an encoder.
+CHECKED_SAMPLES = 64
+
 
 def check_observe(flags: ObserveConfig, world_size: int, length: int | None, *, dry_run: bool) -> None:
     """Check the flags of logging and measurement against the rest of the run.
@@ -38,7 +43,7 @@ def check_observe(flags: ObserveConfig, world_size: int, length: int | None, *, 
         flags: the flags.
         world_size: number of ranks.
         length: length of the run in iterations; None for a dry run without one.
-        dry_run: nothing is trained, so packages may be missing here; see `check_packages`.
+        dry_run: whether nothing will be trained, so that packages may be missing on this machine.
 
     Raises:
         ValueError: the first thing found wrong.
@@ -74,10 +79,6 @@ def check_packages(flags: ObserveConfig) -> None:
         if value is not None and importlib.util.find_spec(package) is None:
             raise ValueError(f"{flag} {value}: the package {package} is not installed; pip install {package}, or leave "
                              "the flag out")
-
-
-MAX_STEPS_AHEAD = 4
-"""Iterations that prefetch may read ahead. A reader of lanes remembers its position only for a few iterations."""
 
 
 def check_prefetch(config: RunConfig, layout: Layout, num_microbatches: int) -> None:
@@ -138,11 +139,6 @@ def steps_ahead(depth: int, num_microbatches: int) -> int:
     return -(-depth // num_microbatches)
 
 
-PROJECTOR = "projector"
-# Samples that are searched for images before a run without an encoder.
-CHECKED_SAMPLES = 64
-
-
 def validate(config: RunConfig, world_size: int, rank: int = 0) -> Layout:
     """Check a whole run and return its layout.
 
@@ -192,7 +188,7 @@ def validate_without_data(config: RunConfig, world_size: int) -> Layout:
     provider.validate(config.model_family, layout, train.seq_length)
     length = None if train.train_iters is None and train.train_samples is None else train_iterations(config)
     check_observe(config.observe, world_size, length, dry_run=train.dry_run)
-    if train.device != "auto":  # which means the machine that the run is on
+    if train.device != "auto":  # auto depends on the machine, so the run checks it once it knows the device
         check_device(config.observe, train.device)
     return layout
 
@@ -243,7 +239,7 @@ def run_world_size(config: RunConfig, environment: Mapping[str, str]) -> int:
     needed = required_world_size(config.layout, _encoders(config))
     refuse(needed > 1 and not config.train.dry_run,
            f"the grids need {needed} ranks and this is one process: start it with torchrun --nproc-per-node {needed} "
-           "(over several hosts: so many in all), or see the plan with --dry-run")
+           "(over several hosts, that many in all), or see the plan with --dry-run")
     return needed
 
 
@@ -258,7 +254,7 @@ def _check_sequence(config: RunConfig) -> None:
            f"--cp-comm-type {config.layout.cp_comm_type} needs --llm-cp above 1; leave it out")
     chunk = config.model.logits_chunk_size
     refuse(chunk is not None and chunk < train.micro_batch_size, f"--logits-chunk-size {chunk} is below "
-           f"--micro-batch-size {train.micro_batch_size}: it holds a token of every row at least")
+           f"--micro-batch-size {train.micro_batch_size}: a chunk holds at least one token of every row")
     tp = config.layout.llm_tp
     refuse(config.layout.sequence_parallel and train.seq_length % tp != 0,
            f"--seq-length {train.seq_length} is not divisible by --llm-tp {tp}, which --sequence-parallel needs; "
@@ -288,19 +284,19 @@ def _check_model(config: RunConfig, layout: Layout) -> None:
     refuse(gib is not None and model.frozen >= set(encoders), f"--encoder-activation-gib {gib} with --freeze "
            f"{model.freeze}: a frozen encoder keeps no activations; leave it out")
     refuse(gib is not None and model.encoder_recompute != "none", f"--encoder-activation-gib {gib} with "
-           f"--encoder-recompute {model.encoder_recompute}, which says itself what is kept; leave one of them out")
+           f"--encoder-recompute {model.encoder_recompute}, which already decides what is kept; leave one of them out")
     refuse(bool(encoders) and model.encoder_recompute != "none" and model.frozen >= set(encoders),
            f"--encoder-recompute {model.encoder_recompute} with --freeze {model.freeze}: a frozen encoder keeps no "
            "activations; leave it out")
     if not encoders:
-        refuse(model.encoder_recompute != "none", f"a run without encoder has no use for --encoder-recompute "
+        refuse(model.encoder_recompute != "none", "a run without an encoder would ignore --encoder-recompute "
                f"{model.encoder_recompute}: leave it out")
         given = [f"{flag_name(name)} {getattr(config.optim, name)}"
                  for name in ("encoder_lr", "projector_lr", "encoder_weight_decay")
                  if getattr(config.optim, name) is not None]
         if config.ddp.encoder_ddp_overlap:
             given.append("--encoder-ddp-overlap")
-        refuse(bool(given), f"a run without encoder has no use for {', '.join(given)}: leave it out")
+        refuse(bool(given), f"a run without an encoder would ignore {', '.join(given)}: leave it out")
 
 
 def _check_schedule(config: RunConfig) -> None:
@@ -340,13 +336,13 @@ def _check_lengths(schedule: ScheduleConfig, unit: str, length: int | None) -> N
 
 
 def _check_fp8(config: RunConfig, layout: Layout) -> None:
-    """Refuse FP8 products that cannot run, as far as flags show it; widths are compared when the model is built."""
+    """Refuse FP8 products that cannot run with these flags. Widths are checked when the model is built."""
     model = config.model
     refuse(model.encoder_fp8_format != "none" and not layout.encoders,
-           f"a run without encoder has no use for --encoder-fp8-format {model.encoder_fp8_format}: leave it out")
+           f"a run without an encoder would ignore --encoder-fp8-format {model.encoder_fp8_format}: leave it out")
     language = model.fp8(LANGUAGE)
     if language is not None and config.layout.sequence_parallel:
-        (tokens, flags), multiple = config.text_tokens, FP8_MULTIPLES[language.recipe]
+        (tokens, flags), multiple = config.text_tokens, language.multiple
         ranks = config.layout.llm_tp * config.layout.llm_cp
         refuse(tokens % (ranks * multiple) != 0,
                f"{language} with --sequence-parallel: {flags} over {ranks} ranks is not a multiple of {multiple} on "
@@ -385,7 +381,7 @@ def _check_ddp(config: RunConfig, layout: Layout) -> None:
 def check_data(config: RunConfig, layout: Layout, rank: int = 0) -> None:
     """Let the data set check its flags, and refuse images in a run without an encoder.
 
-    A data set that is read by lanes is checked on the ranks that read it, any other one on all ranks.
+    A data set that is read lane by lane is checked on the ranks that read it. Any other data set is checked everywhere.
 
     Raises:
         ValueError: the data set's flags or files do not fit the run.

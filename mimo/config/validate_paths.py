@@ -35,9 +35,8 @@ def check_paths(config: RunConfig) -> None:
                 _check_weights(flag_name(name), Path(vars(flags)[name]))
         provider = registry.model_provider(config.model.model_provider)
         source = provider.megatron_source(config.model_family) if isinstance(provider, MegatronSourceProvider) else None
-        if source is not None:
-            if not Path(source.path).is_dir():
-                raise ValueError(f"{source.flag} {source.path}: there is no such folder")
+        if source is not None and not Path(source.path).is_dir():
+            raise ValueError(f"{source.flag} {source.path}: there is no such folder")
     if isinstance(config, RlRunConfig):
         if config.rl.ref_load:
             _check_checkpoint("--ref-load", Path(config.rl.ref_load), None)
@@ -55,7 +54,7 @@ def check_paths(config: RunConfig) -> None:
 
 
 def _has_checkpoint(flags: CheckpointConfig) -> bool:
-    """Return whether the run starts from a checkpoint, of its own or another. Raises ValueError for a missing one."""
+    """Return whether the run starts from a checkpoint, its own or another. Raises ValueError if one is missing."""
     if flags.load is None:
         return False
     if flags.starts_elsewhere:
@@ -79,9 +78,9 @@ def _check_checkpoint(flag: str, root: Path, step: int | None) -> None:
 
 
 def _check_weights(flag: str, folder: Path) -> None:
-    """Refuse a folder that holds no Hugging Face weights; the files themselves are checked when they are loaded.
+    """Refuse a folder without Hugging Face weights. The files themselves are checked when they are loaded.
 
-    In a folder of the hub's cache the weights may be missing as long as the hub has them.
+    A folder of the hub's cache may lack the weights as long as the hub has them.
     """
     hub.check_folder(flag, folder)
     if not hub.weights_to_download(f"{flag} {folder}", folder) and not any(folder.glob("*.safetensors")):
@@ -90,10 +89,10 @@ def _check_weights(flag: str, folder: Path) -> None:
 
 def _check_writable(flag: str, path: Path) -> None:
     """Refuse a folder that cannot be made or written. Free space on the disk is not checked."""
-    place = path.absolute()
-    while not os.path.lexists(place):
-        place = place.parent
-    if not place.is_dir():
-        raise ValueError(f"{flag} {path}: cannot be written: {place}: Not a directory")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise ValueError(f"{flag} {path}: cannot be written: {place}: Permission denied")
+    nearest = path.absolute()
+    while not os.path.lexists(nearest):
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise ValueError(f"{flag} {path}: cannot be written: {nearest}: Not a directory")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"{flag} {path}: cannot be written: {nearest}: Permission denied")

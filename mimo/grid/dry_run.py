@@ -15,8 +15,14 @@ from mimo.grid.lanes import describe_images, describe_videos, has_levels
 from mimo.grid.spec import GridSpec, Layout, lane_shares
 from mimo.protocols import LANGUAGE, DeepStackProvider, ModelProvider, ParameterShape
 
+AXES = ("tp", "cp", "dp", "pp", "ep", "expt_tp", "expt_dp")
+MAX_RANKS_LISTED = 16
+MAX_LINES = 10
+# First parts of the names of a projector's parameters, which belong to the encoder's module.
 PROJECTOR_NAMES = ("projector", "merger", "mergers", "level_merger")
-"""First parts of the names of a projector's parameters, which belong to the encoder's module."""
+# Pixels a side of the example image for an encoder that takes any size, rounded down to a size that it takes.
+ANY_IMAGE_SIZE = 512
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
 
 
 def total_parameters(shapes: Iterable[ParameterShape]) -> int:
@@ -34,18 +40,17 @@ def parameters_per_rank(shapes: Iterable[ParameterShape], grid: GridSpec, stage:
     """
     if not 0 <= stage < grid.pp:
         raise ValueError(f"stage {stage} is not in 0-{grid.pp - 1} of grid {grid.name!r}")
-    return sum(_on_rank(shape, grid, stage) for shape in shapes)
-
-
-def _on_rank(shape: ParameterShape, grid: GridSpec, stage: int) -> int:
-    ways = {"none": 1, "tp": grid.tp, "expert": grid.ep * grid.expt_tp}[shape.split]
-    if shape.stage == "layer":
-        # Consecutive runs of layers whose lengths differ by at most one, unless the layout says otherwise.
-        starts = [0, *itertools.accumulate(grid.stage_layers or (1,) * grid.pp)]
-        count = starts[stage + 1] * shape.count // starts[-1] - starts[stage] * shape.count // starts[-1]
-    else:
-        count = shape.count if stage == {"first": 0, "last": grid.pp - 1}[shape.stage] else 0
-    return -(-math.prod(shape.shape) * count // ways)
+    # Consecutive runs of layers whose lengths differ by at most one, unless the layout says otherwise.
+    starts = [0, *itertools.accumulate(grid.stage_layers or (1,) * grid.pp)]
+    ways = {"none": 1, "tp": grid.tp, "expert": grid.ep * grid.expt_tp}
+    total = 0
+    for shape in shapes:
+        if shape.stage == "layer":
+            count = starts[stage + 1] * shape.count // starts[-1] - starts[stage] * shape.count // starts[-1]
+        else:
+            count = shape.count if stage == {"first": 0, "last": grid.pp - 1}[shape.stage] else 0
+        total += -(-math.prod(shape.shape) * count // ways[shape.split])
+    return total
 
 
 def num_levels(provider: ModelProvider, config: Any, module: str) -> int:
@@ -71,9 +76,6 @@ def bridge_bytes(*, image_tokens: int, hidden_size: int, dtype_bytes: int) -> in
     return image_tokens * hidden_size * dtype_bytes
 
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
-
-
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lay out rows in columns as wide as their widest cell, the first column flush left."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -95,10 +97,10 @@ def format_bytes(count: int) -> str:
 
 
 def parse_bytes(text: str, flag: str) -> int:
-    """Parse a size such as `5GB` (10^9 bytes each), `512MiB` (2^20 each) or `1000`.
+    """Parse a size such as `5GB` (of 10^9 bytes each), `512MiB` (of 2^20 each) or `1000`.
 
     Raises:
-        ValueError: not a size, or nothing; names the flag.
+        ValueError: the text is not a size, or the size is below one byte. The message names the flag.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
@@ -117,13 +119,6 @@ def span(numbers: range) -> str:
     return str(numbers.start) if len(numbers) == 1 else f"{numbers.start}-{numbers.stop - 1}"
 
 
-AXES = ("tp", "cp", "dp", "pp", "ep", "expt_tp", "expt_dp")
-MAX_RANKS_LISTED = 16
-MAX_LINES = 10
-ANY_IMAGE_SIZE = 512
-"""Pixels a side of the example image for an encoder that takes any size, rounded down to a size that it takes."""
-
-
 def dry_run_report(config: RunConfig, layout: Layout, provider: ModelProvider) -> str:
     """Return the plan of a run as text, a few dozen lines for any world size.
 
@@ -137,7 +132,7 @@ def dry_run_report(config: RunConfig, layout: Layout, provider: ModelProvider) -
 
 
 def grid_parts(config: RunConfig, layout: Layout, provider: ModelProvider) -> list[list[str]]:
-    """Return the lines about the layout, the grids, their lanes and ranks, and the parameters, part by part."""
+    """Return paragraphs of lines about the layout, the grids, their lanes and ranks, and the parameters."""
     return [
         [f"layout {layout.kind}, {counted(layout.world_size, 'rank')}, {counted(layout.num_lanes, 'lane')}"],
         table([["grid", "ranks", *AXES], *([name, span(grid.ranks), *(str(getattr(grid, axis)) for axis in AXES)]
@@ -174,7 +169,7 @@ def _lane_lines(config: RunConfig, layout: Layout) -> list[str]:
 def _rank_map(layout: Layout) -> list[str]:
     """List every rank of a small world, or the ranges of ranks of each replica and stage of a big one."""
     if layout.world_size <= MAX_RANKS_LISTED:
-        return ["rank map", *(f"  rank {rank:>2}  " + "; ".join(_place(layout.grids[name], rank)
+        return ["rank map", *(f"  rank {rank:>2}  " + "; ".join(_describe_position(layout.grids[name], rank)
                                                                for name in layout.modules_of(rank))
                               for rank in range(layout.world_size))]
     lines = ["rank map (tp varies fastest, then cp, dp, pp)"]
@@ -189,7 +184,7 @@ def _rank_map(layout: Layout) -> list[str]:
     return lines
 
 
-def _place(grid: GridSpec, rank: int) -> str:
+def _describe_position(grid: GridSpec, rank: int) -> str:
     position = grid.coordinates(rank)
     axes = [axis for axis in position if axis != "cp" or grid.cp > 1]
     return f"{grid.name} " + " ".join(f"{axis} {position[axis]}" for axis in axes)
@@ -206,7 +201,7 @@ def _parameter_table(config: RunConfig, layout: Layout, provider: ModelProvider)
 
 
 def optimizer_shards(config: RunConfig, shapes: Sequence[ParameterShape], grid: GridSpec, stage: int) -> float:
-    """Return for how many parameters a rank of a stage keeps optimizer state."""
+    """Return the number of parameters for which a rank of a stage keeps optimizer state."""
     experts = [shape for shape in shapes if shape.split == "expert"]
     others = [shape for shape in shapes if shape.split != "expert"]
     if not config.optim.use_distributed_optimizer:
@@ -216,7 +211,7 @@ def optimizer_shards(config: RunConfig, shapes: Sequence[ParameterShape], grid: 
 
 
 def _trained_shapes(config: RunConfig, module: str, shapes: Sequence[ParameterShape]) -> list[ParameterShape]:
-    """Return the parameters of a module that train. Encoder and projector can be frozen one without the other."""
+    """Return the parameters of a module that train. Encoder and projector can be frozen separately."""
     parts = (PROJECTOR if module != LANGUAGE and shape.name.split(".")[0] in PROJECTOR_NAMES else module
              for shape in shapes)
     return [shape for shape, part in zip(shapes, parts, strict=True) if part not in config.model.frozen]
@@ -305,9 +300,9 @@ def logits_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
 
 def _prefetch_lines(config: RunConfig, layout: Layout, provider: ModelProvider, encoder: GridSpec,
                     column_bytes: int) -> list[str]:
-    """Return the bytes of a queue of features, for a family that lists a projector.
+    """Return a line on the bytes of a queue of features, for a family that lists a projector.
 
-    `column_bytes` are those of an image's features.
+    `column_bytes` is the size of one column of an image's features.
     """
     depth, size = config.train.encoder_prefetch_depth, config.train.micro_batch_size
     widths = [shape.shape[1] for shape in provider.parameter_shapes(config.model_family, encoder.name)

@@ -17,8 +17,8 @@ from mimo.comm.node_groups import NodeGroups
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE
 
-# Of waits on the host, for a checkpoint or the rollout engine: the watchdog ends those, by the limit of their phase.
-# This is longer than any that the flags can ask for.
+# Waits on the host, such as for a checkpoint or the rollout engine, are ended by the watchdog at the limit of their
+# phase. This limit is longer than any that the flags can ask for.
 HOST_TIMEOUT = timedelta(days=30)
 
 # The name under which Megatron Core's optimizer looks for expert groups.
@@ -98,8 +98,8 @@ class Grids:
         except BaseException:
             self.destroy()
             raise
-        # Scratch memory of Megatron Core's tensor-parallel layers; nothing else of parallel_state is set.
-        if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # an earlier run of this process left one
+        # Megatron Core's tensor-parallel layers take scratch memory from here; nothing else of parallel_state is set.
+        if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # an earlier run in this process may have left one
             parallel_state._set_global_memory_buffer()
 
     def _create_groups(self, name: str, spec: GridSpec, backend: str) -> None:
@@ -116,7 +116,10 @@ class Grids:
         self.collections[name] = ProcessGroupCollection(**groups, **embedding)
 
     def _create_embedding_groups(self, spec: GridSpec, backend: str) -> dict[str, dist.ProcessGroup | None]:
-        """First and last stage of each pipeline share word embeddings; the first alone has position embeddings."""
+        """Create the groups of each pipeline's ends.
+
+        The first and the last stage share word embeddings; position embeddings are on the first stage alone.
+        """
         groups: dict[str, dist.ProcessGroup | None] = {"embd": None, "pos_embd": None}
         for dp in range(spec.dp):
             for cp in range(spec.cp):
@@ -140,8 +143,10 @@ class Grids:
         return self.layout.kind == "disjoint"
 
     def schedule_collection(self) -> ProcessGroupCollection | MultiModuleProcessGroupCollection:
-        """Return the schedules' groups: those of this rank's modules, where bridges join them, or else of the language
-        model."""
+        """Return the process groups for Megatron Core's schedules.
+
+        With bridges, they are those of every module on this rank; otherwise, those of the language model.
+        """
         if not self.bridged and self.layout.language.pp == 1:
             return self.collections[LANGUAGE]
         if not self.bridged:
@@ -153,7 +158,7 @@ class Grids:
         )
 
     def describe(self) -> str:
-        """Describe this rank's place, for messages: `rank 3 (language grid, tp 1 cp 0 dp 0 pp 0, lane 0)`."""
+        """Describe this rank's position for messages: `rank 3 (language grid, tp 1 cp 0 dp 0 pp 0, lane 0)`."""
         return self.layout.describe(self.rank)
 
     def destroy(self) -> None:

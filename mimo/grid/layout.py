@@ -1,4 +1,7 @@
-"""Flags to a checked `Layout`: which ranks hold what, and every way that can be wrong. Pure, any world size."""
+"""Turns the layout flags into a checked `Layout`, which says which ranks hold what.
+
+This is plain Python, so a layout for any world size can be checked on any machine.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ def build_layout(config: LayoutConfig, world_size: int, encoders: tuple[str, ...
         encoders: names of the provider's encoders.
 
     Raises:
-        ValueError: flags that contradict each other, or a model with several encoders, whose grids have no flags
-            (make the `GridSpec`s and the `Layout` in Python).
+        ValueError: flags contradict each other, or the model has several encoders. Their grids have no flags, so
+            make the `GridSpec`s and the `Layout` in Python.
     """
     encoders = () if config.llm_only else encoders
     if len(encoders) > 1:
@@ -58,7 +61,7 @@ def _stage_layers(config: LayoutConfig) -> tuple[int, ...]:
     middle = {int(count) for count in counts[1:-1]}
     if len(middle) > 1:
         raise ValueError(f"--llm-pp-layout {given}: only the first and the last stage may differ (Megatron Core); "
-                         "those between need the same number of layers")
+                         "the stages between them need the same number of layers")
     return tuple(map(int, counts))
 
 
@@ -90,13 +93,13 @@ def _encoder_window(config: LayoutConfig, grids: tuple[GridSpec, ...]) -> int | 
 
 
 def required_world_size(config: LayoutConfig, encoders: tuple[str, ...]) -> int:
-    """Number of ranks that the grids of the flags need. Raises ValueError as `build_layout` does."""
+    """Return the number of ranks that the grids of the flags need. Raises ValueError as `build_layout` does."""
     layout = build_layout(config, 0, encoders)
     return max(grid.ranks.stop for grid in layout.grids.values())
 
 
 def _check_flags(config: LayoutConfig, grids: tuple[GridSpec, ...]) -> None:
-    """Check what only the flags show: flags without effect because there is no encoder, and a wrong --llm-offset."""
+    """Check what a `Layout` no longer shows: flags that have no effect without an encoder, and a wrong --llm-offset."""
     for field in fields(config):
         value = getattr(config, field.name)
         least = 0 if field.name in MAY_BE_ZERO else 1
@@ -108,7 +111,7 @@ def _check_flags(config: LayoutConfig, grids: tuple[GridSpec, ...]) -> None:
         if given:
             raise ValueError(f"{why} has no encoder grid: leave out {', '.join(given)}")
         if config.layout != "disjoint":
-            raise ValueError(f"--layout {config.layout} says nothing with {why}: leave it out")
+            raise ValueError(f"--layout {config.layout} has no effect with {why}: leave it out")
     if config.layout == "homogeneous":
         taken = {"encoder_tp": config.llm_tp, "encoder_dp": config.llm_dp, "encoder_pp": 1}
         for name, value in taken.items():
@@ -127,7 +130,7 @@ def _check_flags(config: LayoutConfig, grids: tuple[GridSpec, ...]) -> None:
 
 def validate_layout(layout: Layout, *, micro_batch_size: int, global_batch_size: int, num_experts: int | None = None,
                     sequence_parallel: bool = False, lane_rows: int | None = None) -> None:
-    """Check that the grids tile the world, the lanes divide and the batch and the experts fit.
+    """Check that the grids tile the world, that the lanes divide, and that the batch and the experts fit.
 
     Args:
         layout: grids of all modules.
@@ -135,10 +138,10 @@ def validate_layout(layout: Layout, *, micro_batch_size: int, global_batch_size:
         global_batch_size: samples of all lanes in one iteration.
         num_experts: routed experts of a MoE layer of the language model; None or 0 where it is dense.
         sequence_parallel: whether the language model runs with sequence parallelism.
-        lane_rows: rows of a lane's microbatch that encoder ranks may share; None: its samples.
+        lane_rows: rows of a lane's microbatch that encoder ranks may share; None: `micro_batch_size`.
 
     Raises:
-        ValueError: naming the flags, their values and what would fit.
+        ValueError: the first thing found wrong, with the flags, their values and what would fit.
     """
     _check_grids(layout)
     _check_experts(layout.language, num_experts or 0, sequence_parallel)
@@ -184,7 +187,7 @@ def _check_experts(language: GridSpec, num_experts: int, sequence_parallel: bool
         raise ValueError("--sequence-parallel needs --llm-tp above 1, it is 1")
     if not num_experts:
         if language.ep * language.expt_tp > 1:
-            raise ValueError(f"{parallel} splits experts, and the model has none (--num-experts 0)")
+            raise ValueError(f"{parallel} splits experts, but the model has none (--num-experts 0)")
         return
     if num_experts % language.ep:
         raise ValueError(f"--num-experts {num_experts} is not divisible by --llm-ep {language.ep}; these fit: --llm-ep "
@@ -240,7 +243,7 @@ def _check_colocated(layout: Layout, micro_batch_size: int) -> None:
     sizes = {grid.size for grid in layout.grids.values()}
     if sizes != {layout.world_size}:
         problem = "differ in size" if len(sizes) > 1 else "do not fill the world"
-        raise ValueError(f"colocated grids span the same ranks, these {problem} "
+        raise ValueError(f"colocated grids have to span the same ranks, but these {problem} "
                          f"({_terms(layout.grids.values())}; the world has {layout.world_size}); "
                          + _fitting(layout, micro_batch_size))
 
@@ -299,7 +302,7 @@ def _fitting(layout: Layout, micro_batch_size: int) -> str:
 
 def _fitting_encoder(layout: Layout, language_dp: int, ranks: int,
                      micro_batch_size: int) -> list[tuple[bool, int, int, str]]:
-    """Return an encoder grid on `ranks` ranks beside `language_dp` as an entry of `_fitting`, or nothing."""
+    """Return the one entry of `_fitting` for an encoder grid on `ranks` ranks beside `language_dp`, or none."""
     encoder, language = layout.encoders[0], layout.language
     encoder_dp, left = divmod(ranks, encoder.tp * encoder.pp)
     pooled = layout.encoder_window is not None
@@ -326,7 +329,7 @@ def _axis_flag(grid: GridSpec, axis: str) -> str:
 
 
 def _terms(grids: Iterable[GridSpec]) -> str:
-    """`vision: --encoder-tp 1 * --encoder-dp 2 * --encoder-pp 1 = 2 ranks`."""
+    """Describe the sizes of grids, such as `vision: --encoder-tp 1 * --encoder-dp 2 * --encoder-pp 1 = 2`."""
     return "; ".join(f"{grid.name}: " + " * ".join(f"{_axis_flag(grid, axis)} {getattr(grid, axis)}"
                                                   for axis in ("tp", "cp", "dp", "pp") if axis != "cp" or grid.cp > 1)
                      + f" = {grid.size}" for grid in grids)

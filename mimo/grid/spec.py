@@ -109,17 +109,18 @@ class Layout:
 
     def describe(self, rank: int) -> str:
         """Describe a rank for messages: `rank 3 (language grid, tp 1 cp 0 dp 0 pp 0, lane 0)`."""
-        places = []
+        modules = []
         for name in self.modules_of(rank):
             grid = self.grids[name]
             position = grid.coordinates(rank)
-            place = f"{name} grid, " + " ".join(f"{axis} {index}" for axis, index in position.items())
+            axes = " ".join(f"{axis} {index}" for axis, index in position.items())
             size, dp_rank, lanes = grid.dp, position["dp"], self.num_lanes
             first, last = dp_rank * lanes // size, ((dp_rank + 1) * lanes - 1) // size
             served = f"lane {first}" if first == last else f"lanes {first}-{last}"
-            pooled = self.encoder_window is not None and name != LANGUAGE
-            places.append(f"{place}, {'images of all lanes' if pooled else served}")
-        return f"rank {rank} ({'; '.join(places)})"
+            if self.encoder_window is not None and name != LANGUAGE:
+                served = "images of all lanes"
+            modules.append(f"{name} grid, {axes}, {served}")
+        return f"rank {rank} ({'; '.join(modules)})"
 
 
 @dataclass(frozen=True)
@@ -157,12 +158,7 @@ def lane_shares(encoder_dp: int, language_dp: int, micro_batch_size: int, dp_ran
 def lane_sources(
     encoder_dp: int, language_dp: int, micro_batch_size: int, lane: int
 ) -> tuple[tuple[int, LaneShare], ...]:
-    """Encoder data-parallel ranks that feed a lane, with the part each feeds, in sample order."""
-    sources = range(encoder_dp)
-    found = [
-        (dp, share)
-        for dp in sources
-        for share in lane_shares(encoder_dp, language_dp, micro_batch_size, dp)
-        if share.lane == lane
-    ]
+    """Return the encoder data-parallel ranks that feed a lane, with the part that each feeds, in sample order."""
+    found = [(dp, share) for dp in range(encoder_dp)
+             for share in lane_shares(encoder_dp, language_dp, micro_batch_size, dp) if share.lane == lane]
     return tuple(sorted(found, key=lambda item: item[1].start))

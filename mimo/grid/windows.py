@@ -1,9 +1,9 @@
-"""Windows of microbatches whose images all encoder replicas encode together. Pure: no torch.
+"""Windows of microbatches whose images all encoder replicas encode together, as plain data without torch.
 
-In a colocated layout with windows the images of some consecutive microbatches of all lanes are dealt to all encoder
-replicas by cost, whoever read them. The order in which a rank encodes them between the passes of the language model's
-pipeline is decided here, too (after BigMac, arXiv:2605.25451, whose encoder is nested in the language model's schedule
-so that its activations do not grow with the batch).
+In a colocated layout with windows, the images of some consecutive microbatches of all lanes are dealt to all encoder
+replicas by cost, no matter which rank read them. `WindowSchedule` also decides when a rank encodes them between the
+passes of the language model's pipeline. This follows BigMac (arXiv:2605.25451), which nests the encoder in the language
+model's schedule so that its activations do not grow with the batch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from heapq import heapify, heapreplace
 
 from mimo.visual import Normalisation
 
-# Cost of an image's backward pass, in units of its forward pass. It has twice as many FLOPs; on an H200 it took 1.3 to
-# 1.5 times as long, since small kernels weigh more in the forward pass.
+# Cost of an image's backward pass, in units of its forward pass. The backward pass has twice the FLOPs, but on an H200
+# it took only 1.3 to 1.5 times as long, because small kernels slow the forward pass more.
 BACKWARD_COST = 1.5
 
 
 @dataclass(frozen=True)
 class Image:
-    """One image of an iteration, as every rank knows it.
+    """One image of an iteration, described so that every rank can plan with it.
 
     Attributes:
         lane: the lane whose reader holds its pixels and whose text it belongs to.
@@ -49,12 +49,12 @@ class Image:
 
     @property
     def num_patches(self) -> int:
-        """Length of its sequence in the encoder, up to a factor that all whole images share."""
+        """Length of the image's sequence in the encoder. Unpacked images all have the same length and count as 1."""
         return self.shape[0] if len(self.shape) == 2 else 1
 
 
 def encoding_cost(image: Image, hidden_size: int) -> float:
-    """Relative time of an image: FLOPs of a ViT layer, `72 h^2 n + 12 h n^2`, over `72 h^2`.
+    """Return the relative time of an image: FLOPs of a ViT layer, `72 h^2 n + 12 h n^2`, over `72 h^2`.
 
     Args:
         image: the image, of n patches.
@@ -71,10 +71,10 @@ def deal(costs: Sequence[float], loads: list[float]) -> list[int]:
 
     Args:
         costs: cost of each image.
-        loads: what each replica has to do already; updated in place.
+        loads: cost that each replica has been given already; updated in place.
 
     Returns:
-        The replica of each image. Ties are resolved by index, so all ranks find the same.
+        The replica of each image. Ties are resolved by index, so that all ranks find the same.
     """
     owners = [0] * len(costs)
     heap = [(load, replica) for replica, load in enumerate(loads)]
@@ -88,11 +88,7 @@ def deal(costs: Sequence[float], loads: list[float]) -> list[int]:
 
 
 def deal_in_order(costs: Sequence[float], num_replicas: int) -> list[int]:
-    """Give each replica a run of consecutive images, the same number of them, whatever they cost.
-
-    Returns:
-        The replica of each image.
-    """
+    """Give each replica the same number of consecutive images, whatever they cost; return each image's replica."""
     return [index * num_replicas // len(costs) for index in range(len(costs))]
 
 
@@ -100,37 +96,44 @@ def deal_in_order(costs: Sequence[float], num_replicas: int) -> list[int]:
 class WindowSchedule:
     """When one rank encodes each window and runs its backward pass, between its passes of the language model.
 
-    Without pipeline stages, the first window is encoded before the passes start, and each later one just before the
-    forward pass of its first microbatch, when the windows before it have been finished.
+    To finish a window is to run its backward pass. A turn is a point at which a rank may finish windows and encode
+    others.
 
-    With p stages, a window has its turn after the first stage's forward pass of the microbatch before its first
-    one, and its backward pass p forward passes after its last one. So a rank keeps the activations of at most p + 2
-    size - 1 microbatches' images, shared out over all replicas. The windows of the first p + 1 and of the last p
-    microbatches use the time in which a pipeline fills and drains. Stage s would wait for s forward passes at
-    first, so it encodes the windows of the first s + 1 microbatches then, and each further one of the first p
-    before the forward pass that it runs when the first stage is at that microbatch. After those it would wait for
-    gradients, so it encodes the window of microbatch p there; only the last stage, which does not wait, has encoded
-    it at the start. In the other direction, it finishes one window before it receives each of the last p - s - 1
-    gradients, and the rest when its own passes are over.
+    Without pipeline stages, the first window is encoded before the passes start. Each later one is encoded just before
+    the forward pass of its first microbatch, when the windows before it have been finished.
 
-    All stages take their turns at the same time, as an encoder may be split over stages, and features and gradients
-    pass between them. In 1F1B a stage's forward pass ends when the backward pass of the stage after it ends, because
-    their results are exchanged then. So when the first of two stages has just run its forward pass of microbatch m, the
-    second one has just run the backward pass of m - 1, and neither waits for the other. A turn between other passes
-    would leave a stage idle for the difference between a forward and a backward pass. Of p stages an even stage s has
-    then run the forward pass of m - s / 2 and an odd one the backward pass of m - p + (s + 1) / 2; neither has sent the
-    result, as the other side may be at its turn, too. Without backward passes stage s is about to run the forward pass
-    of m - s.
+    With p stages, a window is encoded after the first stage's forward pass of the microbatch before the window, and
+    finished p forward passes after its last microbatch. So a rank keeps the activations of at most p + 2 size - 1
+    microbatches' images, shared out over all replicas.
+
+    The windows of the first p + 1 and of the last p microbatches use the time in which the pipeline fills and drains:
+
+    - Stage s would wait for s forward passes at first, so it encodes the windows of the first s + 1 microbatches then.
+      It encodes each further one of the first p before the forward pass that it runs when the first stage is at that
+      microbatch.
+    - After those it would wait for gradients, so it encodes the window of microbatch p there. Only the last stage,
+      which does not wait, has encoded it at the start.
+    - While the pipeline drains, it finishes one window before it receives each of the last p - s - 1 gradients, and the
+      rest when its own passes are over.
+
+    All stages take their turns at the same time, because an encoder may be split over stages, and because features and
+    gradients pass between them. In 1F1B a stage's forward pass ends when the backward pass of the next stage ends,
+    because they exchange their results then. So when the first of two stages has just run its forward pass of
+    microbatch m, the second one has just run the backward pass of m - 1, and neither waits for the other. A turn at any
+    other time would leave a stage idle for the difference between a forward and a backward pass. At a turn, an even
+    stage s of p has run the forward pass of m - s / 2, and an odd one the backward pass of m - p + (s + 1) / 2. Neither
+    has sent its result, because the other side may be at its turn, too. Without backward passes, stage s is about to
+    run the forward pass of m - s.
 
     Attributes:
-        size: microbatches of a window. Those that are encoded while the pipeline fills or finished while it drains have
-            one, unless there is one window only; there may be fewer left for the last of the others.
-        stage, num_stages: of the language model's pipeline.
-        num_microbatches: of the iteration.
-        forward_only: no backward passes follow.
-        together: an encoder is split over stages, so that all of them encode each window at the same time. Nobody can
-            use the time in which the pipeline fills and drains then: the first windows are encoded before the passes,
-            and the last ones are finished after them.
+        size: microbatches of a window. Windows that are encoded while the pipeline fills or finished while it drains
+            have one microbatch, unless there is only one window. The last of the others may have fewer than `size`.
+        stage, num_stages: this rank's stage and the stages of the language model's pipeline.
+        num_microbatches: microbatches of the iteration.
+        forward_only: whether no backward passes follow.
+        together: whether an encoder is split over stages, so that all stages encode each window at the same time. No
+            stage can then use the time in which the pipeline fills and drains: the first windows are encoded before the
+            passes, and the last ones are finished after them.
     """
 
     size: int
@@ -157,9 +160,9 @@ class WindowSchedule:
 
     @cached_property
     def turns(self) -> tuple[tuple[int, int], ...]:
-        """When each window is encoded and when it is finished.
+        """Turn at which each window is encoded, and turn at which it is finished.
 
-        0 is while the pipeline fills, m when the first stage is at its forward pass of microbatch m, and
+        Turn 0 is while the pipeline fills, turn m when the first stage is at its forward pass of microbatch m, and turn
         `num_microbatches` while the pipeline drains.
         """
         ahead = 0 if self._before_forward else 1
@@ -198,7 +201,7 @@ class WindowSchedule:
         return self._turn(backward + self.num_stages - (self.stage + 1) // 2)
 
     def before_backward(self, backward: int) -> tuple[list[int], list[int]]:
-        """Windows to finish, and none to encode, before a gradient is received while the pipeline drains."""
+        """Windows to finish, and an empty list, before a gradient is received while the pipeline drains."""
         return [window for window in self._last_windows
                 if self._fills and self.windows[window].stop + self.stage == backward], []
 
@@ -212,7 +215,7 @@ class WindowSchedule:
         return [window for window, (_, finished) in enumerate(self.turns) if finished == self.num_microbatches]
 
     def _while_filling(self, microbatch: int) -> list[int]:
-        """Windows that stages encode in the time in which they wait, by their first microbatch."""
+        """Windows that begin at a microbatch and that a stage encodes while it would otherwise wait."""
         if not self._fills or self.stage == self.num_stages - 1:
             return []
         return [window for window in self.first_windows if self.windows[window].start == microbatch]
@@ -242,11 +245,11 @@ def deal_iteration(costs: Sequence[Sequence[float]], schedule: WindowSchedule, n
                    backward: float) -> list[list[int]]:
     """Deal the images of an iteration to the replicas of an encoder, by cost.
 
-    Replicas wait for each other at every turn, where one window is finished and another encoded; the time in which the
-    pipeline fills counts as one turn, and so does that in which it drains. So the images of each window are divided
-    into shares of as equal cost as possible, and the largest share of a window goes to the replica that has the least
-    to do in the turn in which the window is encoded. Shares are not made unequal in order to make up for a difference:
-    backward passes take longer, so the next turns would have a larger difference.
+    Replicas wait for each other at every turn, in which one window is finished and another encoded. Filling the
+    pipeline counts as one turn, and so does draining it. The images of each window are therefore divided into shares of
+    as equal cost as possible, and the largest share of a window goes to the replica that has the least to do in the
+    turn in which the window is encoded. Unequal shares could even out that turn, but backward passes take longer, so
+    later turns would differ by more.
 
     Args:
         costs: cost of each image's forward pass, by window.

@@ -25,9 +25,9 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from mimo.config.precision import FP8_MULTIPLES, Fp8
 from mimo.model import compat
 from mimo.model.moe import DuplicatedLinear
+from mimo.protocols import Fp8
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def _linears(module: torch.nn.Module, impl: str) -> Iterator[tuple[str, Any]]:
 
 
 def _check_widths(linears: list[tuple[str, Any]], fp8: Fp8) -> None:
-    multiple = FP8_MULTIPLES[fp8.recipe]
+    multiple = fp8.multiple
     wrong = [f"{name}.{key} {list(weight.shape)}" for name, linear in linears
              for key, weight in linear.named_parameters(recurse=False)
              if weight.dim() == 2 and any(size % multiple for size in weight.shape)]
@@ -128,7 +128,7 @@ def _with_whole_rows(linear: Any, fp8: Fp8, forward: Callable[..., Any], hidden:
     # weights where no copy is kept.
     linear.disable_parameter_transpose_cache = not torch.is_grad_enabled()
     linear.is_first_microbatch = False
-    shape, multiple = hidden.shape[:-1], FP8_MULTIPLES[fp8.recipe]
+    shape, multiple = hidden.shape[:-1], fp8.multiple
     missing = -shape.numel() % multiple
     if not missing:
         return forward(hidden, *args, **kwargs)

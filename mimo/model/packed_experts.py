@@ -33,8 +33,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import unpermute
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from mimo.config.precision import FP8_MULTIPLES, Fp8
 from mimo.model import compat
+from mimo.protocols import Fp8
 
 logger = logging.getLogger(__name__)
 
@@ -139,9 +139,9 @@ def pack_experts(module: torch.nn.Module, fp8: Fp8 | None = None) -> int:
         if fp8 and not stays:
             # Transformer Engine's own choice is 16 for every recipe, and its kernels trap on such blocks.
             for padding in (experts.quantization_padding, experts.quantization_unpadding):
-                padding.align_size = FP8_MULTIPLES[fp8.recipe]
+                padding.align_size = fp8.multiple
         if stays:
-            _stay_on_device(dispatcher, FP8_MULTIPLES[fp8.recipe] if fp8 else 1)
+            _stay_on_device(dispatcher, fp8.multiple if fp8 else 1)
         count += 1
     return count
 

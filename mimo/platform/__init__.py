@@ -1,4 +1,4 @@
-"""The machine: one object that answers device, backend, precision, seeding, memory figures and synchronisation."""
+"""The machine that a process runs on: CUDA, or a CPU on which Megatron's CUDA calls are emulated."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def get_platform(device: str = "auto") -> Platform:
     Call it before anything imports Megatron.
 
     Args:
-        device: value of `--device`: `cuda`, `cpu`, or `auto` (CUDA where there is one).
+        device: value of `--device`: `cuda`, `cpu`, or `auto` (CUDA if there is a GPU).
 
     Raises:
         ValueError: unknown `device`, or `cuda` on a machine without it.
-        RuntimeError: Megatron is imported already, so that the CPU emulation would come too late; or another
+        RuntimeError: Megatron is imported already, so that the CPU emulation would come too late, or another
             platform is installed in this process.
     """
     global _installed

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 
 class Platform(abc.ABC):
-    """Device, process-group backend, precision, seeding and memory figures behind one object.
+    """Device, process-group backend, precision, random seeds and memory use of the machine.
 
     Attributes:
         name: `cuda` or `cpu`.
@@ -33,7 +33,7 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def set_device(self, local_rank: int) -> None:
-        """Bind this process to the device of `local_rank` (rank within its host)."""
+        """Bind this process to the device of `local_rank`, its rank within the host."""
 
     @abc.abstractmethod
     def synchronize(self) -> None:
@@ -53,22 +53,22 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def has_transformer_engine(self) -> bool:
-        """Whether Transformer Engine layers can run here."""
+        """Return whether Transformer Engine layers can run here."""
 
     @abc.abstractmethod
     def has_mamba_kernels(self) -> bool:
-        """Tell whether Mamba-2's fused kernels can run here; `mimo.model.torch_layers.mamba` stands in for them."""
+        """Return whether Mamba-2's fused kernels can run here. Otherwise `mimo.model.torch_layers.mamba` is used."""
 
     @property
     def device_name(self) -> str:
-        """The accelerator's name as its driver gives it; empty where there is none."""
+        """Name of the accelerator as its driver gives it; empty if there is none."""
         return ""
 
-    def make_deterministic(self) -> None:  # noqa: B027  (a platform that is so by nature does nothing)
-        """Use only kernels and reductions that give the same bits every time. Before `set_device`."""
+    def make_deterministic(self) -> None:  # noqa: B027  (a platform that is deterministic anyway does nothing)
+        """Use only kernels and reductions that give the same bits every time. Call it before `set_device`."""
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """Mixed-precision context of the platform's device; `dtype` is that of matrix products (float32: off)."""
+        """Return a mixed-precision context; `dtype` is the dtype of matrix products (float32 switches it off)."""
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32)
 
     def init_process_group(self, rank: int, world_size: int, timeout_s: float) -> None:
@@ -77,8 +77,8 @@ class Platform(abc.ABC):
         Args:
             rank: global rank of this process.
             world_size: number of processes.
-            timeout_s: seconds after which a collective gives up, of this group and of every later one of the process
-                that is made without a limit of its own.
+            timeout_s: seconds after which a collective gives up. The limit holds for this group and for every later
+                one of this process that is made without its own limit.
         """
         timeout = datetime.timedelta(seconds=timeout_s)
         # A new group takes the limit from here, not from the default group. Megatron Core makes some groups itself, so
@@ -93,10 +93,10 @@ class Platform(abc.ABC):
         )
 
     def seed(self, seed: int, *, tp_rank: int, ep_rank: int, expt_tp_rank: int) -> None:
-        """Seed python, numpy, torch and Megatron's RNG tracker; `parallel_state` is not needed.
+        """Seed python, numpy, torch and Megatron's RNG tracker, without `parallel_state`.
 
-        Ranks that agree on `seed` draw alike in the default stream; the tracker's model-parallel stream differs by
-        `tp_rank`, its expert stream by `ep_rank` and `expt_tp_rank`.
+        Ranks with the same `seed` draw the same numbers from the default stream. The tracker's model-parallel stream
+        also depends on `tp_rank`, and its expert stream on `ep_rank` and `expt_tp_rank`.
 
         Args:
             seed: at least 0.
@@ -116,7 +116,7 @@ class Platform(abc.ABC):
         )
 
     def rng_state(self) -> dict[str, Any]:
-        """State of every generator that `seed` sets, for a checkpoint: plain objects and CPU byte tensors."""
+        """Return the state of every generator that `seed` sets, as plain objects and CPU byte tensors."""
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
         return {
@@ -139,10 +139,10 @@ class Platform(abc.ABC):
 
 
 def transformer_engine_installed() -> bool:
-    """Whether the Transformer Engine package can be found, without importing it."""
+    """Return whether the Transformer Engine package can be found, without importing it."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
 def mamba_kernels_installed() -> bool:
-    """Whether the packages of Mamba-2's kernels can be found, without importing them."""
+    """Return whether the packages of Mamba-2's kernels can be found, without importing them."""
     return all(importlib.util.find_spec(name) is not None for name in ("mamba_ssm", "causal_conv1d"))

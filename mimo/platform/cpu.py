@@ -1,8 +1,8 @@
-"""CPU with gloo: the real Megatron code runs, its CUDA calls mapped to CPU ones.
+"""CPU with gloo. The real Megatron code runs, with its CUDA calls mapped to CPU ones.
 
 The mapping replaces functions in the `torch` namespaces once per process. A `TorchFunctionMode` would see the same
-calls, but it costs Python time on every torch operation and acts in one thread only; replaced functions cost nothing
-on operations that take no device, and hold in data-loading and checkpoint-writing threads too.
+calls, but it costs Python time on every torch operation and acts in one thread only. Replaced functions cost nothing
+on operations that take no device, and also apply in data-loading and checkpoint-writing threads.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import psutil
 import torch
 
 from mimo.platform.base import Platform
-from mimo.platform.emulation import install_mapped_calls
-from mimo.platform.emulation.runtime import peak_resident_bytes, reset_peak_resident
+from mimo.platform.emulation import install_mapped_calls, peak_resident_bytes, reset_peak_resident
 
 logger = logging.getLogger(__name__)
 
 
 class CpuPlatform(Platform):
-    """One process a rank on shared CPU cores."""
+    """Platform of ranks that share the CPU cores of a host."""
 
     def __init__(self) -> None:
         self.name = "cpu"
@@ -30,7 +29,7 @@ class CpuPlatform(Platform):
         self.backend = "gloo"
 
     def install(self) -> None:
-        """Map CUDA calls to CPU. Raises RuntimeError where Megatron was imported before."""
+        """Map CUDA calls to CPU. Raises RuntimeError if Megatron was imported before."""
         if "megatron.core" in sys.modules:
             raise RuntimeError(
                 "CPU emulation must be installed before megatron.core is imported: call "
@@ -44,17 +43,15 @@ class CpuPlatform(Platform):
         logger.info("CPU emulation is on: %d CUDA calls are mapped to CPU, NCCL groups to gloo", count)
 
     def set_device(self, local_rank: int) -> None:
-        """Do nothing: the processes share the cores."""
+        """Do nothing, because the processes share the cores."""
 
     def synchronize(self) -> None:
-        """Do nothing: CPU operations finish before they return."""
+        """Do nothing, because CPU operations finish before they return."""
 
     def peak_memory_bytes(self) -> int:
-        """High-water mark of the resident set."""
         return peak_resident_bytes()
 
     def reset_peak_memory(self) -> None:
-        """Start a new mark where the kernel allows it; elsewhere the mark is that of the whole process."""
         reset_peak_resident()
 
     def device_memory(self) -> tuple[int, int]:
@@ -63,9 +60,7 @@ class CpuPlatform(Platform):
         return memory.available, memory.total
 
     def has_transformer_engine(self) -> bool:
-        """False: its kernels are CUDA only."""
-        return False
+        return False  # its kernels are CUDA only
 
     def has_mamba_kernels(self) -> bool:
-        """False: they are CUDA only."""
         return False

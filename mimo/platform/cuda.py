@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 def keep_compiled_kernels() -> None:
-    """Give Triton and TorchInductor folders that outlive the process and the host's next start.
+    """Give Triton and TorchInductor cache folders that outlive the process and a restart of the host.
 
-    They lie in `$XDG_CACHE_HOME/mimo-hetero/HOST`, or else `~/.cache/mimo-hetero/HOST`: hosts that share a home may
-    have other CPUs, and would wait for each other's locks. TorchInductor's own choice is under /tmp, and it moves
-    Triton's there as well. Folders that the user has chosen stay.
+    The folders are in `$XDG_CACHE_HOME/mimo-hetero/HOST`, or else in `~/.cache/mimo-hetero/HOST`, because hosts that
+    share a home may have different CPUs and would wait for each other's locks. TorchInductor's own choice is under
+    /tmp, and it moves Triton's there as well. Folders that the user has chosen stay.
     """
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -30,7 +30,7 @@ def keep_compiled_kernels() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.write(b"0")
-    except (OSError, RuntimeError) as problem:  # no home, or none that can be written
+    except (OSError, RuntimeError) as problem:  # there is no home, or it cannot be written
         logger.warning("compiled kernels are not kept for the next start: %s; set XDG_CACHE_HOME", problem)
         return
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folders[0]))
@@ -38,7 +38,7 @@ def keep_compiled_kernels() -> None:
 
 
 class CudaPlatform(Platform):
-    """One GPU a process."""
+    """Platform of processes with one GPU each."""
 
     def __init__(self) -> None:
         self.name = "cuda"
@@ -46,12 +46,12 @@ class CudaPlatform(Platform):
         self.backend = "nccl"
 
     def install(self) -> None:
-        """Have NCCL remember its last collectives, for a stall, and compilers keep their kernels for the next start."""
+        """Have NCCL record its last collectives for stall reports, and compilers keep their kernels on disk."""
         flight_recorder.turn_on()
         keep_compiled_kernels()
 
     def set_device(self, local_rank: int) -> None:
-        """Make GPU `local_rank` current. Raises ValueError where the host has fewer GPUs."""
+        """Make GPU `local_rank` current. Raises ValueError if the host has fewer GPUs."""
         count = torch.cuda.device_count()
         if not 0 <= local_rank < count:
             raise ValueError(
@@ -63,13 +63,12 @@ class CudaPlatform(Platform):
 
     @property
     def device_name(self) -> str:
-        """Name of the GPU, such as `NVIDIA H200`."""
         return torch.cuda.get_device_name()
 
     def make_deterministic(self) -> None:
         """Have torch, cuBLAS, NCCL and Transformer Engine keep to one order of summation.
 
-        The variables are read when the libraries start; a value that the user has set stays.
+        The libraries read the variables when they start. A value that the user has set stays.
         """
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("NCCL_ALGO", "Ring")
@@ -78,15 +77,12 @@ class CudaPlatform(Platform):
         torch.backends.cudnn.benchmark = False
 
     def synchronize(self) -> None:
-        """Wait for every stream of the current GPU."""
         torch.cuda.synchronize()
 
     def peak_memory_bytes(self) -> int:
-        """Return the most memory that torch's allocator held in tensors since the last reset."""
         return torch.cuda.max_memory_allocated()
 
     def reset_peak_memory(self) -> None:
-        """Start a new mark."""
         torch.cuda.reset_peak_memory_stats()
 
     def device_memory(self) -> tuple[int, int]:
@@ -94,9 +90,7 @@ class CudaPlatform(Platform):
         return torch.cuda.mem_get_info()
 
     def has_transformer_engine(self) -> bool:
-        """Whether the package is installed."""
         return transformer_engine_installed()
 
     def has_mamba_kernels(self) -> bool:
-        """Whether mamba_ssm and causal_conv1d are installed."""
         return mamba_kernels_installed()

@@ -1,4 +1,4 @@
-"""The import of Megatron Core, without packages that it looks for and that nothing here lets it use."""
+"""Imports Megatron Core without optional packages that it would never use here, and silences its notices."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import logging
 import sys
 import warnings
 
-# Megatron Core imports these wherever they are installed, which takes two seconds of a start:
-# object storage, which Megatron-Energon depends on, and which Megatron Core uses once a program has switched that on;
-# Weights & Biases and TensorBoard, for Megatron Core's own timers. Imports of other packages are left alone.
+# Megatron Core imports these packages wherever they are installed, which takes two seconds at every start. The first
+# one is for object storage: Megatron-Energon depends on it, but Megatron Core uses it only if a program asks for it.
+# Megatron Core's own timers use the others.
 UNUSED = ("multistorageclient", "wandb", "torch.utils.tensorboard")
 
 
 def import_megatron() -> None:
-    """Import Megatron, after the platform is installed. Where it is imported already, this does nothing."""
+    """Import Megatron after the platform is installed. Does nothing if it is imported already."""
     hidden = [name for name in UNUSED if name not in sys.modules]
-    # Python's own mark of a module that is not there: its import raises ModuleNotFoundError, which Megatron Core
-    # expects.
+    # With None in sys.modules, importing the module raises ModuleNotFoundError, which Megatron Core expects.
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         importlib.import_module("megatron.core.msc_utils")
@@ -27,17 +26,13 @@ def import_megatron() -> None:
             del sys.modules[name]
 
 
-# What Megatron Core says when it is imported, and nobody who runs a program can act on.
-
-
 def quieten_megatron() -> None:
-    """Hide what Megatron Core says about its own internals, and torch about Megatron Core, at every start on every
-    rank.
+    """Silence import-time notices of Megatron Core, and torch's about it, that users cannot act on.
 
-    Nobody who runs a trainer can act on it. `python -W default` and PYTHONWARNINGS=default bring it back.
+    `python -W default` and PYTHONWARNINGS=default bring them back.
     """
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    # Without a GPU it warns that there is none: Megatron Core's import of kernels that are never built here.
+    # Megatron Core imports kernels that are never built here, and torch then warns if there is no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     if sys.warnoptions:
         return
@@ -45,16 +40,19 @@ def quieten_megatron() -> None:
         warnings.filterwarnings("ignore", category=category, module=r"megatron\.")
     # Compiling a source file names its path instead of its module.
     warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*megatron")
-    # Said at the place of the subclass.
+    # This warning names the module of our subclass, not Megatron Core's.
     warnings.filterwarnings("ignore", category=UserWarning, message=r"\w+ is experimental and still under active")
-    # Megatron Core's calls, which torch 2.13 has renamed.
+    # Megatron Core calls functions that torch 2.13 has renamed.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
-    # Transformer Engine, of a package that is none of its business here.
+    # Transformer Engine warns about Jax, which is not used here.
     warnings.filterwarnings("ignore", category=RuntimeWarning, message="Detected a Jax installation")
 
 
 def quieten_transformer_engine() -> None:
-    """Hide Transformer Engine's warning about how Megatron Core calls it. Importing it shows its own warnings."""
+    """Silence a warning that Transformer Engine gives because of how Megatron Core calls it.
+
+    Transformer Engine is imported first, because its import makes its deprecations visible again.
+    """
     importlib.import_module("transformer_engine.pytorch")
     if not sys.warnoptions:
         warnings.filterwarnings("ignore", category=DeprecationWarning, message="Relying on pointer-based detection")

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mimo.config.precision import FP8_MULTIPLES
 from mimo.config.rl import RlConfig
 from mimo.config.trainer import RunConfig
 from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
@@ -455,7 +454,7 @@ def _multiples(run: RunConfig, layout: Layout, config: RlConfig) -> tuple[int, i
         return align, align
     multiple, fp8 = layout.language.tp * layout.language.cp, run.model.fp8(LANGUAGE)
     if fp8 is not None:  # each rank's part of the tokens is an operand of its own
-        multiple *= FP8_MULTIPLES[fp8.recipe]
+        multiple *= fp8.multiple
     return align, math.lcm(align, multiple)
 
 

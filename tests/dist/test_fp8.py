@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mimo.config.precision import Fp8
+from mimo.protocols import Fp8
 from tests.support.equality import MOE, parse_config
 from tests.support.marks import fast_only
 from tests.support.resuming import Run, assert_same_bits, refusal, train

@@ -233,7 +233,7 @@ def test_lists_of_what_is_built_in_are_complete() -> None:
         *missing(registry.REWARDS, "docs/rl_engine.md"),
         *missing(architectures, "docs/weights.md"),
         *missing([", ".join(sorted(registry.DATASET_PROVIDERS))], "mimo/config/trainer.py", "({})"),
-        *missing([", ".join(sorted(registry.PROMPT_PROVIDERS))], "mimo/config/rl_sections.py", "({})"),
+        *missing([", ".join(sorted(registry.PROMPT_PROVIDERS))], "mimo/config/rl_run.py", "({})"),
         *missing([", ".join(sorted(registry.REWARDS))], "mimo/config/rl.py", "({})"),
         *missing({name.split()[0] for name, _ in PEAK_TFLOPS}, "mimo/config/trainer.py", " {}"),
     ]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mimo.config.precision import Fp8
+from mimo.protocols import Fp8
 from tests.support.launch import losses, torchrun
 
 pytestmark = [

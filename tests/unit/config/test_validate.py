@@ -121,10 +121,10 @@ def test_a_run_that_makes_sense_passes(flags):
     (f"{ITERS} --layout colocated --encoder-dp 2 --llm-pp 2 --encoder-activation-gib 3 --freeze vision",
      "--encoder-activation-gib 3.0 with --freeze vision: a frozen encoder keeps no activations"),
     (f"{ITERS} --layout colocated --encoder-dp 2 --llm-pp 2 --encoder-activation-gib 3 --encoder-recompute full",
-     "--encoder-activation-gib 3.0 with --encoder-recompute full, which says itself what is kept"),
+     "--encoder-activation-gib 3.0 with --encoder-recompute full, which already decides what is kept"),
     (f"{ITERS} --freeze vision --encoder-recompute full", "--encoder-recompute full with --freeze vision"),
     (f"{ITERS} --recompute full --recompute-num-layers 0", "--recompute-num-layers 0 is below 1"),
-    (f"{ITERS} --llm-only --llm-dp 2 --encoder-recompute full", "no use for --encoder-recompute full"),
+    (f"{ITERS} --llm-only --llm-dp 2 --encoder-recompute full", "would ignore --encoder-recompute full"),
     (f"{ITERS} --ddp-num-buckets 2 --ddp-bucket-size 9", "--ddp-num-buckets 2 and --ddp-bucket-size 9"),
     (f"{ITERS} --ddp-num-buckets 0", "--ddp-num-buckets 0 is below 1"),
     (f"{ITERS} --seq-length 7", "--seq-length 7 is odd"),
@@ -202,7 +202,7 @@ def test_a_way_to_share_rows_needs_ranks_that_share_them():
 
 def test_experts_are_counted_by_the_family():
     checked(f"{ITERS} --num-experts 4 --llm-dp 2 --llm-ep 2", 3)
-    with pytest.raises(ValueError, match=r"--llm-ep 2 .*splits experts, and the model has none"):
+    with pytest.raises(ValueError, match=r"--llm-ep 2 .*splits experts, but the model has none"):
         checked(f"{ITERS} --llm-dp 2 --llm-ep 2", 3)
     with pytest.raises(ValueError, match=r"--num-experts 4 with --llm-tp 2 needs --sequence-parallel"):
         checked(f"{ITERS} --num-experts 4 --llm-tp 2", 3)

@@ -120,7 +120,7 @@ def test_the_world_size_that_the_flags_need():
     (4, {"layout": "homogeneous", "llm_tp": 2, "llm_pp": 2, "encoder_dp": 4},
      ["--encoder-dp 4", "split as the first language stage, --encoder-dp 1"]),
     (6, {"layout": "homogeneous", "llm_pp": 2, "llm_dp": 2}, ["needs 4 ranks", "the world has 6", "--llm-dp 3"]),
-    (2, {"llm_only": True, "layout": "homogeneous"}, ["--layout homogeneous says nothing with --llm-only"]),
+    (2, {"llm_only": True, "layout": "homogeneous"}, ["--layout homogeneous has no effect with --llm-only"]),
     # layers of the stages
     (3, {"llm_pp": 2, "llm_pp_layout": "1,x"}, ["--llm-pp-layout 1,x", "such as 16,24"]),
     (3, {"llm_pp": 2, "llm_pp_layout": "1,2,1"}, ["--llm-pp-layout 1,2,1 has 3 stages, but --llm-pp is 2"]),

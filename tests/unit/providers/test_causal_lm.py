@@ -155,7 +155,7 @@ def test_a_text_model_has_no_encoder_and_needs_no_flag_for_it() -> None:
     assert validate(config, 2).encoders == ()
     assert validate(parse([*flags, "--llm-only"]), 2).encoders == ()
     for wrong, words in (("--encoder-tp 2", "a model without encoder has no encoder grid: leave out --encoder-tp 2"),
-                         ("--encoder-lr 1", "a run without encoder has no use for --encoder-lr 1.0"),
+                         ("--encoder-lr 1", "a run without an encoder would ignore --encoder-lr 1.0"),
                          ("--freeze vision", "unknown part vision; known are language")):
         with pytest.raises(ValueError, match=words):
             validate(parse([*flags, *wrong.split()]), 2)
