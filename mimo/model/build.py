@@ -1,4 +1,4 @@
-"""From flags and a provider to this rank's model: specs, freezing, precision, data-parallel wrapping."""
+"""Builds this rank's model from flags and a provider: specs, freezing, precision, data-parallel wrapping."""
 
 from __future__ import annotations
 
@@ -31,39 +31,48 @@ from mimo.platform.megatron_import import quieten_transformer_engine
 from mimo.protocols import LANGUAGE, BuildContext, ModelProvider
 from mimo.watchdog.watchdog import Watchdog
 
-# What of a rank's training state has its memory, and what is offloaded and must not be touched.
+logger = logging.getLogger(__name__)
 
-
+# Parts of a rank's training state that can be offloaded to the host.
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 KINDS = (WEIGHTS, GRADIENTS, OPTIMIZER)
+# Added to the run's seed, so that each module draws from its own stream wherever it is placed.
+ENCODER_SEED_OFFSET = 10_000
+LANGUAGE_SEED_OFFSET = 20_000
 
 
 class OffloadedError(RuntimeError):
-    """Something is asked of a trainer whose memory lies on the host."""
+    """An operation needs training state that is offloaded to the host."""
 
 
 class Residency:
-    """Says what of one rank is offloaded, and what is on its way back.
+    """Record of which training state of this rank is offloaded, and which is on its way back.
 
     Attributes:
-        offloaded: those of `KINDS` that have no memory on the device.
-        arriving: those that have memory again but not yet their contents, each with a function that waits for these.
+        offloaded: the `KINDS` that have no memory on the device.
+        arriving: the `KINDS` that have memory again but not yet their contents, each with a function that waits for
+            these.
     """
 
     def __init__(self) -> None:
         self.offloaded: set[str] = set()
         self.arriving: dict[str, Callable[[], None]] = {}
 
-    def require(self, what: str, *kinds: str, waits: bool = True) -> None:
-        """Make sure that `what` finds `kinds` on the device; wait for those that are arriving, unless told not to.
+    def require(self, purpose: str, *kinds: str, waits: bool = True) -> None:
+        """Make sure that `kinds`, which `purpose` needs, are on the device.
+
+        Args:
+            purpose: begins the error message.
+            kinds: some of `KINDS`.
+            waits: whether to wait for those that are arriving.
 
         Raises:
             OffloadedError: some of them are offloaded.
         """
         missing = [kind for kind in KINDS if kind in kinds and kind in self.offloaded]
         if missing:
-            raise OffloadedError(f"{what}: {', '.join(missing)} of this trainer are offloaded to the host; bring them "
-                                 "back first (mimo.rl.offload.Offload.bring_back)")
+            raise OffloadedError(f"{purpose}: {', '.join(missing)} of this trainer are offloaded to the host; bring "
+                                 "them back first (mimo.rl.offload.Offload.bring_back)")
         for kind in kinds if waits else ():
             self.wait_for(kind)
 
@@ -74,21 +83,14 @@ class Residency:
             wait()
 
 
-logger = logging.getLogger(__name__)
-
-# Added to the run's seed: each module draws from its own stream, wherever it is placed.
-ENCODER_SEED_OFFSET = 10_000
-LANGUAGE_SEED_OFFSET = 20_000
-
-
 @dataclass
 class BuiltModel:
-    """This rank's model and what the step needs to know of it.
+    """This rank's model and what a training step needs to know about it.
 
     Attributes:
         model: the multimodal model.
         wrapped: DDP wrapper of each module that trains, for modules of this rank.
-        trainable: every module of this rank -> whether any of its ranks trains anything.
+        trainable: every module of this rank -> whether any rank of its grid has a parameter that trains.
         params_dtype: dtype of parameters and activations.
         residency: what of the training state is offloaded.
     """
@@ -100,12 +102,12 @@ class BuiltModel:
     residency: Residency = field(default_factory=Residency)
 
     def finish_gathers(self, purpose: str) -> None:
-        """Finish the gathers of parameters that an overlapped optimizer step left open, so that weights are complete.
+        """Finish the parameter gathers that an overlapped optimizer step left open, so that the weights are complete.
 
         Collective over the ranks of each module.
 
         Args:
-            purpose: what needs the weights, for the error, such as `a checkpoint`.
+            purpose: the operation that needs the weights, such as `a checkpoint`, for the error.
 
         Raises:
             OffloadedError: the weights are offloaded.
@@ -116,12 +118,12 @@ class BuiltModel:
 
 
 def params_dtype(config: RunConfig) -> torch.dtype:
-    """dtype of parameters and activations that the flags ask for."""
+    """Return the dtype of parameters and activations that the flags ask for."""
     return torch.bfloat16 if config.model.bf16 else torch.float32
 
 
 def layer_impl(config: RunConfig, platform: Platform) -> str:
-    """The layer implementation that the flags ask for on a platform, `transformer_engine` or `local`."""
+    """Return the layer implementation that the flags ask for on a platform, `transformer_engine` or `local`."""
     if config.model.transformer_impl != "auto":
         return config.model.transformer_impl
     return "transformer_engine" if platform.has_transformer_engine() else "local"
@@ -161,7 +163,7 @@ def build_model(
 ) -> BuiltModel:
     """Build, freeze, cast and wrap the modules of this rank. Collective over each module's ranks.
 
-    `watchdog` and `spans`, if any, are told what the model does.
+    The model reports its waits to `watchdog`, and its work to `spans` if they are given.
     """
     install_packed_rotary()
     install_padded_routing()
@@ -212,12 +214,12 @@ def build_model(
 
 
 def check_shared_attention(config: RunConfig, grid: GridSpec, sizes: TransformerConfig) -> None:
-    """Refuse what Transformer Engine's attention cannot share among context-parallel ranks, on every rank alike.
+    """Raise ValueError, on every rank, if Transformer Engine's attention cannot split rows over context-parallel ranks.
 
     Args:
         config: the run.
-        grid: the language model's.
-        sizes: the language model's, as every rank has them.
+        grid: grid of the language model.
+        sizes: sizes of the language model, which every rank has.
     """
     if grid.cp == 1:
         return
@@ -241,12 +243,12 @@ def _mimo_config(config: RunConfig, provider: ModelProvider, grids: Grids, impl:
             encoder_specs[name] = provider.encoder_spec(family, name, build_context(config, grids, name, impl))
     context = build_context(config, grids, LANGUAGE, impl) if LANGUAGE in grids.modules else None
     language = provider.language_spec(family, context)
-    # On every rank, so that none waits for those of the language grid.
+    # Checked on every rank, so that no rank is left waiting for those of the language grid.
     chunk, kind = config.model.logits_chunk_size, language.module
     if chunk is not None and not (isinstance(kind, type) and issubclass(kind, PaddedVocabulary)):
         raise ValueError(f"--logits-chunk-size {chunk}: --model-provider {config.model.model_provider} builds "
-                         f"{kind}, which is no mimo.model.language.PaddedVocabulary and has the logits of all tokens "
-                         "at once; leave it out")
+                         f"{kind}, which is not a mimo.model.language.PaddedVocabulary and computes the logits of all "
+                         "tokens at once; leave it out")
     if impl == "transformer_engine":
         check_shared_attention(config, grids.layout.language, language.params["config"])
     return MimoModelConfig(
@@ -258,21 +260,21 @@ def _mimo_config(config: RunConfig, provider: ModelProvider, grids: Grids, impl:
 
 
 def _seed(seed: int, grids: Grids, module: str, platform: Platform) -> None:
-    place = grids.layout.grids[module].coordinates(grids.rank)
+    position = grids.layout.grids[module].coordinates(grids.rank)
     groups = grids.collections[module]
     names = list(grids.layout.grids)
     offset = LANGUAGE_SEED_OFFSET if module == LANGUAGE else ENCODER_SEED_OFFSET * (1 + 10 * names.index(module))
     # Stages hold different layers; the factor is Megatron's.
     platform.seed(
-        seed + offset + 100 * place["pp"],
-        tp_rank=place["tp"],
+        seed + offset + 100 * position["pp"],
+        tp_rank=position["tp"],
         ep_rank=groups.ep.rank(),
         expt_tp_rank=groups.expt_tp.rank(),
     )
 
 
 def named_modules_of(model: HeteroModel) -> Iterable[tuple[str, Any]]:
-    """Modules of this rank by name, encoders first, wrapped or not."""
+    """Yield the modules of this rank by name, encoders first, wrapped or not."""
     yield from model.modality_submodules.items()
     if model.language_model is not None:
         yield LANGUAGE, model.language_model
@@ -294,7 +296,7 @@ def freeze(model: HeteroModel, frozen: frozenset[str]) -> None:
 
 
 def set_training(model: HeteroModel, training: bool) -> None:
-    """Training mode for parts that train, eval mode for frozen ones and, with `training` False, for all."""
+    """Put parts that train into training mode and frozen ones into eval mode; without `training` all into eval mode."""
     model.train(training)
     for part in model.modules():
         parameters = list(part.parameters())
@@ -310,7 +312,7 @@ def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def _trains_anywhere(part: torch.nn.Module, grids: Grids, name: str, platform: Platform) -> bool:
-    """Whether any rank of the module has a trainable parameter, agreed by all of them."""
+    """Return whether any rank of the module has a trainable parameter. Collective over the module's ranks."""
     count = torch.tensor([sum(parameter.requires_grad for parameter in part.parameters())], device=platform.device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX, group=grids.collections[name].intra_dist_opt)
     return bool(count.item())

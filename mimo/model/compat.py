@@ -1,8 +1,8 @@
 """Private parts of Megatron Core 0.19.2 and Transformer Engine 2.20 that models rely on.
 
-Here are the functions that are replaced or called. Methods that our subclasses override stay where the subclass is;
-`OVERRIDDEN` lists them. Look through both when one of the two is upgraded: tests/unit/test_compat.py names what is
-gone.
+This module wraps the functions that are replaced or called. Methods that our subclasses override stay where the
+subclass is, and `OVERRIDDEN` lists them. Review both when one of the packages is upgraded. tests/unit/test_compat.py
+fails if a name is gone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OVERRIDDEN = {
     # Latent attention builds exactly the layers of its spec and stays inside its groups.
     "megatron.core.transformer.multi_latent_attention.MLASelfAttention": (
         "_resolve_qk_norm_config", "_run_core_attention", "_qkv_down_projection"),
-    # Logits of padding rows are masked in the one place that loss and returned logits have in common.
+    # The loss and the returned logits both pass through it, so padding rows of the vocabulary are masked there.
     "megatron.core.models.gpt.gpt_model.GPTModel": ("_scale_logits",),
     # Modules are seeded one by one, and colocated grids have a bridge of their own.
     "megatron.core.models.mimo.model.base.MimoModel": (
@@ -29,12 +29,12 @@ OVERRIDDEN = {
 }
 """Class -> private methods of it that a subclass in `mimo.model` overrides."""
 
-# `rope_utils._apply_rotary_pos_emb_thd` and `_bshd`: rotary positions of packed and of plain rows. The public
-# `apply_rotary_pos_emb` chooses between them by a configuration that packed rows decide.
+# Rotary positions of packed and of plain rows. The public `apply_rotary_pos_emb` takes the choice between the two from
+# the configuration, but it depends on the rows.
 rotary_of_packed_rows: Callable[..., Any] = rope_utils._apply_rotary_pos_emb_thd
 rotary_of_rows: Callable[..., Any] = rope_utils._apply_rotary_pos_emb_bshd
 
-# `TopKRouter._apply_expert_bias`: counts the tokens of each expert, with a mask that it lays along the wrong axis.
+# Counts the tokens of each expert, but applies the padding mask along the wrong axis.
 apply_expert_bias: Callable[..., Any] = TopKRouter._apply_expert_bias
 
 
@@ -51,8 +51,8 @@ def replace_apply_expert_bias(function: Callable[..., Any]) -> None:
 def replace_share_storage(function: Callable[[Any, Any], None]) -> None:
     """Have `CheckpointWithoutOutput` call `function` with an emptied output and its recomputed values.
 
-    `tensor_parallel.random._get_share_storage`: it compiles a C++ extension at the first backward pass, on every rank,
-    which needs a compiler and ninja.
+    Megatron Core's own function compiles a C++ extension at the first backward pass on every rank, which needs a
+    compiler and ninja.
     """
     from megatron.core.tensor_parallel import random
 
@@ -62,7 +62,7 @@ def replace_share_storage(function: Callable[[Any, Any], None]) -> None:
 def checkpoint_without_fp8() -> None:
     """Have `CheckpointWithoutOutput` leave Transformer Engine's FP8 state alone, for layers in plain PyTorch.
 
-    It takes its default, False, for FP8, and fails where Transformer Engine is not installed.
+    Its default for FP8 is False, which it treats as a request, and it fails if Transformer Engine is not installed.
     """
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
@@ -70,10 +70,10 @@ def checkpoint_without_fp8() -> None:
 
 
 def replace_product(layer: Any, product: Callable[..., Any]) -> None:
-    """Have a linear layer in plain PyTorch call `product` with its own product and then that one's arguments.
+    """Have a linear layer in plain PyTorch call `product` with its own product, followed by the product's arguments.
 
-    `_forward_impl` of Megatron Core's ColumnParallelLinear and RowParallelLinear: the public `forward` also gathers,
-    reduces and adds the bias.
+    The public `forward` of Megatron Core's ColumnParallelLinear and RowParallelLinear would not do, because it also
+    gathers, reduces and adds the bias.
     """
     layer._forward_impl = partial(product, layer._forward_impl)
 
@@ -81,7 +81,7 @@ def replace_product(layer: Any, product: Callable[..., Any]) -> None:
 def replace_mamba_packing_check(function: Callable[..., tuple[bool, str | None]]) -> None:
     """Have `MambaMixer` ask `function` whether rows may be packed.
 
-    `mamba_mixer._check_mamba_sequence_packing_support`: it asks for kernels that `mimo.model.torch_layers` replaces.
+    Megatron Core's own check asks for kernels that `mimo.model.torch_layers` replaces.
     """
     from megatron.core.ssm import mamba_mixer
 
@@ -91,8 +91,7 @@ def replace_mamba_packing_check(function: Callable[..., tuple[bool, str | None]]
 def replace_mamba_row_order(undo: Callable[..., Any], redo: Callable[..., Any]) -> None:
     """Have Mamba-2 layers call `undo` before and `redo` after they scan the rows that context-parallel ranks share.
 
-    `mamba_context_parallel._undo_attention_load_balancing` and `_redo_attention_load_balancing`: for packed rows they
-    need Transformer Engine.
+    For packed rows, Megatron Core's own functions need Transformer Engine.
     """
     from megatron.core.ssm import mamba_context_parallel
 
@@ -101,44 +100,43 @@ def replace_mamba_row_order(undo: Callable[..., Any], redo: Callable[..., Any]) 
 
 
 def role_from_grids(module_to_grid_map: Any) -> RankRole:
-    """Return a rank's role where one grid must not count as colocated.
+    """Return a rank's role in a layout in which a single grid must not count as colocated.
 
-    `RankRole._from_grid_map`: the public `build` calls it only where the grids differ.
+    The public `RankRole.build` calls this function only if the grids differ.
     """
     return RankRole._from_grid_map(module_to_grid_map)
 
 
 def leave_counts_on_device(dispatcher: Any) -> None:
-    """Have a dispatcher of tokens return the counts of its experts as they are.
+    """Have a token dispatcher keep the token counts of its experts on the device.
 
-    `MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize`: it copies them to the host and waits for the copy.
+    Its own method copies them to the host and waits for the copy.
     """
     dispatcher._maybe_dtoh_and_synchronize = lambda point, tokens_per_expert=None: tokens_per_expert
 
 
 def margins_of_norm(norm: Any) -> dict[str, int]:
-    """Return how many multiprocessors a norm leaves to others, by `forward`, `backward` and `inference`.
+    """Return how many multiprocessors a norm leaves to other kernels, by `forward`, `backward` and `inference`.
 
-    `_sm_margins` of `transformer_engine.pytorch.RMSNorm`: the layer reads them from the environment and has no public
-    name for all three.
+    `transformer_engine.pytorch.RMSNorm` reads them from the environment and has no public name for all three.
     """
     margins: dict[str, int] = norm._sm_margins
     return margins
 
 
 def set_tensor_parallel_group(layer: Any, group: Any) -> None:
-    """Give a replicated layer of Transformer Engine that was built without a group its own; no change otherwise.
+    """Give a replicated Transformer Engine layer the group that it was built without; leave other layers as they are.
 
-    `_tp_group` of Megatron Core's wrapper: its constructor ignores the group of replicated layers.
+    The constructor of Megatron Core's wrapper ignores the group of replicated layers.
     """
     if vars(layer).get("_tp_group", group) is None:
         layer._tp_group = group
 
 
 def accumulate_weight_gradient(inputs: torch.Tensor, of_outputs: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """Add the weight gradient of a product, `[tokens, in]` and `[tokens, out]`, to `main_grad` in one kernel of apex.
+    """Add the weight gradient of a product, from `[tokens, in]` and `[tokens, out]`, to `main_grad` in one apex kernel.
 
-    `tensor_parallel.layers.fused_weight_gradient_mlp_cuda`, which Megatron Core imports where it is installed.
+    Megatron Core imports the kernel if it is installed.
     """
     kernels = layers.fused_weight_gradient_mlp_cuda
     accumulate = (kernels.wgrad_gemm_accum_fp32 if main_grad.dtype is torch.float32
@@ -147,9 +145,9 @@ def accumulate_weight_gradient(inputs: torch.Tensor, of_outputs: torch.Tensor, m
 
 
 def fp8_quantizers(linear: Any) -> tuple[Any, Any, Any]:
-    """Return what makes FP8 rows, weights and, where gradients are enabled, gradients of rows of a grouped layer.
+    """Return the quantizers of a grouped layer's rows, weights and, if gradients are enabled, gradients of rows.
 
-    `GroupedLinear._get_quantizers`: one of each for each expert, all alike, as the entered recipe says.
+    The layer has one of each for every expert. They are all alike, as the recipe says that has been entered.
     """
     linear.init_fp8_metadata(num_gemms=linear.num_gemms)
     rows, weights, _, _, _, gradients = linear._get_quantizers()
@@ -157,25 +155,24 @@ def fp8_quantizers(linear: Any) -> tuple[Any, Any, Any]:
 
 
 def fp8_copies(linear: Any) -> dict[str, Any]:
-    """Return the dict in which a layer of Transformer Engine keeps FP8 copies of its weights; see `mimo.model.fp8`.
+    """Return the dict in which a Transformer Engine layer keeps FP8 copies of its weights; see `mimo.model.fp8`.
 
-    `TransformerEngineBaseModule._fp8_workspaces`: the public way to renew them, `is_first_microbatch`, also overwrites
-    the buffer of gradients.
+    The public way to renew them, `is_first_microbatch`, also overwrites the gradient buffer.
     """
     copies: dict[str, Any] = linear._fp8_workspaces
     return copies
 
 
 def reordered_grouped_tensor(tensor: Any, order: Any, offsets: Any, shape: tuple[int, int]) -> Any:
-    """Describe quantised matrices of one shape, with a scale each, in another order than that of their memory.
+    """Describe quantised matrices of one shape, with a scale each, in another order than in memory.
 
-    `GroupedTensorStorage._with_gemm_swizzled_scales`: how the scales lie has no public name.
+    The layout of the scales has no public name.
 
     Args:
         tensor: Transformer Engine's grouped tensor.
-        order: int64 `[matrices]`, the place in memory of each matrix.
-        offsets: int64 `[matrices + 1]`, the elements before each matrix, and of all.
-        shape: of a matrix.
+        order: int64 `[matrices]`, the position in memory of each matrix.
+        offsets: int64 `[matrices + 1]`, the number of elements before each matrix, and the number of all.
+        shape: shape of one matrix.
     """
     count = len(order)
     scales = [None if each is None else each[order] for each in (tensor.scale_inv, tensor.columnwise_scale_inv)]

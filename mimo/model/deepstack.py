@@ -1,11 +1,11 @@
 """DeepStack (Meng et al., arXiv:2406.04334): features of several depths of an encoder, added to several decoder layers.
 
 An encoder's output and its levels are the columns of one tensor: the output first, then level 0, level 1, and so on.
-So they cross the bridge in one message, and each keeps its own gradient. Both in the encoder and in the decoder they
-lie behind the columns of the hidden states. Therefore Megatron Core's pipeline schedules, recomputation and sequence
-parallelism carry them like hidden states, with no state beside the graph. A decoder layer adds the first level to its
-output and drops it. If the layers that add levels are on several pipeline stages, the levels that are left travel to
-the next stage with its hidden states.
+They cross the bridge in one message, and each keeps its own gradient. Both in the encoder and in the decoder, the
+columns of the levels follow those of the hidden states, so that Megatron Core's pipeline schedules, recomputation and
+sequence parallelism carry them like hidden states, without any other state. A decoder layer adds the first level to its
+output and drops it. If the layers that add levels are on several pipeline stages, the remaining levels travel to the
+next stage with the hidden states.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.core.transformer.utils import sharded_state_dict_default
 
 
 class LayerWithLevels(TransformerLayer):
-    """A layer whose input and output may have levels behind the columns of the hidden states."""
+    """A layer whose input and output may have the columns of levels after those of the hidden states."""
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         """Run the layer on `[s, b, (1 + levels) * hidden]`."""
@@ -40,14 +40,13 @@ class LayerWithLevels(TransformerLayer):
 
     @abstractmethod
     def combine(self, output: torch.Tensor, levels: torch.Tensor) -> list[torch.Tensor]:
-        """Return the columns of the layer's output, given the hidden states and the levels that came in."""
+        """Return the parts of the layer's output, given its hidden states and the levels of its input."""
 
 
 class DecoderLayer(LayerWithLevels):
     """A decoder layer that adds the first level, if there is one, to its output."""
 
     def combine(self, output: torch.Tensor, levels: torch.Tensor) -> list[torch.Tensor]:
-        """Add the first level to the output; the others are left for the next layers."""
         if not levels.shape[-1]:
             return [output]
         size = output.shape[-1]
@@ -67,17 +66,16 @@ class EncoderLayer(LayerWithLevels):
         self.is_level = self.layer_number - 1 in level_layers
 
     def combine(self, output: torch.Tensor, levels: torch.Tensor) -> list[torch.Tensor]:
-        """Append the output to the levels if it is one."""
         return [output, levels, *([output] if self.is_level else [])]
 
 
 def decoder_with_levels(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """Return a decoder's layers such that they take levels."""
+    """Return the spec of a decoder with layers that add levels to their outputs."""
     return _with_layers(spec, DecoderLayer)
 
 
 def encoder_with_levels(spec: TransformerBlockSubmodules, level_layers: Sequence[int]) -> TransformerBlockSubmodules:
-    """Return an encoder's layers such that the outputs of `level_layers` (global numbers, from 0) become levels."""
+    """Return the spec of an encoder in which the outputs of `level_layers` (global numbers, from 0) become levels."""
     return _with_layers(spec, EncoderLayer, level_layers=tuple(level_layers))
 
 
@@ -89,10 +87,10 @@ def _with_layers(spec: TransformerBlockSubmodules, kind: type, **params: Any) ->
 
 
 def stage_levels(config: TransformerConfig, num_levels: int, stage: int) -> int:
-    """Count the levels that come into a pipeline stage of the decoder with its hidden states.
+    """Count the levels that a pipeline stage of the decoder receives with its hidden states.
 
     Args:
-        config: the decoder's.
+        config: configuration of the decoder.
         num_levels: levels that the encoders send.
         stage: pipeline stage, from 0.
     """
@@ -104,10 +102,10 @@ class LevelProjectors(MegatronModule):
 
     Args:
         config: the projectors' configuration; `hidden_size` is the width of the language model.
-        projectors: spec of each, the output's first. They take features of equal width.
+        projectors: their specs, that for the output first. All take features of the same width.
 
     Attributes:
-        config: a copy whose `hidden_size` is the width of the result.
+        config: a copy of the configuration whose `hidden_size` is the width of the result.
     """
 
     def __init__(self, config: TransformerConfig, projectors: Sequence[ModuleSpec]) -> None:
@@ -123,7 +121,7 @@ class LevelProjectors(MegatronModule):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (),
                            metadata: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the states of the projectors; Megatron Core would take those of a list as replicated."""
+        """Return the states of the projectors. Megatron Core would treat the modules of a list as replicated."""
         state: dict[str, Any] = {}
         for index, projector in enumerate(self.projectors):
             state |= sharded_state_dict_default(projector, f"{prefix}projectors.{index}.", sharded_offsets, metadata)

@@ -1,14 +1,15 @@
-"""Matrix products of layers in FP8: which layers, what their sizes have to be, and an emulation in plain PyTorch.
+"""Matrix products of layers in FP8: which layers use it, which sizes fit, and an emulation in plain PyTorch.
 
-Quantised are the products of a layer's linear parts with weights: attention, MLPs, shared and routed experts, Mamba's
-projections. Embeddings, norms, routers, the attention core, Mamba's scan, projectors and the output layer keep the
-model's precision, and so do the weights that are stored, saved and exported.
+The products of a layer's linear parts with their weights are quantised: attention, MLPs, shared and routed experts, and
+Mamba's projections. Embeddings, norms, routers, the attention core, Mamba's scan, projectors and the output layer keep
+the model's precision, and so do the weights that are stored, saved and exported.
 
 With Transformer Engine's layers, Megatron Core enters the recipe around each layer. Weights are quantised once for each
-step of the optimizer, which calls `forget_weights`; passes without gradients quantise anew, because weights may be
-exchanged around them (this includes the first pass of recomputed layers), and so do separate products of experts.
-Layers in plain PyTorch round both operands of each product to FP8 and back. That is slower than no FP8, and shows what
-FP8 does to a run on any machine.
+optimizer step, which calls `forget_weights`. Passes without gradients, which include the first pass of recomputed
+layers, quantise again, because weights may be exchanged around them. Separate products of experts quantise again, too.
+
+Layers in plain PyTorch round both operands of each product to FP8 and back. That is slower than computing without FP8,
+but it shows on any machine what FP8 does to a run.
 """
 
 from __future__ import annotations
@@ -119,13 +120,13 @@ def _check_device(fp8: Fp8) -> None:
 
 def _with_whole_rows(linear: Any, fp8: Fp8, forward: Callable[..., Any], hidden: torch.Tensor, *args: Any,
                      **kwargs: Any) -> Any:
-    """Call a linear layer of Transformer Engine with zero rows added until their number fits the FP8 product.
+    """Call a linear layer of Transformer Engine with as many rows of zeros added as the FP8 product needs.
 
     Packed rows and images have any number of tokens. Rows of zeros change neither the other rows nor, because their
     gradient is zero as well, any weight gradient.
     """
-    # With a buffer of gradients to add to, a first microbatch would overwrite it. One that is not the first quantises
-    # weights where no copy is kept.
+    # Transformer Engine would overwrite the gradient buffer in a first microbatch. In any other one, it quantises the
+    # weights if it has kept no copy.
     linear.disable_parameter_transpose_cache = not torch.is_grad_enabled()
     linear.is_first_microbatch = False
     shape, multiple = hidden.shape[:-1], fp8.multiple
@@ -139,7 +140,7 @@ def _with_whole_rows(linear: Any, fp8: Fp8, forward: Callable[..., Any], hidden:
     return output[:shape.numel()].unflatten(0, shape), bias
 
 
-# The emulation.
+# Emulation in plain PyTorch.
 
 
 def quantised(values: torch.Tensor, dtype: torch.dtype, recipe: str, *, is_weight: bool = False) -> tuple[
@@ -178,7 +179,7 @@ def rounded(values: torch.Tensor, dtype: torch.dtype, recipe: str, *, is_weight:
 
 
 class _Round(torch.autograd.Function):
-    """`rounded` of an operand; its gradient passes through."""
+    """Round an operand, and pass its gradient through."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, recipe: str, is_weight: bool) -> torch.Tensor:
@@ -190,7 +191,7 @@ class _Round(torch.autograd.Function):
 
 
 class _RoundGradient(torch.autograd.Function):
-    """`values` themselves; their gradient is rounded, as an operand of both products of the backward pass."""
+    """Pass values through, and round their gradient, which is an operand of both products of the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, dtype: torch.dtype, recipe: str) -> torch.Tensor:
@@ -204,7 +205,7 @@ class _RoundGradient(torch.autograd.Function):
 
 def _emulated_product(fp8: Fp8, product: Callable[..., torch.Tensor], input: torch.Tensor,  # noqa: A002
                       weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Multiply `input` by `weight` with `product`, all operands of the three products of a step rounded to FP8."""
+    """Multiply `input` by `weight` with `product`, with the operands of all three products of a step rounded to FP8."""
     output = product(_Round.apply(input, fp8.recipe, False), _Round.apply(weight, fp8.recipe, True), *args, **kwargs)
     rounded_output: torch.Tensor = _RoundGradient.apply(output, E5M2 if fp8.format == "hybrid" else E4M3, fp8.recipe)
     return rounded_output

@@ -1,4 +1,4 @@
-"""Decoders: Megatron Core's `GPTModel` and `HybridModel` with a padded vocabulary and this module's process groups."""
+"""Decoders: Megatron Core's `GPTModel` and `HybridModel` with a padded vocabulary on the language grid's groups."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ from mimo.model.torch_layers.norms import Norm
 
 
 class PaddedVocabulary(LanguageModule):
-    """Base class of both kinds of decoder; it comes before Megatron Core's.
+    """Base class of both kinds of decoder, listed before Megatron Core's class.
 
-    Embedding and output rows from `true_vocab_size` on stand for no token: their logits are the least finite number, so
-    they are never the largest one, their probability is exactly zero and no gradient reaches them.
+    Embedding and output rows from `true_vocab_size` on stand for no token. Their logits are the least finite number, so
+    that they are never the largest, their probability is exactly zero and no gradient reaches them.
     """
 
     vocab_size: int
@@ -61,7 +61,7 @@ class PaddedVocabulary(LanguageModule):
     """Most tokens whose logits are in memory at a time; None: all tokens of a microbatch."""
 
     def set_true_vocab_size(self, true_vocab_size: int) -> None:
-        """Say how many rows stand for tokens, at most `vocab_size`, which counts the padding rows too."""
+        """Set how many rows stand for tokens. `vocab_size` counts the padding rows, too."""
         assert 0 < true_vocab_size <= self.vocab_size, f"{true_vocab_size} tokens in {self.vocab_size} rows"
         self.true_vocab_size = true_vocab_size
         if self.post_process:
@@ -71,8 +71,11 @@ class PaddedVocabulary(LanguageModule):
         """Apply a function to the logits of all tokens, `logits_chunk` of them at a time.
 
         Args:
-            hidden: what the layers return, `[s, b, h]`; with sequence parallelism this rank's part of `s`.
-            function: what to compute.
+            hidden: output of the layers, `[s, b, h]`; with sequence parallelism this rank's part of `s`.
+            function: the function.
+
+        Returns:
+            The function's results, `[b, s]` each.
         """
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         scaled = replace(function, compute=lambda logits, *inputs: function.compute(self._scale_logits(logits),
@@ -89,7 +92,7 @@ class PaddedVocabulary(LanguageModule):
         return (self.compute_language_model_loss(labels.t(), logits).t(),)
 
     def _scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        # The one place that loss and returned logits have in common.
+        # The loss and the returned logits both pass through this method.
         logits = super()._scale_logits(logits)
         rows = logits.size(-1)
         first = 0 if rows == self.vocab_size else self.tp_group.rank() * rows
@@ -102,9 +105,9 @@ class PaddedVocabulary(LanguageModule):
         self, sharded_state_dict: ShardedStateDict, output_layer_weight_key: str, first_stage_word_emb_key: str,
         metadata: dict[str, Any] | None = None,
     ) -> None:
-        """The last stage's copy of a tied embedding as a replica of the first stage's, in place.
+        """Save the last stage's copy of a tied embedding as a replica of the first stage's; changes the dict in place.
 
-        As Megatron Core's method, which takes the rank from global state that several grids cannot share.
+        Megatron Core's method does the same, but takes the rank from global state that several grids cannot share.
         """
         if not self.post_process or self.pre_process:
             assert self.pre_process or output_layer_weight_key not in sharded_state_dict, list(sharded_state_dict)
@@ -124,8 +127,8 @@ class PaddedVocabulary(LanguageModule):
 class MultimodalRotaryEmbedding(torch.nn.Module):
     """Rotary angles of positions with three axes: each frequency follows time, row or column.
 
-    Megatron Core has only contiguous sections of frequencies. This class has interleaved ones too, and never asks for
-    global state.
+    Megatron Core has only contiguous sections of frequencies. This class also has interleaved ones, and uses no global
+    state.
 
     Args:
         kv_channels: channels of a head.
@@ -149,7 +152,7 @@ class MultimodalRotaryEmbedding(torch.nn.Module):
         Args:
             position_ids: int64 `[3, b, s]`.
             mrope_section: no effect; `GPTModel` passes its configuration's.
-            cp_group: None; `position_ids` are already those of this rank's tokens.
+            cp_group: None or one rank, because `position_ids` belong to this rank's tokens already.
         """
         assert cp_group is None or cp_group.size() == 1, "positions of three axes are not split over a sequence's ranks"
         assert position_ids.ndim == 3 and len(position_ids) == 3, f"three axes, not {list(position_ids.shape)}"
@@ -161,7 +164,7 @@ def _axes_of_frequencies(sections: Sequence[int], *, interleaved: bool) -> list[
     """Return the axis (0 time, 1 row, 2 column) that each frequency follows."""
     if not interleaved:
         return [axis for axis, count in enumerate(sections) for _ in range(count)]
-    return [place % 3 if place < 3 * sections[place % 3] else 0 for place in range(sum(sections))]
+    return [index % 3 if index < 3 * sections[index % 3] else 0 for index in range(sum(sections))]
 
 
 class LanguageModel(PaddedVocabulary, GPTModel):
@@ -183,7 +186,7 @@ class LanguageModel(PaddedVocabulary, GPTModel):
 
     def forward(self, *, labels: torch.Tensor | None = None, function: TokenFunction | None = None,
                 **inputs: Any) -> Any:
-        """Do as Megatron Core's method does, with the logits of `logits_chunk` tokens at a time.
+        """Extend Megatron Core's method: compute the logits of `logits_chunk` tokens at a time.
 
         Args:
             labels: int64 `[b, s]`; the result is the loss of each token.
@@ -204,14 +207,14 @@ class HybridLanguageModel(PaddedVocabulary, HybridModel):
 
     Args:
         true_vocab_size: number of tokens.
-        hybrid_layer_pattern: as `HybridModel` takes it. Layers after a slash are multi-token prediction's, which
-            Megatron Core would place by global state that several grids cannot share; they are on the last pipeline
-            stage.
+        hybrid_layer_pattern: pattern in the form of `HybridModel`. Layers after a slash are those of multi-token
+            prediction, on the last pipeline stage. Megatron Core would place them by global state that several grids
+            cannot share.
         model: further arguments of `HybridModel`.
     """
 
     def __init__(self, *, true_vocab_size: int, hybrid_layer_pattern: str, **model: Any) -> None:
-        # Megatron Core's constructor calls the overridden method below, which needs it.
+        # Megatron Core's constructor calls the overridden method below, which reads `mtp_patterns`.
         layers, *self.mtp_patterns = hybrid_layer_pattern.split("/")
         super().__init__(hybrid_layer_pattern=layers, **model)
         self.set_true_vocab_size(true_vocab_size)
@@ -235,16 +238,16 @@ class HybridLanguageModel(PaddedVocabulary, HybridModel):
                 packed_seq_params: PackedSeqParams | None = None, mtp_inputs: MtpInputs | None = None,
                 decoder_input: torch.Tensor | None = None, padding_mask: torch.Tensor | None = None,
                 **inputs: Any) -> Any:
-        """Do as Megatron Core's method does; without labels, multi-token prediction does not run.
+        """Replace Megatron Core's method; without labels, multi-token prediction does not run.
 
         Args:
             labels: int64 `[b, s]`; the result is the loss of each token.
             function: without labels, the result is this function's, instead of the logits of all tokens.
-            packed_seq_params: where the sequences of a packed row start.
+            packed_seq_params: starts of the sequences of a packed row.
             mtp_inputs: tokens for multi-token prediction, given with `labels` to a stage that has it.
             decoder_input: embeddings `[s, b, h]` on the first stage.
-            padding_mask: tokens that routers leave out.
-            inputs: further arguments of `HybridModel.forward`, all without effect on the last stage.
+            padding_mask: tokens that routers ignore.
+            inputs: further arguments of `HybridModel.forward`, which have no effect on the last stage.
         """
         if not self.post_process:
             return super().forward(labels=labels, packed_seq_params=packed_seq_params, decoder_input=decoder_input,
@@ -269,7 +272,7 @@ class HybridLanguageModel(PaddedVocabulary, HybridModel):
 
 
 class Stack(HybridStack):
-    """Megatron Core's stack with the final norm of the implementation that its layers have: Megatron Core knows one."""
+    """Megatron Core's stack, with a final norm of the same implementation as its layers."""
 
     def __init__(self, config: TransformerConfig, submodules: HybridStackSubmodules, *, post_layer_norm: bool = True,
                  **stack: Any) -> None:
@@ -281,7 +284,7 @@ class Stack(HybridStack):
 
 
 def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
-    """Layers of every kind; the pattern chooses among them.
+    """Return the spec of a stack with layers of every kind, from which the pattern chooses.
 
     Args:
         config: `transformer_impl`, `num_moe_experts` and `moe_grouped_gemm` are read.
@@ -300,7 +303,10 @@ def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
 
 
 def _local_layers(config: TransformerConfig) -> HybridStackSubmodules:
-    """Norms stand alone here; checkpoints have the names of Transformer Engine layers, which fuse most of them."""
+    """Return layers in plain PyTorch, with separate norms.
+
+    In checkpoints, the norms have the names that they have in Transformer Engine's layers, which fuse most of them.
+    """
     mixer = ModuleSpec(module=MambaMixer, submodules=MambaMixerSubmodules(
         in_proj=ColumnParallelLinear, out_proj=RowParallelLinear))
     attention = ModuleSpec(
@@ -329,14 +335,14 @@ def _local_layers(config: TransformerConfig) -> HybridStackSubmodules:
 
 
 def _local_experts(config: TransformerConfig) -> Any:
-    """Megatron Core's builder of an MoE layer, building ours."""
+    """Return Megatron Core's builder of an MoE layer with our class in it."""
     builder = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts,
                                   moe_grouped_gemm=config.moe_grouped_gemm)
     return partial(LocalMoELayer, **builder.keywords)
 
 
 def _local_mtp() -> ModuleSpec:
-    """Norms and projection of a depth of multi-token prediction; its layers come from the pattern."""
+    """Return the norms and the projection of a depth of multi-token prediction; its layers come from the pattern."""
     layer = ModuleSpec(module=MultiTokenPredictionLayer, submodules=MultiTokenPredictionLayerSubmodules(
         enorm=Norm, hnorm=Norm, eh_proj=ColumnParallelLinear, mtp_model_layer=None, layer_norm=Norm))
     return ModuleSpec(module=MultiTokenPredictionBlock,

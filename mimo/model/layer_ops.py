@@ -1,4 +1,4 @@
-"""Kernels within layers: activations by name, norms, rotary positions, and what Transformer Engine adds up itself."""
+"""Kernels within layers: activations by name, norms, weight gradients, rotary positions, and linear layers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     """OpenAI CLIP's activation, `x * sigmoid(1.702 x)`.
 
-    Not Megatron Core's: that one is wrapped in torch.compile, which compiles anew as the number of images changes.
+    Megatron Core's own function is wrapped in torch.compile, which compiles again whenever the number of images
+    changes.
     """
     return x * torch.sigmoid(1.702 * x)
 
 
 class _QuickGelu(torch.autograd.Function):
-    """`quick_gelu` by Transformer Engine: one kernel a pass instead of three and five, one saved tensor of three."""
+    """`quick_gelu` by Transformer Engine's kernels.
+
+    It launches one kernel in each pass instead of three and five, and saves one tensor instead of three.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +52,7 @@ def fused_quick_gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """GELU's tanh approximation (Hugging Face `gelu_pytorch_tanh`)."""
+    """Return GELU in its tanh approximation (Hugging Face `gelu_pytorch_tanh`)."""
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
@@ -57,7 +61,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation(name: str, impl: str) -> Activation:
-    """An activation function.
+    """Return an activation function.
 
     Args:
         name: `quick_gelu`, `gelu` or `gelu_tanh`.
@@ -68,15 +72,12 @@ def activation(name: str, impl: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
-# Weight gradients that Transformer Engine's matrix products add to the buffer of gradients themselves.
-
-
 class _RmsNorm(torch.autograd.Function):
     """Root mean square norm by Transformer Engine's kernels."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, norm: Any, trains: bool) -> torch.Tensor:
-        """Normalize `[..., hidden]` by the settings of `norm`, Transformer Engine's layer; in the weight's dtype."""
+        """Normalize `[..., hidden]` in the weight's dtype, with the settings of `norm`, Transformer Engine's layer."""
         import transformer_engine_torch as kernels
         from transformer_engine.pytorch.constants import TE_DType
 
@@ -103,82 +104,77 @@ class _RmsNorm(torch.autograd.Function):
 def call_norm_kernels(module: torch.nn.Module) -> None:
     """Have Transformer Engine's RMS norms of a module call their kernels without the operation fuser around them.
 
-    The fuser is built anew for each call, plans which operations to fuse, and finds one. A decoder layer with norms of
-    queries and keys goes through it six times in a microbatch, for which the GPU waits where kernels are short. The
-    kernels and their results are the same.
+    Each call builds a new fuser, which plans which operations to fuse and finds only one. A decoder layer with norms of
+    queries and keys goes through it six times in a microbatch, and the GPU waits for it if its kernels are short. The
+    kernels and their results stay the same.
     """
     import transformer_engine.pytorch as te
+
+    def call(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _RmsNorm.apply(hidden, norm.weight, norm, torch.is_grad_enabled())
+        return result
 
     part: Any
     for part in module.modules():
         if type(part) is te.RMSNorm and part.weight.dim() == 1:
-            part.forward = partial(_call_norm, part)
-
-
-def _call_norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = _RmsNorm.apply(hidden, norm.weight, norm, torch.is_grad_enabled())
-    return result
+            part.forward = partial(call, part)
 
 
 def accumulate_into_main_grad(module: torch.nn.Module) -> None:
     """Have the layers of a wrapped module add weight gradients to `main_grad` inside the matrix product.
 
-    Megatron Core's flag for this, `gradient_accumulation_fusion`, asks for a kernel of apex too, for the output layer;
-    and it makes layers without a buffer of gradients fail in their backward pass. Here it is a matter of the layers
-    that have both. Without it every microbatch writes its gradients once in the parameters' precision, to be read and
-    added.
+    Otherwise every microbatch writes its gradients in the parameters' precision, to be read and added afterwards.
+    Megatron Core's flag for this, `gradient_accumulation_fusion`, also needs apex for the output layer, and makes
+    layers without a gradient buffer fail in their backward pass. Here, only layers that support it are changed.
 
     Args:
-        module: a module in `DistributedDataParallel`, whose trainable parameters have `main_grad`; in place.
+        module: a module in `DistributedDataParallel`, whose trainable parameters have `main_grad`; changed in place.
     """
     layer: Any
     for layer in module.modules():
         if hasattr(layer, "fuse_wgrad_accumulation"):
             layer.fuse_wgrad_accumulation = True
-            # Else the first pass of all would overwrite the buffer, and an encoder may have several before its first
-            # backward one. `mimo.model.fp8` keeps copies of weights in FP8 in another way.
+            # Otherwise Transformer Engine would overwrite the buffer after the first forward pass, and an encoder may
+            # have several before its first backward pass. `mimo.model.fp8` keeps FP8 copies of weights differently.
             layer.disable_parameter_transpose_cache = True
-
-
-# Rotary positions of packed rows in one go.
-#
-# Megatron Core's PyTorch path applies them sequence by sequence and asks the device where each begins: hundreds of
-# completions of a few tokens each then take seconds of launches in every pass.
 
 
 def apply_packed_rotary(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *args: Any,
                         cp_group: Any = None, **kwargs: Any) -> torch.Tensor:
-    """Rotary positions of a packed row; as Megatron Core's function for `thd`, bit for bit, without waiting for the
-    device.
+    """Apply rotary positions to a packed row all at once, with the same bits as Megatron Core's function for `thd`.
+
+    Megatron Core's PyTorch path goes sequence by sequence and asks the device where each begins. With hundreds of
+    completions of a few tokens each, every pass then takes seconds of launches.
 
     Args:
         t: `[t, heads, channels]`.
-        cu_seqlens: int32 `[sequences + 1]`, where each sequence starts; the last entry is `t`.
-        freqs: `[positions, 1, 1, rotated channels]`; as many positions as `t` are those of the row, else of a sequence.
+        cu_seqlens: int32 `[sequences + 1]`, the start of each sequence; the last entry is `t`.
+        freqs: `[positions, 1, 1, rotated channels]`. `t` positions are those of the row, any other number those of a
+            sequence.
         args: further arguments of Megatron Core's function.
         cp_group: ranks that share the sequences; `t` has the tokens of one of them (`mimo.data.context`).
-        kwargs: as `args`.
+        kwargs: further keyword arguments of Megatron Core's function.
     """
     if cp_group is None:
         return compat.rotary_of_packed_rows(t, cu_seqlens, freqs, *args, cp_group=cp_group, **kwargs)
     if cp_group.size() > 1 and len(freqs) != len(t):
         freqs = freqs[_shared_positions(cu_seqlens.long(), len(t), cp_group.size(), cp_group.rank())]
     elif len(freqs) != len(t):
-        places = torch.arange(len(t), device=t.device)
+        tokens = torch.arange(len(t), device=t.device)
         starts = cu_seqlens[:-1].long()
-        freqs = freqs[places - starts[torch.searchsorted(cu_seqlens[1:].long(), places, right=True)]]
+        freqs = freqs[tokens - starts[torch.searchsorted(cu_seqlens[1:].long(), tokens, right=True)]]
     return compat.rotary_of_rows(t.unsqueeze(1), freqs, *args, **kwargs).squeeze(1)
 
 
 def _shared_positions(cu_seqlens: torch.Tensor, length: int, cp: int, rank: int) -> torch.Tensor:
     """Return the position in its sequence of each token of a context-parallel rank, int64 `[length]`.
 
-    As `mimo.data.context.positions`, less the starts of the sequences, without waiting for the device.
+    This is `mimo.data.context.positions` minus the starts of the sequences, without waiting for the device.
     """
-    places = torch.arange(length, device=cu_seqlens.device)
-    number = torch.searchsorted(cu_seqlens[1:] // cp, places, right=True)
+    tokens = torch.arange(length, device=cu_seqlens.device)
+    number = torch.searchsorted(cu_seqlens[1:] // cp, tokens, right=True)
     lengths = cu_seqlens.diff()[number]
-    offset, chunk = places - cu_seqlens[:-1][number] // cp, lengths // (2 * cp)
+    offset, chunk = tokens - cu_seqlens[:-1][number] // cp, lengths // (2 * cp)
     return torch.where(offset < chunk, offset + rank * chunk, offset - chunk + lengths - (rank + 1) * chunk)
 
 
@@ -187,14 +183,12 @@ def install_packed_rotary() -> None:
     compat.replace_rotary_of_packed_rows(apply_packed_rotary)
 
 
-# Queries, keys and values of one matrix product, whose gradients need not be copied together again.
-
-
 def install_split() -> None:
-    """Have Megatron Core's attention layers split by Transformer Engine's function, where it is installed.
+    """Have Megatron Core's attention layers split queries, keys and values by Transformer Engine's function.
 
-    Gradients of a split that already lie in one tensor, as cuDNN's attention leaves them, are that tensor. Megatron
-    Core looks for the function under a name that Transformer Engine has given up, and then takes `torch.split`.
+    Its backward pass does not copy gradients that already lie in one tensor, as cuDNN's attention leaves them. Megatron
+    Core looks for the function under a name that Transformer Engine has given up, and then uses `torch.split`. Does
+    nothing if Transformer Engine is not installed.
     """
     if attention.SplitAlongDim is not None:
         return
@@ -205,15 +199,12 @@ def install_split() -> None:
     attention.SplitAlongDim = SplitAlongDim.apply
 
 
-# Linear layers of Transformer Engine for MLPs whose activation does not add the bias. Imports Transformer Engine.
-
-
 class ColumnParallelWithBias(TEColumnParallelLinear):
-    """A column-parallel linear layer that adds its bias inside the matrix product.
+    """A column-parallel linear layer of Transformer Engine that adds its bias inside the matrix product.
 
-    Megatron Core's MLP asks its first layer for the bias instead, to be added together with the activation; for
-    activations that it has no such kernel of it then adds it by itself, which reads and writes the widest tensor of all
-    once more.
+    Megatron Core's MLP asks its first layer for the bias instead, to add it together with the activation. For
+    activations without such a kernel it adds the bias separately, which reads and writes the widest tensor of all once
+    more.
     """
 
     def __init__(self, *sizes: int, skip_bias_add: bool, **further: Any) -> None:

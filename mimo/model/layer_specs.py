@@ -35,9 +35,9 @@ IMPLS = ("local", "transformer_engine")
 
 
 def norm_builder(impl: str) -> Any:
-    """Norm class of an implementation, called as `norm(config=, hidden_size=, eps=)`.
+    """Return the norm class of an implementation, to be called as `norm(config=, hidden_size=, eps=)`.
 
-    `local` does not take Megatron Core's own PyTorch norm, which refuses sequence parallelism.
+    `local` has our own norm, because Megatron Core's PyTorch norm refuses sequence parallelism.
     """
     _check_impl(impl)
     if impl == "local":
@@ -48,11 +48,11 @@ def norm_builder(impl: str) -> Any:
 
 
 def decoder_layer_spec(config: TransformerConfig, impl: str, stage: int = 0) -> TransformerBlockSubmodules:
-    """Layers of one pipeline stage of a decoder, dense or MoE, and its final norm.
+    """Return the layers of one pipeline stage of a decoder, dense or MoE, and its final norm.
 
     Args:
-        config: `num_layers`, `num_moe_experts`, `moe_grouped_gemm`, `qk_layernorm` and the pipeline size are read;
-            every layer is an MoE layer where `num_moe_experts` is set.
+        config: `num_layers`, `num_moe_experts`, `moe_grouped_gemm`, `qk_layernorm` and the pipeline size are read.
+            Every layer is an MoE layer if `num_moe_experts` is set.
         impl: `local` or `transformer_engine`.
         stage: pipeline stage, from 0.
 
@@ -76,7 +76,7 @@ def decoder_layer_spec(config: TransformerConfig, impl: str, stage: int = 0) -> 
 def mixed_decoder_spec(
     config: MLATransformerConfig, impl: str, stage: int, latent_norm_epsilon: float
 ) -> TransformerBlockSubmodules:
-    """Layers of one pipeline stage of a decoder with latent attention, some dense and some MoE, and its final norm.
+    """Return the dense and MoE layers of one pipeline stage of a decoder with latent attention, and its final norm.
 
     Args:
         config: `num_layers`, `moe_layer_freq` (a list of 0 for dense and 1 for MoE, for all layers; 1: all are MoE),
@@ -100,7 +100,7 @@ def mixed_decoder_spec(
 
 
 def vit_layer_spec(config: TransformerConfig, impl: str) -> TransformerBlockSubmodules:
-    """Layers of one pipeline stage of a vision transformer (bidirectional attention).
+    """Return the layers of one pipeline stage of a vision transformer, whose attention is bidirectional.
 
     Args:
         config: `num_layers` and the pipeline size are read.
@@ -123,11 +123,7 @@ def vit_layer_spec(config: TransformerConfig, impl: str) -> TransformerBlockSubm
 
 
 def mlp_linears(impl: str) -> MLPSubmodules:
-    """Column- and row-parallel linear layers of a stand-alone MLP, without a norm.
-
-    Raises:
-        ValueError: unknown `impl`.
-    """
+    """Return the linear layers of a stand-alone MLP without a norm. Raises ValueError for an unknown `impl`."""
     _check_impl(impl)
     if impl == "local":
         return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -149,10 +145,10 @@ def _block(config: TransformerConfig, layer: ModuleSpec, impl: str, stage: int =
 
 
 def _with_own_parts(spec: ModuleSpec, *, moe: bool, shares_rows: bool = False) -> ModuleSpec:
-    """Megatron Core's local layer with our norms and attention, under the checkpoint names of Transformer Engine
-    layers.
+    """Return Megatron Core's local layer with our norms and attention.
 
-    Transformer Engine fuses a norm into the linear layer that follows; before an MoE layer there is none to fuse into.
+    In checkpoints, it has the names of Transformer Engine's layer. That one fuses each norm into the linear layer that
+    follows, but an MoE layer has none to fuse into.
     """
     layer = spec.submodules
     attention = replace(layer.self_attention.submodules, core_attention=(
@@ -169,10 +165,10 @@ def _with_own_parts(spec: ModuleSpec, *, moe: bool, shares_rows: bool = False) -
 
 
 def _latent_layer(config: MLATransformerConfig, impl: str, moe: bool, epsilon: float) -> ModuleSpec:
-    """Megatron Core's layer with `LatentAttention`, under the checkpoint names of Transformer Engine layers.
+    """Return Megatron Core's layer with `LatentAttention`, under the checkpoint names of Transformer Engine's layer.
 
-    Those fuse the norms of compressed queries and keys into the up projections, and with their one epsilon for all
-    norms; here the norms stand alone where that would not do.
+    Transformer Engine's layer fuses the norms of compressed queries and keys into the up projections, and has one
+    epsilon for all norms. If these norms have another one, they stand alone.
     """
     experts, grouped = (config.num_moe_experts, config.moe_grouped_gemm) if moe else (None, False)
     if impl == "local":

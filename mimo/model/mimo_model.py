@@ -1,7 +1,8 @@
 """The multimodal model on one rank: Megatron Core's `MimoModel` fed with microbatches of uneven, known sizes.
 
-What differs from Megatron Core: token counts come from the batch, so aligning image rows with their placeholders needs
-no device synchronisation; the colocated bridge takes uneven counts; a text-only language model can be pipelined.
+It differs from Megatron Core's model in three ways. Token counts come from the batch, so that aligning image rows with
+their placeholders does not wait for the device. The colocated bridge takes uneven counts. A text-only language model
+can have pipeline stages.
 """
 
 from __future__ import annotations
@@ -43,26 +44,26 @@ class FeatureWindows(Protocol):
         ...
 
     def destroy(self) -> None:
-        """Release their process groups."""
+        """Release the process groups."""
         ...
 
 
+# Makes the `TokenFunction` of a microbatch from its language side, on the device.
 FunctionOfText = Callable[[TextBatch], TokenFunction]
-"""Makes the `TokenFunction` of a microbatch from its language side, on the device."""
 
 
 class HeteroModel(MimoModel):
-    """Modules of this rank and how a microbatch runs through them.
+    """The modules of this rank, and how a microbatch runs through them.
 
     Args:
         mimo_config: specs of all modules, their grids and placeholder ids.
         grids: process groups.
-        watchdog: told about waits of the colocated bridge.
-        spans: likewise, and where one module's work ends and another's begins.
+        watchdog: watches the waits of the colocated bridge.
+        spans: records these waits, and where one module's work ends and another's begins.
         seed_module: called with a module's name before its parameters are made.
 
     Attributes:
-        prefetch: features of the encoder of this rank, computed ahead; None for none.
+        prefetch: features that this rank's encoder has computed ahead; None if it does not.
         windows: encodes the images of several microbatches together; None: each forward pass encodes its own.
     """
 
@@ -80,16 +81,16 @@ class HeteroModel(MimoModel):
         if self.partition_adapter is not None:
             # Each rank embeds its own tokens only. Megatron Core would merge whole rows and cut them afterwards.
             self.partition_adapter.cfg = replace(self.partition_adapter.cfg, use_cp=False)
-        # The schedule without pipelining reads it.
+        # Megatron Core's schedule without pipelining reads it.
         self.model_type = ModelType.encoder_or_decoder
         self.input_tensors: Mapping[str, torch.Tensor] | None = None
 
     def _initialize_submodules(self) -> None:
         if self.grids.layout.language.pp > 1 and not (self.grids.bridged and self.grids.layout.encoders):
-            # Megatron Core ignores the pipeline of grids on the same ranks, and one grid counts as such.
+            # Megatron Core ignores the pipeline of grids on the same ranks, and a single grid counts as such.
             self.role = compat.role_from_grids(self.mimo_config.module_to_grid_map)
         for name in self.role.modality_module_names:
-            # Seeded one by one: what an encoder draws must not depend on which others share its rank.
+            # Seeded one by one, so that an encoder's parameters do not depend on which others share its rank.
             self.seed_module(name)
             spec, stage = self.mimo_config.modality_submodules_spec[name], self.role.modules[name]
             self.modality_submodules[name] = spec.module.from_spec(
@@ -114,7 +115,7 @@ class HeteroModel(MimoModel):
 
     def _build_colocated_communicators(self) -> None:
         layout = self.grids.layout
-        # Where every context-parallel rank has its own copy of the encoder, nothing moves.
+        # Nothing moves if every context-parallel rank has its own copy of the encoder.
         if layout.encoder_window is not None or (layout.kind == "homogeneous" and layout.language.cp > 1):
             return
         for name in self.mimo_config.modality_submodules_spec:
@@ -132,12 +133,12 @@ class HeteroModel(MimoModel):
         Args:
             batch: this rank's side of the microbatch, on the device.
             with_labels: whether the last language stage returns losses instead of logits.
-            function: what the last language stage returns instead of either.
+            function: a function of logits, whose results the last language stage returns instead of either.
 
         Returns:
-            `{module: activations}` on ranks whose output goes to another rank; on the last language stage the loss of
-            each token, float32 `[b, s]`, vocabulary-parallel logits of all tokens `[b, s, vocab / tp]`, or the tensors
-            of `function`, `[b, s]`.
+            `{module: activations}` on ranks whose output goes to another rank. On the last language stage, the loss of
+            each token, float32 `[b, s]`, or vocabulary-parallel logits of all tokens `[b, s, vocab / tp]`, or the
+            tensors of `function`, `[b, s]`.
         """
         received, self.input_tensors = self.input_tensors, None
         received = received or {}
@@ -155,7 +156,7 @@ class HeteroModel(MimoModel):
         return self._language(batch, received, with_labels, function)
 
     def _encode(self, name: str, side: EncoderBatch, hidden: torch.Tensor | None) -> torch.Tensor:
-        """One encoder on this rank: `[rows, hidden]` on its last stage, hidden states before."""
+        """Run one encoder on this rank. Returns `[rows, hidden]` on its last stage, and hidden states on the others."""
         submodule = self.modality_submodules[name]
         inner = unwrap_model(submodule)
         inputs: dict[str, Any]
@@ -167,11 +168,11 @@ class HeteroModel(MimoModel):
             output = submodule(**inputs)
         if inner.is_last_stage and output.shape[0] != sum(side.token_counts):
             raise ValueError(
-                f"{name} made {output.shape[0]} tokens for samples {', '.join(side.keys)}, whose images ask "
-                f"for {list(side.token_counts)}"
+                f"{name} made {output.shape[0]} tokens for samples {', '.join(side.keys)}, whose images have "
+                f"{list(side.token_counts)} placeholders"
             )
         if self._holds_several and self.spans.active and output.requires_grad:
-            # Autograd calls it when it is through with what came after this output.
+            # Autograd calls it when the backward pass of everything after this output is over.
             output.register_hook(lambda gradient: self.spans.switch(name))
         return output
 
@@ -182,16 +183,16 @@ class HeteroModel(MimoModel):
         text = batch.text
         assert text is not None, "language ranks hold text"
         packed, length = text.packed, text.input_ids.shape[1]
-        # Without it each rank would take the whole row for its own tokens, with wrong positions and no error.
+        # Without the part, each rank would take the whole row for its own tokens, with wrong positions and no error.
         assert (text.part is None) == (self.grids.layout.language.cp == 1), "mimo.data.context.with_part adds the part"
-        # Megatron Core makes `max_seqlen` rotary positions; if these are as many as the row has, they run on over
-        # samples.
+        # Megatron Core makes `max_seqlen` rotary positions. With as many as the row has tokens, `apply_packed_rotary`
+        # would take them for those of the row and not restart them at each sample.
         assert packed is None or packed.max_seqlen < length or len(packed.cu_seqlens) == 2, (packed, length)
         embeddings = None
         if self.role.is_first_stage(LANGUAGE):
             embeddings = self._merge(text, received)
         labels = text.own(text.labels)
-        # Tokens are this context-parallel rank's already; what is left is sequence parallelism.
+        # The tokens are already those of this context-parallel rank, so this splits only for sequence parallelism.
         embeddings, labels, _, _ = self._shard_language_inputs(embeddings, labels, text.loss_mask)
         if embeddings is None:
             unwrap_model(self.language_model).set_input_tensor(received[LANGUAGE])
@@ -199,7 +200,7 @@ class HeteroModel(MimoModel):
         further: dict[str, Any] = {}
         if self.mtp is not None and with_labels:
             further["mtp_inputs"] = MtpInputs.of(text)
-        # A provider's own language model may know nothing of such functions.
+        # A provider's own language model may not accept such functions.
         reduces = isinstance(unwrap_model(self.language_model), PaddedVocabulary)
         if function is not None and is_last and reduces:
             further["function"] = function(text)
@@ -218,23 +219,23 @@ class HeteroModel(MimoModel):
         return output if is_last else {LANGUAGE: output}
 
     def _padding(self, text: TextBatch) -> torch.Tensor | None:
-        """Padding in this rank's part of the rows, bool `[b, s / cp / tp]`, that routers leave out; None for none."""
+        """Return the padding that routers ignore in this rank's part of the rows, bool `[b, s / cp / tp]`, or None."""
         config = self.config
         if text.padding is None or not config.num_moe_experts:
             return None
         padding = text.own(text.padding)
         if not config.sequence_parallel:
             return padding
-        # Megatron Core takes the part of the row itself only where it embeds the tokens, too.
+        # Megatron Core selects the part of the row only if it also embeds the tokens.
         group = self.grids.collections[LANGUAGE].tp
         return padding.chunk(group.size(), dim=1)[group.rank()]
 
     def _merge(self, text: TextBatch, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Word embeddings with each placeholder replaced by its encoder row, `[s / cp, b, (1 + levels) * hidden]`.
+        """Return word embeddings with each placeholder replaced by its encoder row.
 
-        The levels of an encoder (`mimo.model.deepstack`) come after the embeddings; they are zero elsewhere. A
-        context-parallel rank gets the rows of its own tokens; in a homogeneous layout it makes all rows of its lane and
-        takes these.
+        The result is `[s / cp, b, (1 + levels) * hidden]`. The levels of an encoder (`mimo.model.deepstack`) come after
+        the embeddings and are zero for text. A context-parallel rank gets the rows of its own tokens. In a homogeneous
+        layout it has encoded all rows of its lane and selects those of its tokens.
         """
         embedding = unwrap_model(self.language_model).embedding
         merged = embedding(input_ids=text.own(text.input_ids), position_ids=text.own(text.position_ids))
@@ -253,13 +254,13 @@ class HeteroModel(MimoModel):
                 )
             if part is not None and makes_all:
                 positions, encoded = part.slots[name], encoded.index_select(0, part.rows[name])
-            # No rows are copied too: the colocated bridge's backward is collective, so every rank's graph must have it.
+            # Even no rows are copied: the colocated bridge's backward pass is collective, so it must be in every graph.
             encoded = _widened(encoded.to(merged.dtype), width)
             merged = merged.reshape(-1, width).index_copy(0, positions, encoded).view(length, samples, width)
         return merged
 
 
 def _widened(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """`tensor` with columns of zeros at the end, up to `width`."""
+    """Append columns of zeros up to `width`."""
     missing = width - tensor.shape[-1]
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor

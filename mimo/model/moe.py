@@ -1,9 +1,8 @@
-"""Latent mixture of experts without Transformer Engine: the projections around the routed experts in plain PyTorch."""
+"""Mixtures of experts: latent experts without Transformer Engine, and routers that ignore padding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,17 +16,17 @@ from mimo.model import compat
 
 
 class DuplicatedLinear(torch.nn.Module):
-    """A linear layer that every tensor-parallel rank holds whole, called as Transformer Engine's `duplicated` one.
+    """A linear layer that every tensor-parallel rank holds whole, with the interface of Transformer Engine's.
 
-    Its gradient is summed over the tensor-parallel group where each rank sees its part of the sequence.
+    Its gradient is summed over the tensor-parallel group if each rank sees only its part of the sequence.
 
     Args:
         input_size: columns of the weight.
-        output_size: its rows.
+        output_size: rows of the weight.
         config: gives `params_dtype` and `sequence_parallel`.
         init_method: fills the weight in place, from the random stream that the group's ranks share.
         bias: not supported.
-        options: what only other modes of the layer read.
+        options: arguments that only other modes of Transformer Engine's layer read.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig,
@@ -40,7 +39,7 @@ class DuplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """`hidden` of shape `[..., input_size]` times the weight; there is no bias."""
+        """Multiply `[..., input_size]` by the weight. The second result is None, because there is no bias."""
         return self._forward_impl(hidden, self.weight), None
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: A002
@@ -48,28 +47,20 @@ class DuplicatedLinear(torch.nn.Module):
 
 
 class LocalMoELayer(MoELayer):
-    """Megatron Core's layer with `DuplicatedLinear` where it asks for Transformer Engine: around latent experts."""
+    """Megatron Core's layer with `DuplicatedLinear` around latent experts, for which it needs Transformer Engine."""
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
-        with _torch_projections():
+        names = moe_layer.HAVE_TE, moe_layer.TELinear
+        moe_layer.HAVE_TE, moe_layer.TELinear = True, DuplicatedLinear
+        try:
             super().__init__(config, *arguments, **options)
+        finally:
+            moe_layer.HAVE_TE, moe_layer.TELinear = names
 
 
-@contextmanager
-def _torch_projections() -> Iterator[None]:
-    names = moe_layer.HAVE_TE, moe_layer.TELinear
-    moe_layer.HAVE_TE, moe_layer.TELinear = True, DuplicatedLinear
-    try:
-        yield
-    finally:
-        moe_layer.HAVE_TE, moe_layer.TELinear = names
-
-
-# Routers that leave padding out of the load of their experts.
-#
-# Megatron Core's routers take a mask of padding, with two faults: the load that moves the expert bias is masked along
-# experts instead of tokens, which fails, and the tokens that weigh the load-balancing loss are taken for those of one
-# rank, although the sum over ranks, made in place, has made them those of all.
+# Megatron Core's routers take a mask of padding, with two faults that the functions below correct. The load that moves
+# the expert bias is masked along experts instead of tokens, which fails. And the number of tokens that weights the
+# load-balancing loss is taken for that of one rank, although it has already been summed over the ranks in place.
 
 
 _attach_loss = TopKRouter.attach_and_log_load_balancing_loss
@@ -79,9 +70,9 @@ def apply_expert_bias(router: Any, routing_map: torch.Tensor, padding_mask: torc
     """Count the tokens of each expert.
 
     Args:
-        router: that chose.
+        router: the router that chose the experts.
         routing_map: bool `[t, experts]`.
-        padding_mask: bool `[t]`, True at padding, which does not count.
+        padding_mask: bool `[t]`, True for padding, which does not count.
     """
     compat.apply_expert_bias(router, routing_map, padding_mask=None if padding_mask is None else padding_mask[:, None])
 
@@ -89,17 +80,17 @@ def apply_expert_bias(router: Any, routing_map: torch.Tensor, padding_mask: torc
 def attach_loss(router: Any, activation: torch.Tensor, coeff: float, loss: torch.Tensor, name: str,
                 reduce_group: dist.ProcessGroup, *, valid_token_count: int | torch.Tensor,
                 **kwargs: Any) -> torch.Tensor:
-    """Attach a load-balancing loss, weighed by the tokens that it is of.
+    """Attach a load-balancing loss, weighted by its number of tokens.
 
     Args:
-        router: whose loss it is.
-        activation: what its gradient flows through.
-        coeff: already in the loss.
+        router: the router.
+        activation: tensor through which the gradient of the loss flows.
+        coeff: coefficient, which the loss already includes.
         loss: this rank's part, a scalar.
-        name: of the loss in the report.
+        name: name of the loss in the report.
         reduce_group: ranks over which tokens were counted.
-        valid_token_count: of this rank; a tensor where there is padding, and then of the whole group.
-        kwargs: as Megatron Core's method.
+        valid_token_count: tokens of this rank; with padding a tensor, with the tokens of the whole group.
+        kwargs: further arguments of Megatron Core's method.
 
     Returns:
         `activation`.
@@ -111,6 +102,6 @@ def attach_loss(router: Any, activation: torch.Tensor, coeff: float, loss: torch
 
 
 def install_padded_routing() -> None:
-    """Have Megatron Core's routers use these functions."""
+    """Have Megatron Core's routers ignore padding."""
     compat.replace_apply_expert_bias(apply_expert_bias)
     TopKRouter.attach_and_log_load_balancing_loss = attach_loss

@@ -1,12 +1,12 @@
 """Multi-token prediction (arXiv:2412.19437, section 2.2) behind the last pipeline stage of a hybrid decoder.
 
 Depth k combines the hidden state of token t with the embedding of token t + k and predicts token t + k + 1. The layers
-are Megatron Core's. What it asks of `parallel_state`, which several grids cannot share, is given here: where the layers
-are, the groups, the reduction of the reported loss.
+are Megatron Core's. It asks `parallel_state` where the layers are, for the groups, and for the reduction of the
+reported loss; several grids cannot share that state, so all of this is given here.
 
-Images: a prediction counts where every token that it reads beyond t, and the one that it predicts, is text. The
-embedding of a placeholder, which says nothing of the image, is still what later tokens attend to; no gradient reaches
-it (NVIDIA/Megatron-LM #6010 and #6770).
+With images, a prediction counts only if every token that it reads beyond t, and the one that it predicts, is text. The
+embedding of a placeholder says nothing about the image. Later tokens still attend to it, but no gradient reaches it
+(NVIDIA/Megatron-LM #6010 and #6770).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mimo.data.batch import ContextPart, Microbatch, TextBatch
 
 @dataclass(frozen=True)
 class MtpInputs:
-    """Tokens of a microbatch as multi-token prediction reads them.
+    """Tokens of a microbatch in the form that multi-token prediction reads.
 
     Attributes:
         input_ids: int64 `[b, s]`.
@@ -43,8 +43,8 @@ class MtpInputs:
         loss_mask: float32 `[b, s]`, 1 where the label is a target.
         is_text: bool `[b, s]`, False where an encoder's row takes the token's place.
         ends: int64 `[sequences]`, position of each sequence's last token in a packed row; None: each row is one.
-        part: the tokens of this rank where context-parallel ranks share the rows. Everything else is of whole rows,
-            because the successor of a rank's token may be another rank's.
+        part: the tokens of this rank if context-parallel ranks share the rows. All other attributes cover whole rows,
+            because the successor of a rank's token may belong to another rank.
     """
 
     input_ids: torch.Tensor
@@ -56,7 +56,7 @@ class MtpInputs:
 
     @classmethod
     def of(cls, text: TextBatch) -> MtpInputs:
-        """From the language side of a microbatch, on its device, without waiting for it."""
+        """Make them from the language side of a microbatch, on its device, without waiting for the device."""
         samples, length = text.input_ids.shape
         is_text = torch.ones(length * samples, dtype=torch.bool, device=text.input_ids.device)
         for positions in text.placeholders.values():
@@ -70,7 +70,7 @@ class MtpInputs:
         return values if self.part is None else values.index_select(-1, self.part.index)
 
     def shifted(self, values: torch.Tensor) -> torch.Tensor:
-        """`values` `[b, s]` one token on: each position has its successor's; the last of a sequence has 0."""
+        """Shift `[b, s]` by one token: each position gets its successor's value, and the last of a sequence gets 0."""
         moved = values.roll(-1, dims=-1)
         if self.ends is None:
             moved[..., -1] = 0
@@ -79,7 +79,7 @@ class MtpInputs:
         return moved
 
     def target_masks(self, depths: int) -> list[torch.Tensor]:
-        """For each depth, float32 `[b, s]`: 1 where its prediction counts."""
+        """Return a mask for each depth, float32 `[b, s]`, which is 1 where its prediction counts."""
         masks = []
         mask, following = self.loss_mask, self.shifted(self.is_text)
         path = following
@@ -91,16 +91,16 @@ class MtpInputs:
 
 
 class MtpLayer(MultiTokenPredictionLayer):
-    """One depth. Its stack recomputes its own activations where recomputation is on."""
+    """One depth. Its stack recomputes its own activations if recomputation is on."""
 
     def forward(self, hidden_states: torch.Tensor, decoder_input: torch.Tensor,
                 packed_seq_params: PackedSeqParams | None) -> torch.Tensor:
-        """Hidden states of this depth.
+        """Return the hidden states of this depth.
 
         Args:
-            hidden_states: of the depth before, `[s, b, h]`, with sequence parallelism this rank's part of `s`.
-            decoder_input: embeddings of the tokens that this depth adds, as `hidden_states`.
-            packed_seq_params: where the sequences of a packed row start.
+            hidden_states: those of the depth before, `[s, b, h]`, with sequence parallelism this rank's part of `s`.
+            decoder_input: embeddings of the tokens that this depth adds, of the same shape.
+            packed_seq_params: starts of the sequences of a packed row.
         """
         return self._proj_and_transformer_layer(hidden_states, decoder_input, packed_seq_params=packed_seq_params)
 
@@ -150,7 +150,7 @@ class MtpBlock(MultiTokenPredictionBlock):
 
     def forward(self, hidden_states: torch.Tensor, inputs: MtpInputs, embedding: LanguageModelEmbedding,
                 packed_seq_params: PackedSeqParams | None) -> list[torch.Tensor]:
-        """Hidden states of every depth, each `[s, b, h]`, from the decoder's `hidden_states`."""
+        """Return the hidden states of every depth, each `[s, b, h]`, given the decoder's."""
         assert not embedding.scatter_to_sequence_parallel, "embeddings are scattered here"
         found = []
         input_ids, is_text = inputs.input_ids, inputs.is_text
@@ -167,13 +167,13 @@ class MtpBlock(MultiTokenPredictionBlock):
 
     def attach_losses(self, hidden_states: torch.Tensor, predictions: list[torch.Tensor], inputs: MtpInputs,
                       loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The decoder's `hidden_states`, through which the gradient of every depth's loss will flow too.
+        """Return the decoder's hidden states so that the gradient of every depth's loss flows through them, too.
 
         Args:
-            hidden_states: `[s, b, h]`.
-            predictions: of `forward`.
+            hidden_states: hidden states of the decoder, `[s, b, h]`.
+            predictions: results of `forward`.
             inputs: the tokens.
-            loss_of: labels `[b, s]` and hidden states `[s, b, h]` to losses `[b, s]`.
+            loss_of: computes losses `[b, s]` from labels `[b, s]` and hidden states `[s, b, h]`.
         """
         assert self.loss_weights is not None and self.loss_sums is not None, "begin_step comes first"
         labels = inputs.labels
@@ -185,11 +185,8 @@ class MtpBlock(MultiTokenPredictionBlock):
         return hidden_states
 
 
-# Losses of multi-token prediction of a step: what they are divided by, and their report.
-
-
 def count_targets(microbatches: Sequence[Microbatch], depths: int) -> torch.Tensor:
-    """Target tokens of the decoder and of each depth, float64 `[1 + depths]` on the host."""
+    """Count the target tokens of the decoder and of each depth, float64 `[1 + depths]` on the host."""
     counts = torch.zeros(1 + depths, dtype=torch.float64)
     for batch in microbatches:
         assert batch.text is not None, "language ranks hold text"
@@ -204,24 +201,24 @@ def begin_mtp_step(mtp: MtpBlock | None, microbatches: Sequence[Microbatch], gro
     """Tell multi-token prediction the target tokens of the global batch. Collective over the last stage's lanes.
 
     Args:
-        mtp: of this rank; None where there is none, which makes this do nothing.
+        mtp: multi-token prediction of this rank; None does nothing.
         microbatches: this rank's side of the step, on the host.
         groups: the language grid's process groups.
-        device: where the model is.
+        device: device of the model.
     """
     if mtp is None:
         return
     assert groups is not None, "multi-token prediction is on the language grid"
     targets = count_targets(microbatches, len(mtp.layers)).to(device)
-    # Context-parallel ranks all count the targets of whole rows.
+    # Not summed over context-parallel ranks, because each of them counts the targets of whole rows.
     dist.all_reduce(targets, group=groups.dp)
     mtp.begin_step(targets)
 
 
 def mtp_losses(mtp: MtpBlock | None, groups: ProcessGroupCollection | None) -> dict[str, float]:
-    """`mtp_<depth> loss` of the step, each a mean over the depth's targets of the global batch.
+    """Return `mtp_<depth> loss` of the step, each a mean over the depth's targets of the global batch.
 
-    Collective over the last stage's lanes; empty on ranks without multi-token prediction.
+    Collective over the last stage's lanes. The result is empty on ranks without multi-token prediction.
     """
     if mtp is None:
         return {}

@@ -1,7 +1,7 @@
-"""The output layer and what is computed from its logits, for all tokens at once or a few at a time.
+"""The output layer, and functions of its logits that are computed for all tokens at once or for a few at a time.
 
 With a vocabulary of 150,000 entries, the logits of a row need far more memory than the row's hidden states. Losses,
-log-probs and entropies are a number for each token, so the logits of some tokens can be computed, reduced to these
+log-probs and entropies are one number for each token, so the logits of some tokens can be computed, reduced to these
 numbers and dropped. The backward pass computes them again.
 """
 
@@ -29,17 +29,16 @@ class TokenFunction:
 
     Attributes:
         compute: takes vocabulary-parallel logits `[s, b, vocab / tp]`, whose scale is already applied, and the inputs
-            as `[s, b]`. Returns one or more tensors `[s, b]`. Every token is computed by itself; collectives over the
-            tensor-parallel group are allowed in the forward pass only.
-        inputs: tensors `[b, s]`, such as labels. `s` counts this rank's tokens where rows are shared by
-            context-parallel ranks.
+            as `[s, b]`. Returns one or more tensors `[s, b]`. A token's result depends on that token only. Collectives
+            over the tensor-parallel group are allowed in the forward pass only.
+        inputs: tensors `[b, s]`, such as labels. If context-parallel ranks share rows, `s` counts this rank's tokens.
     """
 
     compute: Callable[..., tuple[torch.Tensor, ...]]
     inputs: tuple[torch.Tensor, ...] = ()
 
     def of(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Apply it to logits of all tokens, `[s, b, vocab / tp]`. Returns tensors `[b, s]`."""
+        """Apply the function to the logits of all tokens, `[s, b, vocab / tp]`. Returns tensors `[b, s]`."""
         found = self.compute(logits, *(values.t() for values in self.inputs))
         return tuple(values.t().contiguous() for values in found)
 
@@ -49,7 +48,7 @@ class OutputLayer(ColumnParallelLinear):
 
     @classmethod
     def widen(cls, layer: ColumnParallelLinear) -> None:
-        """Make an existing layer one of this class, in place. Megatron Core's models construct their own."""
+        """Turn an existing layer into one of this class, because Megatron Core's models construct their own."""
         assert type(layer) is ColumnParallelLinear, type(layer)
         layer.__class__ = cls
 
@@ -60,9 +59,9 @@ class OutputLayer(ColumnParallelLinear):
 
         Args:
             input_: hidden states `[s, b, h]`; with sequence parallelism this rank's part of `s`.
-            weight: another weight than the layer's own, for tied embeddings.
-            runtime_gather_output: as in Megatron Core.
-            function: applied to unscaled logits; its result is a tuple of tensors `[b, s]`.
+            weight: the weight to use instead of the layer's own, for tied embeddings.
+            runtime_gather_output: the argument of Megatron Core's method.
+            function: a function of unscaled logits. The result is then a tuple of tensors `[b, s]`.
             chunk: most tokens whose logits are in memory at a time, at least one of each row; None: all.
         """
         if function is None:
@@ -77,16 +76,17 @@ class OutputLayer(ColumnParallelLinear):
 
 
 class _Chunked(torch.autograd.Function):
-    """`compute` of the logits of `chunk` tokens of each row at a time, for all tokens."""
+    """Apply `compute` to the logits of all tokens, `chunk` tokens of each row at a time."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, layer: OutputLayer, chunk: int,
                 compute: Callable[..., tuple[torch.Tensor, ...]], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(hidden, weight, *inputs)
         ctx.layer, ctx.chunk, ctx.compute = layer, chunk, compute
-        # As Megatron Core's linear layers do: a layer that multi-token prediction calls too runs several times.
+        # Read here, as Megatron Core's linear layers do, because multi-token prediction may call the layer several
+        # times before the backward pass.
         ctx.main_grad = vars(weight).get("main_grad") if layer.gradient_accumulation_fusion else None
-        # A result without gradient, such as an entropy that is only reported, then costs no backward pass.
+        # So that a result without a gradient, such as an entropy that is only reported, costs no backward pass.
         ctx.set_materialize_grads(False)
         whole, parts = _whole(hidden, layer), []
         for rows in _chunks(len(whole), chunk):
@@ -103,7 +103,7 @@ class _Chunked(torch.autograd.Function):
         whole = _whole(hidden, layer)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         of_hidden = torch.zeros_like(whole) if needs_hidden else None
-        # Summed in float32: each chunk's part would otherwise be rounded to bfloat16 once more than without chunks.
+        # Summed in float32. Otherwise each chunk's part would be rounded to bfloat16 once more than without chunks.
         of_weight = None
         if needs_weight and ctx.main_grad is None:
             of_weight = torch.zeros(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32),
@@ -124,7 +124,8 @@ class _Chunked(torch.autograd.Function):
             of_weight = of_weight.to(weight.dtype)
         elif needs_weight:
             weight.grad_added_to_main_grad = True
-            # Hooks of the gradient reduction wait for a gradient. It counts only for embeddings that share the weight.
+            # Hooks of the gradient reduction wait for a gradient. The zeros only matter to embeddings that share the
+            # weight.
             of_weight = torch.zeros_like(weight)
         if of_hidden is not None and layer.tp_group.size() > 1:
             reduce = (reduce_scatter_to_sequence_parallel_region if layer.sequence_parallel
@@ -148,9 +149,9 @@ def _chunks(length: int, chunk: int) -> Iterator[slice]:
 
 def _gradient_of_logits(logits: torch.Tensor, compute: Callable[..., tuple[torch.Tensor, ...]],
                         inputs: list[torch.Tensor], grads: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Return the gradient of a chunk's logits; `grads` are those of some of the results, by their position."""
+    """Return the gradient of a chunk's logits; `grads` has the gradients of some of the results by their index."""
     with torch.enable_grad():
-        # A clone would double the memory. The leaf itself is never read again, so losses may write to it.
+        # A clone would double the memory. The leaf is not read again, so losses may overwrite it.
         leaf = logits.detach().requires_grad_()
         found = compute(leaf.view_as(leaf), *inputs)
         (gradient,) = torch.autograd.grad([found[index] for index in grads], leaf, list(grads.values()))

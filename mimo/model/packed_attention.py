@@ -1,5 +1,7 @@
-"""Attention in plain PyTorch: over packed rows, whose sequences do not attend to each other, and over rows that
-context-parallel ranks share."""
+"""Attention in plain PyTorch over packed rows, whose sequences do not attend to each other, and over shared rows.
+
+The tokens of a shared row are divided over context-parallel ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mimo.data.batch import ContextPart, PackedSequences
 from mimo.data.context import positions
 
-# Of one head: sequences that run together hold their scores at the same time.
+# Most scores of one head that are in memory at a time, for all sequences that run as one batch.
 MAX_SCORES = 1 << 20
 
 
 def packed_seq_params(sequences: PackedSequences | None, part: ContextPart | None = None) -> PackedSeqParams | None:
-    """Megatron Core's description of packed rows in self-attention; None for rows that are not packed.
+    """Return Megatron Core's description of packed rows in self-attention; None for rows that are not packed.
 
-    Nothing lies between the sequences: padding is one of them, or belongs to the end of one. Without context
-    parallelism the fields of padded sequences stay None, because Transformer Engine would compare the two lists in
-    every layer, waiting for the device.
+    There are no gaps between the sequences: padding is one of them, or belongs to the end of one. Without context
+    parallelism the fields of padded sequences stay None. Otherwise Transformer Engine would compare them with the other
+    fields in every layer, and wait for the device.
 
     Args:
-        sequences: where the sequences of whole rows start.
-        part: the tokens of this rank where context-parallel ranks share the rows. Transformer Engine then wants the
-            fields of padded sequences, and is told that nothing lies between them.
+        sequences: starts of the sequences of whole rows.
+        part: the tokens of this rank if context-parallel ranks share the rows. Transformer Engine then needs the
+            fields of padded sequences, and to know that there are no gaps.
     """
     if sequences is None:
         return None
@@ -44,8 +46,8 @@ def packed_seq_params(sequences: PackedSequences | None, part: ContextPart | Non
                              max_seqlen_kv=longest, seq_idx=sequences.seq_idx)
     if part is not None:
         if longest == len(part.index):
-            # As many rotary frequencies as the rank has tokens are those of the tokens (`apply_packed_rotary`), so
-            # there must be others than these of positions in a sequence.
+            # `apply_packed_rotary` takes as many rotary frequencies as the rank has tokens for those of its tokens.
+            # These are frequencies of positions in a sequence, so there must be a different number of them.
             params.max_seqlen_q = params.max_seqlen_kv = 2 * longest
         params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = starts
         params.pad_between_seqs = False
@@ -53,9 +55,9 @@ def packed_seq_params(sequences: PackedSequences | None, part: ContextPart | Non
 
 
 class PackedDotProductAttention(DotProductAttention):
-    """Megatron Core's PyTorch attention, which takes packed rows too: sequences of one length are then rows of a batch.
+    """Megatron Core's PyTorch attention, for packed rows as well: sequences of equal length are rows of a batch.
 
-    So scale, mask, softmax precision and dropout are those of the same samples in rows of their own.
+    Scale, mask, softmax precision and dropout are therefore the same as for samples in rows of their own.
     """
 
     def forward(
@@ -72,13 +74,13 @@ class PackedDotProductAttention(DotProductAttention):
 
         Args:
             query: `[s, b, heads, channels]`; packed `[t, heads, channels]`. Heads are those of this rank.
-            key: as `query`, with the heads of the key groups.
-            value: as `key`, its channels may differ.
-            attention_mask: True where attention is forbidden; None with packed rows; None elsewhere is the mask that
-                the layer was built with.
-            attn_mask_type: no effect, the layer was built with it.
+            key: shaped like `query`, with the heads of the key groups.
+            value: shaped like `key`, but its channels may differ.
+            attention_mask: True where attention is forbidden. None takes the mask type that the layer was built with,
+                and is required for packed rows.
+            attn_mask_type: no effect, because the layer was built with it.
             attention_bias: None.
-            packed_seq_params: where the sequences of a packed row start.
+            packed_seq_params: starts of the sequences of a packed row.
 
         Returns:
             `[s, b, heads * channels]`; packed `[t, 1, heads * channels]`.
@@ -88,24 +90,24 @@ class PackedDotProductAttention(DotProductAttention):
             return attend(query, key, value, attention_mask, attn_mask_type, attention_bias)
         assert attention_mask is None, "sequences of a packed row have no mask of their own"
         groups, order = together(packed_seq_params, query)
-        found = [attend(query[place], key[place], value[place], None, attn_mask_type, attention_bias).flatten(0, 1)
-                 for place in groups]
+        found = [attend(query[tokens], key[tokens], value[tokens], None, attn_mask_type, attention_bias).flatten(0, 1)
+                 for tokens in groups]
         return torch.cat(found)[order, None]
 
 
 class ContextParallelAttention(PackedDotProductAttention):
     """Causal attention of the rows that context-parallel ranks share, in plain PyTorch.
 
-    Each rank has the queries of its own tokens and gathers the keys and values of all ranks; the backward pass of that
-    gather sums their gradients. Scores take the memory of a rank's own queries, gathered keys and values do not get
-    smaller with more ranks. Transformer Engine's attention, which GPUs use, moves them in pieces.
+    Each rank has the queries of its own tokens and gathers the keys and values of all ranks. The backward pass of that
+    gather sums their gradients. With more ranks, the scores of a rank take less memory, but the gathered keys and
+    values do not. Transformer Engine's attention, which GPUs use, moves them in pieces.
 
     Args:
         config: sizes and dropout.
         layer_number: global number of the layer, from 1.
         attn_mask_type: causal.
         attention_type: `self`.
-        cp_comm_type: no effect, keys and values are gathered.
+        cp_comm_type: no effect, because keys and values are always gathered.
         pg_collection: the module's groups.
         sizes: further arguments of `DotProductAttention`.
     """
@@ -113,7 +115,7 @@ class ContextParallelAttention(PackedDotProductAttention):
     def __init__(self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str,
                  *, pg_collection: ProcessGroupCollection, cp_comm_type: str | None = None, **sizes: Any) -> None:
         assert attn_mask_type is AttnMaskType.causal, attn_mask_type
-        # Megatron Core's class refuses context parallelism, and the calls below are those of one rank.
+        # Megatron Core's class refuses context parallelism. Each call below is an attention of one rank.
         alone = copy.copy(config)
         alone.context_parallel_size = 1
         super().__init__(alone, layer_number, attn_mask_type, attention_type, pg_collection=pg_collection, **sizes)
@@ -129,9 +131,9 @@ class ContextParallelAttention(PackedDotProductAttention):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """Attend from this rank's tokens to all tokens of their rows that are not behind them.
+        """Attend from this rank's tokens to themselves and all earlier tokens of their sequences.
 
-        Args and shapes are those of `PackedDotProductAttention`, with `s / cp` tokens.
+        Arguments and shapes are those of `PackedDotProductAttention`, with `s / cp` tokens.
         """
         assert attention_mask is None, "causal attention needs no other mask"
         packed = packed_seq_params
@@ -155,10 +157,10 @@ class _Chunks:
     """The chunks of sequences whose queries a context-parallel rank has, and the keys that they see.
 
     Attributes:
-        to_row: int64 `[s]`, where each token of a row is among the tokens of all ranks, one rank behind the other.
-        parts: for each part, places of its queries among this rank's tokens, places of its keys in the row, and where
-            attention is forbidden, bool `[1, 1, queries, keys]`.
-        order: packed rows: where each of this rank's tokens is among the queries of all parts.
+        to_row: int64 `[s]`, index of each token of a row among the concatenated tokens of all ranks.
+        parts: for each part, the indices of its queries among this rank's tokens, the indices of its keys in the row,
+            and a mask of forbidden attention, bool `[1, 1, queries, keys]`.
+        order: index of each of this rank's tokens among the queries of all parts; None for rows that are not packed.
     """
 
     to_row: torch.Tensor
@@ -177,10 +179,10 @@ class _Chunks:
 
     @classmethod
     def of_packed(cls, group: dist.ProcessGroup, packed: PackedSeqParams, query: torch.Tensor) -> _Chunks:
-        """Return the chunks of packed sequences, those of equal length together. Kept as in `together`."""
+        """Return the chunks of packed sequences, those of equal length together. They are kept as in `together`."""
         kept: _Chunks | None = vars(packed).get("_chunks")
         if kept is None:
-            cp, starts, parts, places = group.size(), packed.cu_seqlens_q.tolist(), [], []
+            cp, starts, parts, queries = group.size(), packed.cu_seqlens_q.tolist(), [], []
             assert starts[0] == 0 and starts[-1] == len(query) * cp, f"sequences {starts}, {len(query)} tokens of {cp}"
             for length, firsts in equal_lengths(starts):
                 chunk, begins = length // (2 * cp), torch.tensor(firsts)
@@ -188,9 +190,9 @@ class _Chunks:
                     own = begins // cp + half * chunk + torch.arange(chunk)[:, None]
                     seen = begins + torch.arange((number + 1) * chunk)[:, None]
                     parts.append((own.to(query.device), seen.to(query.device), _forbidden(number, chunk, query)))
-                    places.append(own.flatten())
+                    queries.append(own.flatten())
             kept = packed._chunks = cls(_to_row(starts[1:], cp, query), parts,
-                                        torch.cat(places).argsort().to(query.device))
+                                        torch.cat(queries).argsort().to(query.device))
         return kept
 
 
@@ -199,31 +201,32 @@ def _to_row(stops: Sequence[int], cp: int, query: torch.Tensor) -> torch.Tensor:
 
 
 def _forbidden(number: int, chunk: int, query: torch.Tensor) -> torch.Tensor:
-    """Return which keys up to a chunk's end its queries do not see."""
+    """Return which of the keys up to a chunk's end its queries do not see, bool `[1, 1, queries, keys]`."""
     keys = torch.arange((number + 1) * chunk, device=query.device)
     return (keys[number * chunk :, None] < keys)[None, None]
 
 
 def together(packed: PackedSeqParams, query: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Group the tokens of a packed row that are attended together.
+    """Group the tokens of a packed row into sequences of equal length.
 
-    Asked for in every layer and found in the first: where sequences start lies on the device, which must be waited for.
+    Every layer asks for the groups, but only the first one makes them, because reading the starts of the sequences
+    waits for the device. They are kept with the row.
 
     Args:
-        packed: where the sequences start.
+        packed: starts of the sequences.
         query: `[t, heads, channels]`.
 
     Returns:
-        Groups of sequences of one length, int64 `[length, sequences]` each: places of tokens. And where each token is
-        among those of all groups.
+        The indices of the tokens of each group, int64 `[length, sequences]`, and the index of each token of the row
+        among the tokens of all groups.
     """
     kept = vars(packed).get("_together")
     if kept is None:
         starts = packed.cu_seqlens_q.tolist()
         assert starts[0] == 0 and starts[-1] == len(query), f"sequences {starts} of {len(query)} tokens"
         groups = [torch.tensor(firsts) + torch.arange(length)[:, None] for length, firsts in equal_lengths(starts)]
-        order = torch.cat([place.flatten() for place in groups]).argsort()
-        kept = [place.to(query.device) for place in groups], order.to(query.device)
+        order = torch.cat([tokens.flatten() for tokens in groups]).argsort()
+        kept = [tokens.to(query.device) for tokens in groups], order.to(query.device)
         packed._together = kept
     return kept
 
@@ -232,10 +235,11 @@ def equal_lengths(starts: Sequence[int]) -> list[tuple[int, list[int]]]:
     """Group sequences of equal length, which run as one batch.
 
     Args:
-        starts: where each begins, and where the last one ends.
+        starts: start of each sequence, and end of the last one.
 
     Returns:
-        A length, and where sequences of that length begin: so many at once that their scores stay few.
+        For each batch the length of its sequences and their starts. A batch has at most `MAX_SCORES` scores, unless it
+        is one sequence.
     """
     firsts: dict[int, list[int]] = {}
     for start, stop in itertools.pairwise(starts):

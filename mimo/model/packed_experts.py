@@ -1,16 +1,17 @@
 """Products with the weights of all experts of a layer in one cuBLASLt call.
 
-Megatron Core's grouped linear layers hold one parameter for each expert, and Transformer Engine multiplies by them one
-after the other, or in a CUTLASS kernel that covers neither weight gradients nor every size. cuBLASLt has a product
-that takes the sizes of the groups from the device, but at most 64 separate matrices. The parameters stay as they are
-here (checkpoints, optimizers, weight maps and refits see no difference); since data-parallel training lays them and
-their gradients end to end, one base address and a table of offsets describes them all.
+Megatron Core's grouped linear layers hold one parameter for each expert. Transformer Engine multiplies by them one
+after the other, or in a CUTLASS kernel that supports neither weight gradients nor every size. cuBLASLt has a product
+that takes the sizes of the groups from the device, but at most 64 separate matrices.
 
-Without a host copy of the sizes, a grid without expert parallelism also no longer waits for the device in every layer.
+The parameters stay as they are here, so that checkpoints, optimizers, weight maps and refits see no difference. But
+data-parallel training lays them and their gradients end to end in memory, so one base address and a table of offsets
+describe them all. Since the host needs no copy of the sizes, a grid without expert parallelism no longer waits for the
+device in every layer.
 
-In FP8, weights are quantised once for each step of the optimizer (in passes without gradients anew), in the order in
-which they lie in memory, and rows when they come. The rows of each expert are filled up with zeros, while they are
-sorted, to the multiple that the product needs.
+In FP8, weights are quantised once for each optimizer step (and in every pass without gradients), in the order in which
+they lie in memory. Rows are quantised in every pass. While they are sorted, zero rows are added to those of each expert
+up to the multiple that the product needs.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ from mimo.protocols import Fp8
 
 logger = logging.getLogger(__name__)
 
-# cuBLASLt reads 16 bytes at a time: matrices have to begin at multiples of this many elements.
+# cuBLASLt reads 16 bytes at a time, so matrices have to begin at multiples of this many elements.
 ALIGNMENT = 8
 # Recipe of FP8, or None for bfloat16 -> the oldest cuBLASLt that has the product on Hopper.
 MIN_CUBLASLT = {None: 130400, "tensorwise": 130500, "blockwise": 130600}
 
 
 def unsupported_reason(dtype: torch.dtype, recipe: str | None = None) -> str | None:
-    """Say why the current GPU and libraries have no such product; None where they have it.
+    """Return why the current GPU and libraries lack the product for all experts; None if they have it.
 
     Args:
-        dtype: of the rows and weights.
-        recipe: of FP8 products; None for products in `dtype`.
+        dtype: dtype of the rows and weights.
+        recipe: recipe of FP8 products; None for products in `dtype`.
     """
     import transformer_engine_torch as tex
     from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling
@@ -73,17 +74,18 @@ def _version(number: int) -> str:
 
 def choose_grouped_gemm(choice: str, module: torch.nn.Module, dtype: torch.dtype, *, deterministic: bool,
                         fp8: Fp8 | None = None) -> None:
-    """Have the experts of a built module multiply as --moe-gemm says.
+    """Have the experts of a built module multiply with the kernels that --moe-gemm chooses.
 
     Args:
         choice: the flag's value.
-        module: the language model with Transformer Engine's layers, in `DistributedDataParallel` where it trains.
-        dtype: of its parameters.
-        deterministic: `auto` takes separate products, the only ones that are known to give the same bits every time.
+        module: the language model with Transformer Engine's layers, in `DistributedDataParallel` if it trains.
+        dtype: dtype of its parameters.
+        deterministic: whether `auto` takes separate products, because only they are known to give the same bits every
+            time.
         fp8: format and recipe of FP8 products, which CUTLASS kernels do not have.
 
     Raises:
-        ValueError: `packed`, and this machine cannot do so.
+        ValueError: `choice` is `packed`, which this machine or model does not support.
     """
     if not any(isinstance(part, TEGroupedMLP) for part in module.modules()):
         return
@@ -110,14 +112,14 @@ def pack_experts(module: torch.nn.Module, fp8: Fp8 | None = None) -> int:
     """Have the expert layers of a module multiply by all their experts at once.
 
     Args:
-        module: a built module with Transformer Engine's layers; in `DistributedDataParallel` where it trains. The
-            caller has seen that `unsupported_reason` is None.
+        module: a built module with Transformer Engine's layers, in `DistributedDataParallel` if it trains. The caller
+            has checked that `unsupported_reason` is None.
         fp8: format and recipe of FP8 products.
 
     Returns:
-        The number of layers that do so now. A layer with biases, with an activation that has no fused kernel, or with
-        matrices that do not begin at multiples of 16 bytes stays as it was; in FP8 also one whose matrices do not lie
-        end to end, or whose tokens no fused kernel sorts.
+        The number of layers that do so now. A layer stays as it was if it has biases, an activation without a fused
+        kernel, or matrices that do not begin at multiples of 16 bytes. In FP8 it also stays as it was if its matrices
+        do not lie end to end, or if no fused kernel sorts its tokens.
     """
     wrapper = module if isinstance(module, DistributedDataParallel) else None
     count = 0
@@ -137,7 +139,7 @@ def pack_experts(module: torch.nn.Module, fp8: Fp8 | None = None) -> int:
         forward = _fill_rows if fp8 and not stays else _forward_experts
         experts.forward = partial(forward, experts, activation)
         if fp8 and not stays:
-            # Transformer Engine's own choice is 16 for every recipe, and its kernels trap on such blocks.
+            # Transformer Engine's default is 16 for every recipe, which makes its blockwise kernels crash.
             for padding in (experts.quantization_padding, experts.quantization_unpadding):
                 padding.align_size = fp8.multiple
         if stays:
@@ -147,7 +149,7 @@ def pack_experts(module: torch.nn.Module, fp8: Fp8 | None = None) -> int:
 
 
 def _weighted_activation(experts: TEGroupedMLP) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """Select the kernel that applies the activation and the router's weights; None for an activation without one."""
+    """Return the kernel that applies the activation and the router's weights; None for an activation without one."""
     config = experts.config
     if config.moe_apply_probs_on_input or config.fp8 and experts.activation_recompute:
         return None
@@ -184,7 +186,7 @@ def _forward_experts(experts: Any, activation: Callable[[torch.Tensor, torch.Ten
 
 def _fill_rows(experts: Any, activation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
                hidden: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor) -> Any:
-    """Call `_forward_experts` with rows of zeros behind those of each expert; for tokens that came from other ranks."""
+    """Call `_forward_experts` with zero rows added to those of each expert, for tokens from other ranks."""
     counts = tokens_per_expert.tolist()
     hidden, filled = experts.quantization_padding(hidden, counts)
     probs, _ = experts.quantization_padding(probs.unsqueeze(-1), counts)
@@ -193,18 +195,18 @@ def _fill_rows(experts: Any, activation: Callable[[torch.Tensor, torch.Tensor], 
 
 
 def _stay_on_device(dispatcher: Any, multiple: int) -> None:
-    """Keep the tokens of a grid without expert parallelism where they are.
+    """Skip the token exchange of a grid without expert parallelism.
 
     Its ranks send no tokens, so nothing on the host needs the number of tokens of an expert, and tokens that were
     sorted by expert once need no second sorting.
 
     Args:
-        dispatcher: of a layer.
-        multiple: of rows that an expert has to have; rows of zeros are added.
+        dispatcher: the token dispatcher of a layer.
+        multiple: number of which each expert's rows have to be a multiple; zero rows are added.
     """
     compat.leave_counts_on_device(dispatcher)
     if dispatcher.shared_experts is None:
-        # Nobody overlaps with the exchange, and each of its three calls is an autograd function that returns its input.
+        # Nothing overlaps with the exchange, whose three calls are only autograd functions that return their input.
         dispatcher.token_dispatch = lambda tokens, probs: (tokens, probs)
         dispatcher.token_combine = lambda hidden: hidden
     dispatcher.dispatch_postprocess = lambda tokens, probs: (tokens, dispatcher.tokens_per_expert, probs)
@@ -216,14 +218,14 @@ def _stay_on_device(dispatcher: Any, multiple: int) -> None:
 
 def _sort_and_fill(dispatcher: Any, multiple: int, hidden: torch.Tensor, routing_map: torch.Tensor,
                    probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replace the dispatcher's `dispatch_preprocess`: sort tokens by expert, and fill up each expert's rows.
+    """Replace the dispatcher's `dispatch_preprocess`: sort tokens by expert, and add zero rows to each expert's.
 
-    The number of rows is that of the worst case, so that the host need not wait for the counts. Rows behind the last
+    There are as many rows as in the worst case, so that the host need not wait for the counts. Rows after the last
     expert's are never read.
 
     Args:
-        dispatcher: the layer's; it keeps what `_unsort_filled` needs.
-        multiple: of rows that an expert has to have.
+        dispatcher: the token dispatcher of the layer, on which `_unsort_filled` finds what it needs.
+        multiple: number of which each expert's rows have to be a multiple.
         hidden: `[..., hidden]`.
         routing_map: bool `[tokens, experts]`.
         probs: `[tokens, experts]`.
@@ -267,7 +269,7 @@ class PackedLinear:
     Attributes:
         parameters: each expert's weight `[out, in]`.
         trains: whether they have gradients.
-        can_run: whether weights and gradients lie as the product needs them.
+        can_run: whether weights and gradients are laid out in memory as the product needs them.
     """
 
     def __init__(self, linear: Any, wrapper: DistributedDataParallel | None, fp8: Fp8 | None = None) -> None:
@@ -275,19 +277,22 @@ class PackedLinear:
         self.out_features, self.in_features = self.parameters[0].shape
         self.trains = wrapper is not None and self.parameters[0].requires_grad
         if len({parameter.untyped_storage().data_ptr() for parameter in self.parameters}) > 1:
-            _move_into_one(self.parameters)
+            # Move them into a new storage, end to end.
+            flat = torch.cat([parameter.data.flatten() for parameter in self.parameters])
+            for parameter, part in zip(self.parameters, flat.chunk(len(self.parameters)), strict=True):
+                parameter.data = part.view(parameter.shape)
         self._weights = _offsets([parameter.data for parameter in self.parameters])
         self._gradients = _offsets([parameter.main_grad for parameter in self.parameters]) if self.trains else None
         self.can_run = self._weights is not None and (self._gradients is not None or not self.trains)
         self._wrapper = wrapper
-        # Makes autograd call the backward pass where the rows need no gradient. A parameter would not do: its hook of
-        # data-parallel training would run without a gradient.
+        # Makes autograd call the backward pass even if the rows need no gradient. A parameter would not do, because its
+        # data-parallel hook would run without a gradient.
         self._anchor = torch.empty(0, device=self.parameters[0].device, requires_grad=self.trains)
         self._linear = linear if fp8 else None
         self._fp8: _Fp8Products | None = None
         if fp8 and self._weights is not None:
             self._has_block_scales = fp8.recipe == "blockwise"
-            # Quantisation reads them as one matrix, in the order of the memory.
+            # Quantisation reads the weights as one matrix, in the order in which they lie in memory.
             size = self.parameters[0].numel()
             self._order = self._weights[1][:-1].div(size, rounding_mode="floor")
             self.can_run &= bool((self._order * size == self._weights[1][:-1]).all())
@@ -305,8 +310,8 @@ class PackedLinear:
         """Describe the weights as one grouped tensor.
 
         Args:
-            quantizer: makes the FP8 copy that is described; None describes the weights themselves.
-            keep: whether the copy serves until `mimo.model.fp8.forget_weights`.
+            quantizer: makes an FP8 copy, which is described instead; None describes the weights themselves.
+            keep: whether the copy is kept until `mimo.model.fp8.forget_weights`.
         """
         assert self._weights is not None
         if quantizer is None:
@@ -325,7 +330,7 @@ class PackedLinear:
                                                   (self.in_features, 1), lowest)
         quantizer.set_usage(rowwise=True, columnwise=True)
         if self._has_block_scales:
-            # The scales of a matrix do not lie side by side, so the matrices come into the order of their experts.
+            # The scales of a matrix do not lie side by side, so the matrices are first put in the order of the experts.
             rows = rows.view(count, self.out_features, self.in_features)[self._order].flatten(0, 1)
             return tex.group_quantize(rows, quantizer, count, None)
         found = tex.group_quantize(rows, quantizer, count, None)
@@ -336,15 +341,15 @@ class PackedLinear:
         assert self._gradients is not None
         return self._grouped(self.parameters[0].main_grad, self._gradients)
 
-    def _grouped(self, first: torch.Tensor, place: tuple[int, torch.Tensor]) -> Any:
-        # Storages may be emptied and filled again between steps (offloading), so the view is made anew each time.
-        count, (lowest, offsets) = len(self.parameters), place
+    def _grouped(self, first: torch.Tensor, position: tuple[int, torch.Tensor]) -> Any:
+        # Offloading empties storages and fills them again between steps, so the view is made each time.
+        count, (lowest, offsets) = len(self.parameters), position
         flat = first.as_strided((count * first.numel(),), (1,), lowest)
         shape = (self.out_features, self.in_features)
         return _grouped_tensor((count * shape[0], shape[1]), count, flat, offsets, shapes=[shape] * count)
 
     def register_gradients(self) -> None:
-        """Tell overlapped reduction that the gradients are there, which hooks of the parameters would do otherwise."""
+        """Tell the overlapped reduction that the gradients are ready, which parameter hooks do for other layers."""
         wrapper = self._wrapper
         assert wrapper is not None
         if not wrapper.ddp_config.overlap_grad_reduce:
@@ -354,11 +359,11 @@ class PackedLinear:
 
 
 def _offsets(tensors: list[torch.Tensor]) -> tuple[int, torch.Tensor] | None:
-    """Find where tensors lie in the storage that they share.
+    """Find the positions of tensors in the storage that they share.
 
     Returns:
-        The lowest of their storage offsets, and int64 `[tensors + 1]` on their device: each one's distance from it, and
-        their size in all. None where one begins at an address that cuBLASLt cannot read from.
+        The lowest of their storage offsets, and int64 `[tensors + 1]` on their device with each tensor's distance from
+        it and the number of all elements. None if one begins at an address that cuBLASLt cannot read from.
     """
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1, "tensors in several storages"
     starts = [int(tensor.storage_offset()) for tensor in tensors]
@@ -369,15 +374,8 @@ def _offsets(tensors: list[torch.Tensor]) -> tuple[int, torch.Tensor] | None:
     return lowest, torch.tensor(table, dtype=torch.int64, device=tensors[0].device)
 
 
-def _move_into_one(parameters: list[torch.nn.Parameter]) -> None:
-    """Move parameters of one shape into a new storage, end to end."""
-    flat = torch.cat([parameter.data.flatten() for parameter in parameters])
-    for parameter, part in zip(parameters, flat.chunk(len(parameters)), strict=True):
-        parameter.data = part.view(parameter.shape)
-
-
 class _Fp8Products:
-    """How the three products of a layer are made in FP8, as the recipe that Megatron Core has entered says."""
+    """Quantizers and options of a layer's three FP8 products, from the recipe that Megatron Core has entered."""
 
     def __init__(self, linear: Any) -> None:
         self.rows, self.weights, self.gradients = compat.fp8_quantizers(linear)
@@ -388,12 +386,12 @@ class _Fp8Products:
 
 
 class _PackedProduct(torch.autograd.Function):
-    """Product of rows with their experts' weights; adds weight gradients to `main_grad` itself."""
+    """Product of rows with their experts' weights, which adds weight gradients to `main_grad` itself."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor, layer: PackedLinear, sizes: torch.Tensor,
                 fp8: _Fp8Products | None, trains: bool) -> torch.Tensor:
-        """Multiply; see `PackedLinear` about `anchor`. `trains` says whether a backward pass may follow."""
+        """Multiply the rows. `PackedLinear` explains `anchor`; `trains` says whether a backward pass may follow."""
         from transformer_engine.pytorch.quantized_tensor import prepare_for_saving
 
         rows = hidden.reshape(-1, layer.in_features)
@@ -416,7 +414,7 @@ class _PackedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-        """Give the gradient of the rows, and add those of the weights to their buffers."""
+        """Return the gradient of the rows, and add those of the weights to their buffers."""
         from transformer_engine.pytorch.quantized_tensor import restore_from_func_ctx
 
         rows, sizes, in_offsets, out_offsets = restore_from_func_ctx(ctx)
@@ -448,7 +446,7 @@ class _PackedProduct(torch.autograd.Function):
 
 def _quantized(rows: torch.Tensor, sizes: torch.Tensor, offsets: torch.Tensor, quantizer: Any, *, rowwise: bool,
                columnwise: bool) -> Any:
-    """Return rows that are sorted by expert in FP8, each expert's with scales of its own."""
+    """Quantise rows that are sorted by expert to FP8, with separate scales for each expert."""
     import transformer_engine_torch as tex
 
     quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
@@ -461,7 +459,7 @@ def _by_expert(rows: torch.Tensor, sizes: torch.Tensor, offsets: torch.Tensor) -
 
 
 def _row_offsets(sizes: torch.Tensor, *widths: int) -> tuple[torch.Tensor, ...]:
-    """Compute the element at which each expert's rows begin, for rows of each width.
+    """Compute the index of the element at which each expert's rows begin, for each width of rows.
 
     Returns:
         `sizes`, and for each width int64 `[experts + 1]`, all on the device and in one allocation.

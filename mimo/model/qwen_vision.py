@@ -1,8 +1,8 @@
 """The vision towers of Qwen2.5-VL (https://arxiv.org/abs/2502.13923) and Qwen3-VL (https://arxiv.org/abs/2511.21631).
 
-No layer looks from one temporal patch of a video to another, so each is an image here. In Qwen2.5-VL most layers attend
-within windows of an image, a few within the whole image. All layers see the patches in the order of the windows, so
-that both kinds are sequences of one packed row.
+No layer attends from one temporal patch of a video to another, so each is treated as an image. In Qwen2.5-VL most
+layers attend within windows of an image, and a few within the whole image. All layers see the patches in the order of
+the windows, so that windows and images are both sequences of one packed row.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ def axial_angles(grid: Grid, size: int, channels: int, base: float, device: Any)
         size: patches a side of a block.
         channels: channels of a head.
         base: base of the frequencies.
-        device: where they are needed.
+        device: device of the result.
     """
     frequencies = base ** -(torch.arange(0, channels // 2, 2, dtype=torch.float32, device=device) / (channels // 2))
     row, column = torch.meshgrid(*(torch.arange(count, device=device) for count in grid), indexing="ij")
-    places = block_order(torch.stack([row, column], dim=-1).flatten(0, 1), grid, size)
-    angles = (places[:, :, None] * frequencies).flatten(1)
+    positions = block_order(torch.stack([row, column], dim=-1).flatten(0, 1), grid, size)
+    angles = (positions[:, :, None] * frequencies).flatten(1)
     return torch.cat([angles, angles], dim=-1)
 
 
 @lru_cache(maxsize=4096)
 def image_windows(rows: int, columns: int, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut an image into windows, the last ones of a row or column as large as what is left.
+    """Cut an image into windows. The last ones of a row or column may be smaller.
 
     Args:
         rows: rows of blocks.
@@ -75,8 +75,8 @@ class Windows:
 
     Attributes:
         order: int64 `[blocks]`, the blocks in the order of the windows.
-        inverse: int64 `[blocks]`, where each block is in that order.
-        sequences: one sequence of patches a window.
+        inverse: int64 `[blocks]`, the index of each block in that order.
+        sequences: one sequence of patches for each window.
     """
 
     order: torch.Tensor
@@ -107,7 +107,7 @@ class WindowedSequences(PackedSeqParams):
     """Sequences of whole images, with those of their windows.
 
     Attributes:
-        windows: one sequence a window.
+        windows: one sequence for each window.
     """
 
     windows: PackedSeqParams | None = None
@@ -126,13 +126,12 @@ class WindowedLayer(TransformerLayer):
         self.attends_windows = self.layer_number - 1 not in whole_image_layers
 
     def forward(self, *arguments: Any, packed_seq_params: WindowedSequences, **keywords: Any) -> Any:
-        """Run the layer on the sequences that it attends to."""
         chosen = packed_seq_params.windows if self.attends_windows else packed_seq_params
         return super().forward(*arguments, packed_seq_params=chosen, **keywords)
 
 
 class QwenVisionTower(MegatronModule):
-    """Images of any size, and temporal patches of videos, to features of blocks of patches.
+    """Encoder of images of any size, and of temporal patches of videos, to features of blocks of patches.
 
     Patches come block by block, so that the patches of a language token are neighbours. Patch embedding, positions and
     norms are replicated over tensor-parallel ranks.
@@ -141,19 +140,19 @@ class QwenVisionTower(MegatronModule):
         config: transformer sizes; `num_layers` counts the layers of all pipeline stages.
         layer_spec: this stage's layers.
         patch_size: pixels a side of a patch.
-        temporal_patch_size: frames of a patch; an image is so many equal frames.
+        temporal_patch_size: frames of a patch; an image counts as this many equal frames.
         merge_size: patches a side of a block, which becomes one language token.
         num_channels: image channels.
         rotary_base: base of the rotary frequencies.
         pg_collection: the module's process groups.
         position_side: patches a side of the square grid of learned positions; 0: there are none.
         conv_bias: whether the patch embedding has a bias.
-        pre_process: this rank holds the first pipeline stage.
-        post_process: this rank holds the last pipeline stage.
+        pre_process: whether this rank holds the first pipeline stage.
+        post_process: whether this rank holds the last pipeline stage.
     """
 
     seq_length = 0
-    """Tokens of an image inside the encoder; that depends on the image."""
+    """Tokens of an image inside the encoder; 0, because it depends on the image."""
 
     def __init__(self, config: TransformerConfig, layer_spec: TransformerBlockSubmodules, *, patch_size: int,
                  temporal_patch_size: int, merge_size: int, num_channels: int, rotary_base: float,
@@ -181,7 +180,7 @@ class QwenVisionTower(MegatronModule):
                                         post_process=post_process, pg_collection=pg_collection)
 
     def set_input_tensor(self, input_tensor: torch.Tensor | None) -> None:
-        """Set what a later pipeline stage works on, the output of the one before; None on the first."""
+        """Set the input of a later pipeline stage, which is the output of the one before; None on the first stage."""
         self.decoder.set_input_tensor(input_tensor)
 
     def forward(self, pixel_values: torch.Tensor | None = None, imgs_sizes: np.ndarray | None = None,
@@ -192,17 +191,17 @@ class QwenVisionTower(MegatronModule):
             pixel_values: patches `[1, patches, channels * frames * patch_size ** 2]`, image after image, block by block
                 and row by row inside a block. Read on the first stage only.
             imgs_sizes: int64 `[images, 2]`, height and width in pixels, on the host.
-            packed_seq_params: one sequence of patches an image.
+            packed_seq_params: one sequence of patches for each image.
 
         Returns:
-            On the last stage `[1, tokens of all images, features]`, the patches of each token side by side; on the
-            others `[patches, 1, columns]`, input of the next. In the dtype of the parameters.
+            On the last stage `[1, tokens of all images, features]`, the patches of each token side by side. On the
+            others `[patches, 1, columns]`, the input of the next stage. The dtype is that of the parameters.
 
         Raises:
-            ValueError: the patches are not those of `imgs_sizes`.
+            ValueError: the number of patches does not fit `imgs_sizes`.
         """
         assert imgs_sizes is not None and packed_seq_params is not None, "images of any size come with their sizes"
-        assert len(packed_seq_params.cu_seqlens) == len(imgs_sizes) + 1, "one sequence an image"
+        assert len(packed_seq_params.cu_seqlens) == len(imgs_sizes) + 1, "one sequence for each image"
         grids, sequences = patch_grids(imgs_sizes, self.patch_size), attention_params(packed_seq_params)
         assert sequences is not None
         hidden_ph = None
@@ -213,8 +212,11 @@ class QwenVisionTower(MegatronModule):
 
     def _run(self, hidden_ph: torch.Tensor | None, angles: torch.Tensor, sequences: PackedSeqParams,
              grids: list[Grid]) -> torch.Tensor:
-        """Run the layers, given hidden states on the first stage and the rotary angles of all patches."""
-        raise AssertionError("a family arranges patches and features")
+        """Run the layers, given hidden states on the first stage and the rotary angles of all patches.
+
+        Subclasses arrange patches and features in the order of their family.
+        """
+        raise NotImplementedError
 
     def _layers(self, hidden_ph: torch.Tensor | None, angles: torch.Tensor, sequences: PackedSeqParams) -> torch.Tensor:
         hidden_p1h: torch.Tensor = self.decoder(
@@ -223,8 +225,8 @@ class QwenVisionTower(MegatronModule):
         return hidden_p1h
 
     def _embed(self, patches: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
-        """Patches to the first layer's input `[patches, hidden]`."""
-        # The convolution's stride is its kernel: over patches that are already cut out it is a linear layer.
+        """Embed patches: return the first layer's input `[patches, hidden]`."""
+        # The convolution's stride equals its kernel, so over patches that are already cut out it is a linear layer.
         weight, counts = self.conv1.weight.flatten(1), [rows * columns for rows, columns in grids]
         if tuple(patches.shape) != (1, sum(counts), weight.size(1)):
             raise ValueError(f"pixel_values has shape {list(patches.shape)}; images of {counts} patches make "
@@ -233,7 +235,7 @@ class QwenVisionTower(MegatronModule):
         hidden_ph = torch.nn.functional.linear(patches[0].to(weight.dtype), weight, self.conv1.bias)
         if self.position_embeddings is None:
             return hidden_ph
-        # Once a size: images of one size share the interpolated positions, and their gradient.
+        # Interpolated once for each size: images of one size share the positions, and their gradient.
         table = self.position_embeddings.weight
         positions = {grid: block_order(interpolate_positions(table, grid, align_corners=True), grid, self.merge_size)
                      for grid in dict.fromkeys(grids)}
@@ -266,7 +268,7 @@ class Qwen25VisionTower(QwenVisionTower):
         windows = Windows.of(grids, self.merge_size, self.window_side)
         if hidden_ph is not None:
             hidden_ph = self._reordered(hidden_ph, windows.order)
-        # Windows lie within their image, so that the sequences of whole images stay where they are.
+        # Windows lie within their image, so the sequences of whole images keep their boundaries.
         hidden_p1h = self._layers(hidden_ph, self._reordered(angles, windows.order), WindowedSequences(
             **vars(sequences), windows=attention_params(windows.sequences)))
         if not self.post_process:
@@ -280,9 +282,9 @@ class Qwen25VisionTower(QwenVisionTower):
 
 
 class Qwen3VisionTower(QwenVisionTower):
-    """The tower of Qwen3-VL: features are those of the last layer, then those of each level (DeepStack).
+    """The tower of Qwen3-VL, whose features are those of the last layer, then those of each level (DeepStack).
 
-    Between stages, the levels so far are behind the hidden states.
+    Between stages, the levels so far follow the hidden states.
 
     Args:
         num_levels: layers whose output becomes a level, on all stages (`mimo.model.deepstack.encoder_with_levels`).

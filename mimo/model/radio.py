@@ -17,31 +17,30 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mimo.data.batch import PackedSequences
 from mimo.model.packed_attention import packed_seq_params as attention_params
 
-# Patches of images of any size: where they lie in a packed row, their positions, and how they become tokens.
-
-
+# Rows and columns of patches of an image.
 Grid = tuple[int, int]
-"""Rows and columns of patches of an image."""
+# Channels of an image; Megatron Core's patch embedding has no other number.
+NUM_CHANNELS = 3
 
 
 def patch_grids(imgs_sizes: np.ndarray, patch_size: int) -> list[Grid]:
-    """Patch rows and columns of each image.
+    """Return the rows and columns of patches of each image.
 
     Args:
-        imgs_sizes: int64 `[images, 2]`, height and width in pixels.
-        patch_size: pixels a side of a patch; divides them.
+        imgs_sizes: int64 `[images, 2]`, height and width in pixels, multiples of `patch_size`.
+        patch_size: pixels a side of a patch.
     """
     return [(height // patch_size, width // patch_size) for height, width in imgs_sizes.tolist()]
 
 
 def interpolate_positions(weight: torch.Tensor, grid: Grid, *, align_corners: bool = False) -> torch.Tensor:
-    """Position embeddings of a square grid stretched over another one, `[rows * columns, hidden]`, row by row.
+    """Stretch the position embeddings of a square grid over another grid.
 
-    Bilinear between the centres of patches (no antialiasing), in float32 or better.
+    Interpolation is bilinear between the centres of patches, without antialiasing, in float32 or better.
 
     Args:
         weight: `[side * side, hidden]`, row by row.
-        grid: rows and columns asked for.
+        grid: rows and columns of the result, `[rows * columns, hidden]`.
         align_corners: whether the centres of the corner patches coincide, instead of the corners of both grids.
     """
     side = math.isqrt(len(weight))
@@ -54,17 +53,17 @@ def interpolate_positions(weight: torch.Tensor, grid: Grid, *, align_corners: bo
 
 
 def packed_positions(weight: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-    """`interpolate_positions` of each image, one behind the other: `[patches, hidden]`."""
-    # Interpolated once a size: images of one size share it, and its gradient.
+    """Return the result of `interpolate_positions` for all images, concatenated: `[patches, hidden]`."""
+    # Interpolated once for each size: images of one size share the positions, and their gradient.
     by_grid = {grid: interpolate_positions(weight, grid) for grid in dict.fromkeys(grids)}
     return torch.cat([by_grid[grid] for grid in grids])
 
 
 def pixel_shuffle(features: torch.Tensor, grid: Grid, factor: int) -> torch.Tensor:
-    """Neighbouring patches, `factor` by `factor` of them, as one token.
+    """Join `factor` by `factor` neighbouring patches to one token.
 
-    The order is that of InternVL (https://arxiv.org/abs/2404.16821): the features of a token's patches one behind the
-    other, row by row.
+    The order is that of InternVL (https://arxiv.org/abs/2404.16821): the features of a token's patches are
+    concatenated row by row.
 
     Args:
         features: `[..., rows * columns, hidden]`, row by row.
@@ -82,7 +81,7 @@ def pixel_shuffle(features: torch.Tensor, grid: Grid, factor: int) -> torch.Tens
 
 
 def packed_pixel_shuffle(features: torch.Tensor, grids: Sequence[Grid], factor: int) -> torch.Tensor:
-    """`pixel_shuffle` of each image of a packed row.
+    """Apply `pixel_shuffle` to each image of a packed row.
 
     Args:
         features: `[patches, hidden]`, image after image.
@@ -93,22 +92,19 @@ def packed_pixel_shuffle(features: torch.Tensor, grids: Sequence[Grid], factor: 
     return torch.cat([pixel_shuffle(image, grid, factor) for image, grid in zip(images, grids, strict=True)])
 
 
-NUM_CHANNELS = 3
-"""Channels of an image: Megatron Core's patch embedding has no other."""
-
-
 def cropped_positions(weight: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
-    """Position embeddings of images, `[rows * columns, hidden]` each: the square grid resized to the image's longer
-    side, of which the image takes the top left corner.
+    """Return the position embeddings of images, `[rows * columns, hidden]` each.
 
-    So in the published model where it does not draw crops (`ViTPatchGenerator._get_pos_embeddings`): bilinear, with
+    The square grid is resized to the image's longer side, and the image takes the top left corner. The published model
+    does the same when it does not draw crops (`ViTPatchGenerator._get_pos_embeddings`): bilinear, with
     `align_corners=False`.
 
     Args:
         weight: `[side * side, hidden]`, row by row.
         grids: rows and columns of patches of each image.
     """
-    # Resized once a side and cropped once a grid: images of one size share them, and their gradient.
+    # Resized once for each side and cropped once for each grid: images of one size share the positions, and their
+    # gradient.
     own_side = math.isqrt(len(weight))
     squares = {side: interpolate_positions(weight, (side, side)).view(side, side, -1)
                for side in dict.fromkeys(max(grid) for grid in grids) if side <= own_side}
@@ -118,9 +114,9 @@ def cropped_positions(weight: torch.Tensor, grids: Sequence[Grid]) -> list[torch
 
 
 def enlarged_positions(weight: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """`cropped_positions` of an image with more patches along a side than the square grid, `[rows * columns, hidden]`.
+    """Return `cropped_positions` for an image with more patches along a side than the square grid.
 
-    Only the window is computed: the whole square of a long, narrow image would not fit in memory.
+    Only the image's corner is computed, because the whole square of a long, narrow image would not fit in memory.
     """
     side, longer = math.isqrt(len(weight)), max(grid)
     window = weight.to(torch.promote_types(weight.dtype, torch.float32)).view(side, side, -1)
@@ -135,28 +131,28 @@ def enlarged_positions(weight: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 
 class RadioEncoder(RADIOViTModel):
-    """Images to patch features, of one size or packed one behind the other in their own sizes.
+    """Encoder of images to patch features, for images of one size or packed images of any size.
 
-    Parameters, their names and their sharding are Megatron Core's. The forward pass is not: Megatron Core's changes the
-    packed metadata that it is given, asks the device for the size of every image, resizes the positions anew for each
-    of them, and leaves class tokens and pixel shuffle to the caller.
+    Parameters, their names and their sharding are Megatron Core's. The forward pass is our own, because Megatron Core's
+    changes the packed metadata that it is given, asks the device for the size of every image, resizes the positions for
+    each of them, and leaves class tokens and pixel shuffle to the caller.
 
     Pixel shuffle orders channels as Hugging Face's models of the family do (InternVL's version 2, see
     `mimo.model.radio.pixel_shuffle`), for images of one size and packed ones alike.
 
     Args:
-        config: transformer sizes. `mtp_num_layers` 0 gives a norm after the last layer, None gives none: Megatron Core
-            builds the layers as if a stage followed them.
+        config: transformer sizes. `mtp_num_layers` 0 gives a norm after the last layer, None gives none, because
+            Megatron Core builds the layers as if a stage followed them.
         layer_spec: the layers.
         patch_size: pixels a side of a patch.
         image_size: height and width of the images in pixels; no effect with dynamic resolution.
         max_image_size: pixels a side of the image that has one position embedding for each of its patches.
         class_token_len: learned tokens before the patches of each image, dropped from the output.
-        pg_collection: the module's process groups; one pipeline stage.
-        dynamic_resolution: images have any size and are packed.
+        pg_collection: the module's process groups, with one pipeline stage.
+        dynamic_resolution: whether images have any size and are packed.
         pixel_shuffle: patches a side that become one token of the output.
-        cpe_augmentation: in training mode the positions of each image are those of a random crop of the square grid, as
-            when the published weights were made. Without it training sees the positions that evaluation sees.
+        cpe_augmentation: whether, in training mode, the positions of each image are those of a random crop of the
+            square grid, as when the published weights were made. Otherwise training uses the positions of evaluation.
     """
 
     def __init__(self, config: TransformerConfig, layer_spec: TransformerBlockSubmodules, *, patch_size: int,
@@ -178,10 +174,10 @@ class RadioEncoder(RADIOViTModel):
         self.grid, self.image_shape = (rows, columns), (NUM_CHANNELS, height, width)
         self.pixel_shuffle = pixel_shuffle
         if dynamic_resolution:
-            # Tokens an image has inside the encoder; that depends on the image.
+            # Tokens of an image inside the encoder; 0, because it depends on the image.
             self.seq_length = 0
         with torch.no_grad():
-            # Megatron Core draws with a standard deviation of 1, and positions would drown in what comes of the pixels.
+            # Megatron Core draws with a standard deviation of 1, and embedded pixels would then dwarf the positions.
             self.embedder.weight.mul_(self.embedder.weight.size(1)**-0.5)
 
     def forward(self, pixel_values: torch.Tensor | None = None, imgs_sizes: np.ndarray | None = None,
@@ -192,15 +188,15 @@ class RadioEncoder(RADIOViTModel):
             pixel_values: normalized pixels `[images, 3, height, width]`, any float dtype; with dynamic resolution
                 patches `[1, patches, 3 * patch_size ** 2]`, image after image and row by row.
             imgs_sizes: with dynamic resolution int64 `[images, 2]`, height and width in pixels, on the host.
-            packed_seq_params: with dynamic resolution one sequence of patches an image; left as it is.
+            packed_seq_params: with dynamic resolution one sequence of patches for each image; not changed.
 
         Returns:
             `[images, tokens, pixel_shuffle ** 2 * hidden]`, packed `[1, tokens of all images, ...]`, in the dtype of
             the parameters.
 
         Raises:
-            ValueError: the images do not have the size that the encoder was built for, or the patches are not those of
-                `imgs_sizes`.
+            ValueError: the images do not have the size that the encoder was built for, or the number of patches does
+                not fit `imgs_sizes`.
         """
         assert pixel_values is not None, "the encoder has one stage, which needs pixel_values"
         if not self.dynamic_resolution:
@@ -208,7 +204,7 @@ class RadioEncoder(RADIOViTModel):
             hidden_nsh = hidden_snh[self._num_class_tokens:].transpose(0, 1).contiguous()
             return pixel_shuffle(hidden_nsh, self.grid, self.pixel_shuffle)
         assert imgs_sizes is not None and packed_seq_params is not None, "images of any size come with their sizes"
-        assert len(packed_seq_params.cu_seqlens) == len(imgs_sizes) + 1, "one sequence an image"
+        assert len(packed_seq_params.cu_seqlens) == len(imgs_sizes) + 1, "one sequence for each image"
         grids = patch_grids(imgs_sizes, self.patch_dim)
         hidden_t1h = self.decoder(
             hidden_states=self._embed_packed(pixel_values, grids), attention_mask=None,
@@ -222,7 +218,7 @@ class RadioEncoder(RADIOViTModel):
         return self.class_token_len if self.add_class_token else 0
 
     def _embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Pixels to the first layer's input `[seq_length, images, hidden]`."""
+        """Embed images: return the first layer's input `[seq_length, images, hidden]`."""
         if pixel_values.ndim != 4 or tuple(pixel_values.shape[1:]) != self.image_shape:
             raise ValueError(f"pixel_values has shape {list(pixel_values.shape)}; the encoder takes [images, "
                              f"{', '.join(str(size) for size in self.image_shape)}] (channels, height, width)")
@@ -238,7 +234,7 @@ class RadioEncoder(RADIOViTModel):
         return hidden_nsh.transpose(0, 1).contiguous()
 
     def _embed_packed(self, patches: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
-        """Patches of images of any size to the first layer's input `[tokens, 1, hidden]`, class tokens included."""
+        """Embed packed patches: return the first layer's input `[tokens, 1, hidden]`, with class tokens."""
         counts = [rows * columns for rows, columns in grids]
         width = NUM_CHANNELS * self.patch_dim**2
         if tuple(patches.shape) != (1, sum(counts), width):
@@ -252,7 +248,7 @@ class RadioEncoder(RADIOViTModel):
             positions = cropped_positions(self.position_embeddings[0], grids)
         hidden_th = hidden_nsh[0] + torch.cat(positions)
         if self.add_class_token:
-            # One expanded tensor, not one parameter many times: its gradient is then one sum.
+            # One expanded tensor instead of one parameter many times, so that its gradient is one sum.
             class_tokens = self.class_token.expand(len(grids), -1, -1).unbind()
             pieces: list[Any] = []
             for class_token, image in zip(class_tokens, hidden_th.split(counts), strict=True):
@@ -265,7 +261,7 @@ class RadioEncoder(RADIOViTModel):
         return self.training and not self.force_cpe_eval_mode
 
     def _with_class_tokens(self, sequences: PackedSequences) -> PackedSequences:
-        """The sequences that attend to themselves: each image's patches behind its class tokens."""
+        """Return the sequences that attend to themselves: each image's class tokens and patches."""
         starts, count = sequences.cu_seqlens, self._num_class_tokens
         shifts = torch.arange(len(starts), dtype=starts.dtype, device=starts.device) * count
         return replace(sequences, cu_seqlens=starts + shifts, max_seqlen=sequences.max_seqlen + count)

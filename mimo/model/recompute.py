@@ -1,6 +1,7 @@
-"""Selective recomputation: which parts of a built module's layers are computed again in the backward pass.
+"""Selective recomputation of parts of a built module's layers in the backward pass.
 
-Megatron Core passes over parts that a layer does not have. A run that asks for one that no layer has is refused.
+Megatron Core silently ignores parts that a layer does not have. A run that asks for a part that no layer has is
+refused.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ def _recomputed_parts(module: torch.nn.Module) -> set[str]:
 
 
 def _with_own_bias(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> tuple[torch.Tensor, Any]:
-    """Call an MLP, and return a copy of the bias that the layer is to add.
+    """Call an MLP, and return a copy of the bias that the layer will add.
 
-    Autograd would take the parameter itself, as an output of the checkpointed function, for a result of that function.
+    If the checkpointed function returned the parameter itself, autograd would take it for a result of that function.
     """
     output, bias = forward(*arguments, **keywords)
     return output, None if bias is None else bias.clone()
@@ -91,7 +92,7 @@ def _with_own_bias(forward: Callable[..., Any], *arguments: Any, **keywords: Any
 def _fill_storage(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy the bytes of a recomputed tensor into the emptied storage that autograd has kept.
 
-    Views of `target` that other layers have saved see them, and no version counter changes.
+    Views of `target` that other layers have saved then see them, and no version counter changes.
     """
     storage, found = target.untyped_storage(), source.untyped_storage()
     storage.resize_(found.nbytes())

@@ -1,4 +1,4 @@
-"""The vision module as MIMO sees it: encoder and projector, on any pipeline stage, for any number of images."""
+"""The vision submodule of `MimoModel`: encoder and projector, on any pipeline stage, for any number of images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FeatureQueue(Protocol):
     """Features that a frozen encoder has computed ahead of their microbatch.
 
     Attributes:
-        active: whether the microbatches that run now take theirs from here.
+        active: whether the microbatches that run now take their features from here.
     """
 
     active: bool
@@ -31,10 +31,10 @@ class FeatureQueue(Protocol):
 
 
 class _ZeroGradient(torch.autograd.Function):
-    """`output` itself, with a zero gradient for `hidden`.
+    """Pass `output` through, and give `hidden` a zero gradient.
 
-    A stage whose layers do not run, or run without a graph, still owes its predecessor a gradient: the pipeline
-    schedule sends one back for every tensor that it received.
+    The pipeline schedule sends a gradient back for every tensor that a stage received, so a stage whose layers do not
+    run, or run without a graph, still needs one.
     """
 
     @staticmethod
@@ -50,19 +50,18 @@ class _ZeroGradient(torch.autograd.Function):
 class VisionSubmodule(VisionModalitySubmodules):
     """One `ViT` and, on the last pipeline stage, its projector.
 
-    Megatron Core's `forward(hidden_states=...)` takes the tensor as finished features and skips the encoder; here the
+    Megatron Core's `forward(hidden_states=...)` takes the tensor as finished features and skips the encoder. Here, the
     encoder's layers run on every stage. An encoder without a trainable parameter on this stage runs in evaluation mode
-    without a graph, whatever the projector does.
+    and without a graph, whether or not the projector trains.
     """
 
     @property
     def config(self) -> TransformerConfig:
-        """The encoder's configuration; Megatron's DDP asks every module for one."""
+        """Configuration of the encoder, which Megatron's DDP asks for."""
         return self.encoder.config
 
     @property
     def encoder(self) -> ViT:
-        """The encoder of this stage."""
         assert len(self.encoders) == 1, f"one encoder, not {list(self.encoders)}"
         (encoder,) = self.encoders.values()
         return encoder
@@ -72,23 +71,23 @@ class VisionSubmodule(VisionModalitySubmodules):
         """Run this pipeline stage.
 
         Args:
-            encoder_inputs: `pixel_values` float `[images, channels, height, width]`, read on the first stage only; for
-                images of any size as in `mimo.data.batch.EncoderBatch`, of which later stages read all but the pixels.
-                Empty, None or no images give an output of no images.
-            hidden_states: what the stage before returned; None on the first stage.
-            features: what `run_encoder` gave for these images: the encoder does not run again.
+            encoder_inputs: `pixel_values` float `[images, channels, height, width]`, read on the first stage only. For
+                images of any size see `mimo.data.batch.EncoderBatch`; later stages read all of it but the pixels.
+                Empty, None or no images give an output for no images.
+            hidden_states: output of the stage before; None on the first stage.
+            features: result of `run_encoder` for these images, so that the encoder does not run again.
 
         Returns:
             The last stage's projected features `[tokens, language hidden]`, image after image; on earlier stages
-            `[seq_length, images, encoder hidden]`, packed `[patches, 1, encoder hidden]`. Where gradients are on and a
-            parameter of the stage is trainable the output requires grad, with no images too; where `hidden_states`
-            requires grad it always gets a gradient.
+            `[seq_length, images, encoder hidden]`, packed `[patches, 1, encoder hidden]`. If gradients are on and a
+            parameter of the stage is trainable, the output requires grad, even without images. If `hidden_states`
+            requires grad, it always gets a gradient.
 
         Raises:
-            ValueError: a first stage with `hidden_states`, or a later one without.
+            ValueError: the first stage got `hidden_states`, or a later one got none.
         """
         if self.is_first_stage != (hidden_states is None):
-            raise ValueError(f"hidden_states belong to every pipeline stage of an encoder but the first; this is "
+            raise ValueError("every pipeline stage of an encoder but the first takes hidden_states; this is "
                              f"{'the first' if self.is_first_stage else 'a later'} one")
         if features is None:
             features = self.run_encoder(encoder_inputs, hidden_states)
@@ -99,14 +98,14 @@ class VisionSubmodule(VisionModalitySubmodules):
 
     def run_encoder(self, encoder_inputs: dict[str, Any] | None,
                     hidden_states: torch.Tensor | None = None) -> torch.Tensor | None:
-        """The encoder's layers of this stage alone, without a graph where nothing of them trains.
+        """Run the encoder's layers of this stage without the projector, and without a graph if none of them trains.
 
         Args:
-            encoder_inputs: as `forward`.
-            hidden_states: as `forward`.
+            encoder_inputs: see `forward`.
+            hidden_states: see `forward`.
 
         Returns:
-            What the encoder gives, on the last stage `[images, tokens, features]`, packed `[1, tokens, features]`; None
+            The encoder's output, on the last stage `[images, tokens, features]`, packed `[1, tokens, features]`; None
             for no images.
         """
         inputs = dict(encoder_inputs or {})
@@ -126,7 +125,7 @@ class VisionSubmodule(VisionModalitySubmodules):
         return output
 
     def empty_output(self) -> torch.Tensor:
-        """Return this stage's output for no images, which requires grad where gradients are on and the stage trains."""
+        """Return this stage's output for no images, which requires grad if gradients are on and the stage trains."""
         config = self.encoder.config
         shape: tuple[int, ...] = (self.encoder.seq_length, 0, config.hidden_size)
         if self.is_last_stage:
@@ -135,7 +134,7 @@ class VisionSubmodule(VisionModalitySubmodules):
         return empty.requires_grad_(torch.is_grad_enabled() and _is_trainable(self))
 
     def _join(self, output: torch.Tensor, hidden_states: torch.Tensor | None) -> torch.Tensor:
-        """`output`, giving a zero gradient to `hidden_states` where the stage before waits for one."""
+        """Return `output` so that `hidden_states` gets a zero gradient if the stage before waits for one."""
         if hidden_states is None or not hidden_states.requires_grad:
             return output
         return _ZeroGradient.apply(output, hidden_states)
@@ -145,34 +144,32 @@ def _is_trainable(module: torch.nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-# The two-layer projector from encoder features to language embeddings.
-
-
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """`max(x, 0) ** 2` (So et al., arXiv:2109.08668).
+    """Return `max(x, 0) ** 2` (So et al., arXiv:2109.08668).
 
-    Not Megatron Core's: that one is wrapped in torch.compile, which compiles anew as the number of tokens changes.
+    Megatron Core's own function is wrapped in torch.compile, which compiles again whenever the number of tokens
+    changes.
     """
     return torch.nn.functional.relu(x).square()
 
 
 class Projector(MLP):
-    """`linear_fc2(activation(linear_fc1(norm(x))))`.
+    """Two-layer projector from encoder features to language embeddings: `linear_fc2(activation(linear_fc1(norm(x))))`.
 
-    Biases and no norm: LLaVA 1.5 (https://arxiv.org/abs/2310.03744). `linear_fc1` is column parallel and `linear_fc2`
-    row parallel; input and output are replicated over tensor-parallel ranks. Megatron Core's `MultimodalProjector`
-    wraps the same MLP one level deeper and adds nothing that is needed here.
+    With biases and no norm, it is that of LLaVA 1.5 (https://arxiv.org/abs/2310.03744). `linear_fc1` is column parallel
+    and `linear_fc2` row parallel; input and output are replicated over tensor-parallel ranks. Megatron Core's
+    `MultimodalProjector` wraps the same MLP one level deeper and adds nothing that is needed here.
 
     Args:
         config: `hidden_size` is the language width, `ffn_hidden_size` the inner one; `activation_func` is applied
-            between; `add_bias_linear` gives the biases; `normalization` and `layernorm_epsilon` belong to the norm.
+            between the layers; `add_bias_linear` gives the biases; `normalization` and `layernorm_epsilon` belong to
+            the norm.
         submodules: linear layers.
         input_size: width of the encoder's features.
         pg_collection: the encoder's process groups.
-        norm: norm class of the features, called as `norm(config=, hidden_size=, eps=)`; None: they are taken as they
-            are.
-        norm_size: columns that the norm takes together, a divisor of `input_size`; 0: all of them. The features of
-            several patches that become a token can be normalized patch by patch.
+        norm: norm class of the features, called as `norm(config=, hidden_size=, eps=)`; None: no norm.
+        norm_size: columns that are normalized together, a divisor of `input_size`; 0: all of them. Thus the features
+            of several patches that become a token can be normalized patch by patch.
     """
 
     def __init__(self, config: TransformerConfig, submodules: MLPSubmodules, *, input_size: int,
@@ -192,11 +189,11 @@ class Projector(MLP):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (),
                            metadata: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Megatron Core's, with the norm under the name it has where a linear layer of Transformer Engine holds it."""
+        """Return Megatron Core's state, with the norm under the name that it has in a fused layer."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self.layer_norm is not None:
-            # Megatron Core's MLP tells its parts no group: every tensor-parallel rank would call its copy of the norm
-            # the one to save.
+            # Megatron Core's MLP gives its parts no group, so every tensor-parallel rank would save its copy of the
+            # norm.
             state |= sharded_state_dict_default(self.layer_norm, f"{prefix}layer_norm.", sharded_offsets, metadata,
                                                 tp_group=self.tp_group)
         apply_prefix_mapping(state, {f"{prefix}layer_norm.{kind}": f"{prefix}linear_fc1.layer_norm_{kind}"

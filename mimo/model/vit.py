@@ -18,28 +18,28 @@ from mimo.model.radio import Grid, packed_pixel_shuffle, packed_positions, patch
 
 
 class ViT(MegatronModule):
-    """Images to patch features, of one size or packed one behind the other in their own sizes.
+    """Encoder of images to patch features, for images of one size or packed images of any size.
 
-    Patch embedding, class token, positions and norms are replicated over tensor-parallel ranks: they draw from the
-    default random stream, which those ranks share. Attribute names are those of Megatron Core's `CLIPViTModel`, which
-    has neither pipeline stages nor a variable last norm.
+    Patch embedding, class token, positions and norms are replicated over tensor-parallel ranks, because they draw from
+    the default random stream, which those ranks share. Attribute names are those of Megatron Core's `CLIPViTModel`,
+    which has neither pipeline stages nor a variable last norm.
 
     Args:
         config: transformer sizes; `num_layers` counts the layers of all pipeline stages.
         layer_spec: this stage's layers.
         norm: norm class for the norms outside the layers, called as `norm(config=, hidden_size=, eps=)`.
-        image_size: pixels a side of the (square) images; with dynamic resolution that of the image whose positions the
-            position embeddings are.
+        image_size: pixels a side of the (square) images; with dynamic resolution, of the image for which there is one
+            position embedding for each patch.
         patch_size: pixels a side of a patch; divides `image_size`.
         num_channels: image channels.
-        patch_bias: the patch embedding has a bias (SigLIP).
-        class_token: a learned token goes before the patches and is dropped from the output (CLIP).
-        pre_layernorm: a norm between embedding and layers (CLIP's `pre_layrnorm`).
-        final_layernorm: a norm after the last layer.
+        patch_bias: whether the patch embedding has a bias (SigLIP).
+        class_token: whether a learned token goes before the patches; it is dropped from the output (CLIP).
+        pre_layernorm: whether there is a norm between embedding and layers (CLIP's `pre_layrnorm`).
+        final_layernorm: whether there is a norm after the last layer.
         pg_collection: the module's process groups.
-        pre_process: this rank holds the first pipeline stage.
-        post_process: this rank holds the last pipeline stage.
-        dynamic_resolution: images have any size and are packed; there is no class token.
+        pre_process: whether this rank holds the first pipeline stage.
+        post_process: whether this rank holds the last pipeline stage.
+        dynamic_resolution: whether images have any size and are packed; there is no class token then.
         pixel_shuffle: patches a side that become one token of the output.
     """
 
@@ -71,11 +71,11 @@ class ViT(MegatronModule):
 
     @property
     def seq_length(self) -> int:
-        """Tokens an image has inside the encoder: patches and the class token; 0 where that depends on the image."""
+        """Tokens of an image inside the encoder, patches and class token; 0 if it depends on the image."""
         return 0 if self.dynamic_resolution else self.num_patches + self.num_class_tokens
 
     def set_input_tensor(self, input_tensor: torch.Tensor | None) -> None:
-        """Set what a later pipeline stage works on, the output of the one before; None on the first."""
+        """Set the input of a later pipeline stage, which is the output of the one before; None on the first stage."""
         self.decoder.set_input_tensor(input_tensor)
 
     def forward(self, pixel_values: torch.Tensor | None = None, imgs_sizes: np.ndarray | None = None,
@@ -87,20 +87,21 @@ class ViT(MegatronModule):
                 resolution patches `[1, patches, channels * patch_size ** 2]`, image after image and row by row. Read on
                 the first stage only.
             imgs_sizes: with dynamic resolution int64 `[images, 2]`, height and width in pixels, on the host.
-            packed_seq_params: with dynamic resolution one sequence of patches an image.
+            packed_seq_params: with dynamic resolution one sequence of patches for each image.
 
         Returns:
             On the last stage `[images, tokens, pixel_shuffle ** 2 * hidden]`, packed `[1, tokens of all images, ...]`;
-            on the others `[seq_length, images, hidden]`, packed `[patches, 1, hidden]`; in the dtype of the parameters.
+            on the others `[seq_length, images, hidden]`, packed `[patches, 1, hidden]`. The dtype is that of the
+            parameters.
 
         Raises:
-            ValueError: the images do not have the size that the encoder was built for, or the patches are not those of
-                `imgs_sizes`.
+            ValueError: the images do not have the size that the encoder was built for, or the number of patches does
+                not fit `imgs_sizes`.
         """
         grids: list[Grid] = []
         if self.dynamic_resolution:
             assert imgs_sizes is not None and packed_seq_params is not None, "images of any size come with their sizes"
-            assert len(packed_seq_params.cu_seqlens) == len(imgs_sizes) + 1, "one sequence an image"
+            assert len(packed_seq_params.cu_seqlens) == len(imgs_sizes) + 1, "one sequence for each image"
             if self.pre_process or (self.post_process and self.pixel_shuffle > 1):
                 grids = patch_grids(imgs_sizes, self.patch_size)
         hidden_snh = None
@@ -138,7 +139,7 @@ class ViT(MegatronModule):
         return norm(config=self.config, hidden_size=self.config.hidden_size, eps=self.config.layernorm_epsilon)
 
     def _embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Pixels to the first layer's input `[seq_length, images, hidden]`."""
+        """Embed images: return the first layer's input `[seq_length, images, hidden]`."""
         if pixel_values.ndim != 4 or tuple(pixel_values.shape[1:]) != self.image_shape:
             raise ValueError(f"pixel_values has shape {list(pixel_values.shape)}; the encoder takes [images, "
                              f"{', '.join(str(size) for size in self.image_shape)}] (channels, height, width)")
@@ -152,8 +153,8 @@ class ViT(MegatronModule):
         return hidden_nsh.transpose(0, 1).contiguous()
 
     def _embed_packed(self, patches: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
-        """Patches of images of any size to the first layer's input `[patches, 1, hidden]`."""
-        # The convolution's stride is its kernel: over patches that are already cut out it is a linear layer.
+        """Embed packed patches: return the first layer's input `[patches, 1, hidden]`."""
+        # The convolution's stride equals its kernel, so over patches that are already cut out it is a linear layer.
         weight, counts = self.conv1.weight.flatten(1), [rows * columns for rows, columns in grids]
         if tuple(patches.shape) != (1, sum(counts), weight.size(1)):
             raise ValueError(f"pixel_values has shape {list(patches.shape)}; images of {counts} patches make "

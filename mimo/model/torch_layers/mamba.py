@@ -1,7 +1,7 @@
-"""Megatron Core's Mamba-2 layer where there are no kernels for it.
+"""Megatron Core's Mamba-2 layer without its CUDA kernels.
 
-`MambaMixer` refuses to exist without the packages mamba_ssm and causal_conv1d, which are CUDA only. Its module looks
-its kernels up when it uses them, so that it works with others put in their places.
+`MambaMixer` cannot be built without the packages mamba_ssm and causal_conv1d, which are CUDA only. But its module looks
+up its kernels when it uses them, so they can be replaced.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class GatedRMSNorm(torch.nn.Module):
         eps: added to the mean square.
         group_size: channels normalised together, a divisor of `hidden_size`; None: all.
         norm_before_gate: see above.
-        device: of the weight.
-        dtype: of the weight.
+        device: device of the weight.
+        dtype: dtype of the weight.
 
     Attributes:
         weight: `[hidden_size]`, ones at first.
-        tp_group: over which the channels are spread. Set by whoever builds the norm, before `sharded_state_dict`.
+        tp_group: group over which the channels are split. `MambaMixer` sets it before `sharded_state_dict` is called.
     """
 
     tp_group: ProcessGroup
@@ -63,7 +63,7 @@ class GatedRMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """Normalise `x` of shape `[..., hidden_size]`, gated by `z` of the same shape; same shape and dtype back."""
+        """Normalise `x`, `[..., hidden_size]`, gated by `z` of the same shape; the result has the dtype of `x`."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         out = x.to(dtype)
         gate = None if z is None else F.silu(z.to(dtype))
@@ -79,7 +79,7 @@ class GatedRMSNorm(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """The weight, spread over the tensor-parallel group; `metadata["dp_cp_group"]` holds its copies."""
+        """Return the weight, sharded over the tensor-parallel group; `metadata["dp_cp_group"]` holds its copies."""
         assert metadata is not None, "metadata names the group of the copies, dp_cp_group"
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets,
@@ -87,32 +87,32 @@ class GatedRMSNorm(torch.nn.Module):
 
 
 def log_mamba_kernels() -> None:
-    """Say on the first rank what Mamba-2 layers run on; with a warning where a GPU goes without a kernel."""
+    """Log on the first rank which kernels Mamba-2 layers use, with a warning if a GPU lacks one."""
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
     packages = {"mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d"}
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if current_platform().name != "cuda":
-        logger.info("Mamba-2 layers: scan and convolution are plain PyTorch's, as there are no kernels for the CPU")
+        logger.info("Mamba-2 layers: scan and convolution run in plain PyTorch, as there are no kernels for the CPU")
     elif missing:
-        slow = "the convolution is" if missing == ["causal_conv1d"] else "scan and convolution are"
-        logger.warning("Mamba-2 layers: %s plain PyTorch's, which is slower, as there is no package %s; pip install %s",
-                       slow, " and ".join(missing), " ".join(packages[name] for name in missing))
+        slow = "the convolution runs" if missing == ["causal_conv1d"] else "scan and convolution run"
+        logger.warning("Mamba-2 layers: %s in plain PyTorch, which is slower, as there is no package %s; pip install "
+                       "%s", slow, " and ".join(missing), " ".join(packages[name] for name in missing))
     else:
-        logger.info("Mamba-2 layers: scan and convolution are the kernels of mamba_ssm and causal_conv1d")
+        logger.info("Mamba-2 layers: scan and convolution run in the kernels of mamba_ssm and causal_conv1d")
 
 
 def use_torch_mamba() -> None:
-    """Let Megatron Core's `MambaMixer` train with plain PyTorch in place of kernels, packed rows included.
+    """Let Megatron Core's `MambaMixer` train with plain PyTorch in place of kernels, including packed rows.
 
-    On a GPU with mamba_ssm but without causal_conv1d the scan is the kernel's, and the rest is PyTorch. Call it before
-    a mixer is built; more calls change nothing.
+    On a GPU with mamba_ssm but without causal_conv1d, the scan runs in the kernel and the rest in PyTorch. Call it
+    before a mixer is built; further calls change nothing.
     """
     scan: Callable[..., Any] = ssd_scan
     if current_platform().name == "cuda" and importlib.util.find_spec("mamba_ssm") is not None:
         scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
     mamba_mixer.HAVE_MAMBA_SSM = True
-    # States are float32 here; the switch stands for a choice of their dtype.
+    # States are float32 here, so there is no choice of their dtype.
     mamba_mixer.MAMBA_HAS_STATE_DTYPE = False
     mamba_mixer.mamba_split_conv1d_scan_combined = partial(split_conv1d_scan, scan=scan)
     mamba_mixer.mamba_chunk_scan_combined = scan
@@ -124,13 +124,13 @@ def use_torch_mamba() -> None:
 def sort_shared_rows() -> None:
     """Have Megatron Core's `MambaMixer` sort the tokens of context-parallel ranks with plain PyTorch.
 
-    For packed rows its own functions need a kernel of Transformer Engine.
+    For packed rows, its own functions need a kernel of Transformer Engine.
     """
     compat.replace_mamba_row_order(_in_row_order, _in_rank_order)
 
 
 def _in_row_order(tokens: Tensor, cp_size: int, packed_seq_params: PackedSeqParams | None = None) -> Tensor:
-    """Sort tokens `[s, b, channels]` of all context-parallel ranks, one rank behind the other, by place in the row."""
+    """Sort the concatenated tokens of all context-parallel ranks, `[s, b, channels]`, by their position in the row."""
     return tokens.index_select(0, _orders(tokens, cp_size, packed_seq_params)[0])
 
 
@@ -140,7 +140,7 @@ def _in_rank_order(tokens: Tensor, cp_size: int, packed_seq_params: PackedSeqPar
 
 
 def _orders(tokens: Tensor, cp_size: int, packed: PackedSeqParams | None) -> tuple[Tensor, Tensor]:
-    """Return the index of `_in_row_order` and that of its inverse. They are kept with the rows that they belong to."""
+    """Return the index of `_in_row_order` and that of its inverse, which are kept with their packed rows."""
     kept: tuple[Tensor, Tensor] | None = None if packed is None else vars(packed).get("_orders")
     if kept is None:
         stops = [len(tokens)] if packed is None else packed.cu_seqlens_q[1:].tolist()
@@ -152,7 +152,7 @@ def _orders(tokens: Tensor, cp_size: int, packed: PackedSeqParams | None) -> tup
 
 
 def _packed_rows(for_inference_not_training: bool = True) -> tuple[bool, str | None]:
-    """Whether rows may be packed, and why not."""
+    """Return whether rows may be packed, and a reason if not."""
     if for_inference_not_training:
         return False, "packed inference needs the kernels of mamba_ssm and causal_conv1d"
     return True, None

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm in plain PyTorch, with Megatron's builder signature.
 
-Megatron's own fallback without Transformer Engine or Apex refuses sequence parallelism and zero-centered gamma; these
-take both, on any device.
+Megatron's own fallback without Transformer Engine or Apex refuses sequence parallelism and zero-centered gamma. These
+norms support both, on any device.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor
 
 
 class _Norm(torch.nn.Module, abc.ABC):
-    """Normalisation over the last dimension, times `weight`, plus `bias` where the kind has one.
+    """Normalisation over the last dimension, times `weight`, plus `bias` if the kind has one.
 
-    The result is computed in float32 (float64 for float64 inputs) and returned in the input's dtype. Parameters carry
-    `sequence_parallel`, by which Megatron's `finalize_model_grads` sums their gradients over the tensor-parallel
-    group: under sequence parallelism each rank sees only its part of the sequence.
+    The result is computed in float32 (float64 for float64 inputs) and returned in the input's dtype. Parameters have
+    the attribute `sequence_parallel`, so that Megatron's `finalize_model_grads` sums their gradients over the
+    tensor-parallel group: under sequence parallelism each rank sees only its part of the sequence.
 
     Args:
         config: gives `params_dtype`, `sequence_parallel`, `layernorm_zero_centered_gamma`.
         hidden_size: size of the last dimension.
         eps: added to the variance (LayerNorm) or the mean square (RMSNorm).
-        persist_layer_norm: a choice among Apex kernels; no effect.
-        zero_centered_gamma: store `weight - 1`, as the config's `layernorm_zero_centered_gamma` does.
-        normalization: no effect, the class decides; `Norm` chooses the class by the config.
-        has_residual: that the caller could fuse the residual addition; the addition itself is never fused here.
+        persist_layer_norm: no effect; it chooses among Apex kernels.
+        zero_centered_gamma: whether `weight - 1` is stored, as with the config's `layernorm_zero_centered_gamma`.
+        normalization: no effect, because the class decides; `Norm` chooses the class by the config.
+        has_residual: whether the caller supports a fused residual addition, which is not available here.
 
     Raises:
         ValueError: the config asks for the fused residual addition, `fused_residual_rmsnorm`.
@@ -66,13 +66,13 @@ class _Norm(torch.nn.Module, abc.ABC):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start as plain normalisation: scale 1, shift 0."""
+        """Set the scale to 1 and the shift to 0."""
         torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise `x` of shape `[..., hidden_size]`; same shape and dtype back."""
+        """Normalise `x` of shape `[..., hidden_size]`. The result has the same shape and dtype."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         weight = self.weight.to(dtype)
         if self.zero_centered_gamma:
@@ -81,10 +81,9 @@ class _Norm(torch.nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The formula, in the dtype of its arguments; `weight` is the true scale."""
+        """Compute the formula in the dtype of the arguments; `weight` is the true scale."""
 
     def extra_repr(self) -> str:
-        """Sizes and switches, shown when a model is printed."""
         return f"{self.hidden_size}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
 
 
@@ -113,7 +112,7 @@ class Norm:
     def __new__(  # type: ignore[misc]  # builds another class's instance, as Megatron's own norm factories do
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **extras: Any
     ) -> _Norm:
-        """The module of that kind. Raises ValueError for another kind."""
+        """Build the norm. Raises ValueError for a kind other than LayerNorm and RMSNorm."""
         kinds = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
         if config.normalization not in kinds:
             raise ValueError(f"normalization {config.normalization!r} is not one of {', '.join(kinds)}")

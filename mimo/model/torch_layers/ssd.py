@@ -2,7 +2,7 @@
 
 The scan is the chunked algorithm of state space duality (Dao and Gu, arXiv:2405.21060, section 6): inside a chunk a
 masked matrix product as in attention, between chunks a recurrence over their states. Arguments are named as in the
-paper and in the kernels of mamba_ssm and causal_conv1d, whose places these functions take.
+paper and in the kernels of mamba_ssm and causal_conv1d, which these functions replace.
 
 Shapes: `b` rows, `l` tokens, `h` heads, `p` channels of a head, `g` groups of heads that share B and C, `n` state size.
 """
@@ -23,13 +23,13 @@ NO_LIMIT = (0.0, math.inf)
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
-    """Depthwise convolution over a token and those before it in its sequence.
+    """Convolve each channel over a token and those before it in its sequence.
 
     Args:
         x: `[b, d, l]`.
         weight: `[d, w]`; the last column multiplies the token itself.
         bias: `[d]`.
-        seq_idx: `[b, l]` integers; each run of equal ones is a sequence. None: every row is one.
+        seq_idx: `[b, l]` integers; each run of equal ones is a sequence. None: each row is one sequence.
         activation: None, `silu` or `swish` (the same).
 
     Returns:
@@ -58,23 +58,23 @@ def ssd_scan(
     dt_limit: tuple[float, float] = NO_LIMIT, seq_idx: Tensor | None = None, initial_states: Tensor | None = None,
     return_final_states: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The recurrence `s_t = exp(dt_t A) s_(t-1) + dt_t x_t B_t^T`, `y_t = s_t C_t` of every head.
+    """Compute the recurrence `s_t = exp(dt_t A) s_(t-1) + dt_t x_t B_t^T`, `y_t = s_t C_t` of every head.
 
     Args:
-        x: `[b, l, h, p]`.
+        x: inputs `[b, l, h, p]`.
         dt: step sizes `[b, l, h]`.
         A: `[h]`, negative.
-        B: `[b, l, g, n]`, what a token writes; head `i` reads group `i // (h / g)`.
-        C: `[b, l, g, n]`, what it reads.
-        chunk_size: tokens of a chunk; memory grows with `l * chunk_size`, the result does not depend on it.
+        B: `[b, l, g, n]`, with which tokens write to the state; head `i` uses group `i // (h / g)`.
+        C: `[b, l, g, n]`, with which tokens read from it.
+        chunk_size: tokens of a chunk. Memory grows with `l * chunk_size`; the result does not depend on it.
         D: `[h]` or `[h, p]`; adds `D x_t` to the output.
         z: gate `[b, l, h, p]`; multiplies the output by `silu(z)`.
         dt_bias: `[h]`, added to `dt`.
         dt_softplus: whether softplus is applied to `dt`, after the bias.
         dt_limit: least and greatest `dt`, after softplus.
-        seq_idx: `[b, l]` integers; no state passes from one run of equal ones to the next. None: every row is one.
+        seq_idx: `[b, l]` integers; no state passes from one run of equal ones to the next. None: each row is one run.
         initial_states: `[b, h, p, n]`, the state before the first token. None: zero.
-        return_final_states: whether the state behind the last token is returned, too.
+        return_final_states: whether to return the state after the last token, too.
 
     Returns:
         The output `[b, l, h, p]` in the dtype of `x`, computed in float32 (float64 for float64 inputs); with
@@ -109,40 +109,40 @@ def split_conv1d_scan(
     outproj_bias: Tensor | None = None, headdim: int | None = None, ngroups: int = 1, norm_before_gate: bool = True,
     scan: Callable[..., Any] = ssd_scan,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The part of a Mamba-2 layer between its two projections: convolution, scan and gate.
+    """Run the part of a Mamba-2 layer between its two projections: convolution, scan and gate.
 
-    Takes the arguments of mamba_ssm's `mamba_split_conv1d_scan_combined`. What it can fuse is not here: the norm and
-    the output projection are modules of their own.
+    The arguments are those of mamba_ssm's `mamba_split_conv1d_scan_combined`. That function can fuse the norm and the
+    output projection, which are separate modules here.
 
     Args:
-        zxbcdt: `[b, l, 2 h p + 2 g n + h]`, the parts z, x, B, C and dt one behind the other.
+        zxbcdt: `[b, l, 2 h p + 2 g n + h]`, the parts z, x, B, C and dt, concatenated.
         conv1d_weight: `[h p + 2 g n, w]`, for x, B and C.
         conv1d_bias: `[h p + 2 g n]`.
-        dt_bias: `[h]`; softplus is applied to `dt` behind it.
+        dt_bias: `[h]`, added to `dt` before softplus is applied.
         A: `[h]`, negative.
         D: `[h]`, or `[h, p]`.
         chunk_size: tokens of a chunk.
         initial_states: `[b, h, p, n]`; they do not enter the convolution.
         seq_idx: `[b, l]` integers; each run of equal ones is a sequence.
         dt_limit: least and greatest `dt`.
-        return_final_states: whether the state behind the last token is returned, too.
-        activation: that of the convolution.
+        return_final_states: whether to return the state after the last token, too.
+        activation: activation of the convolution.
         rmsnorm_weight: must be None.
-        rmsnorm_eps: of the norm, no effect.
+        rmsnorm_eps: no effect.
         outproj_weight: must be None.
         outproj_bias: must be None.
-        headdim: `p`; needed where `D` is `[h]`.
+        headdim: `p`; needed if `D` is `[h]`.
         ngroups: `g`.
-        norm_before_gate: of the norm, no effect.
-        scan: what runs in place of `ssd_scan`, with its arguments.
+        norm_before_gate: no effect.
+        scan: function with the arguments of `ssd_scan`, which runs instead of it.
 
     Returns:
-        `[b, l, h p]` in the dtype of `zxbcdt`, with the final states where they are asked for.
+        `[b, l, h p]` in the dtype of `zxbcdt`, with the final states if they are asked for.
     """
     assert rmsnorm_weight is None and outproj_weight is None and outproj_bias is None
     heads = D.shape[0]
     channels = headdim if D.dim() == 1 else D.shape[1]
-    assert channels is not None, "headdim is needed where D is one number a head"
+    assert channels is not None, "headdim is needed if D has one number for each head"
     inner = heads * channels
     written = (conv1d_weight.shape[0] - inner) // 2
     assert zxbcdt.shape[-1] == 2 * inner + 2 * written + heads, (zxbcdt.shape, inner, written, heads)
@@ -167,16 +167,16 @@ def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[fl
 
 
 def _runs(seq_idx: Tensor) -> Tensor:
-    """Number the runs of equal values of `[b, l]` from 0. An index that comes back later is another sequence."""
+    """Number the runs of equal values in `[b, l]` from 0. An index that comes back later is another run."""
     return F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0)).cumsum(-1)
 
 
 def _scan_chunks(
     x: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, chunk_size: int, seq_idx: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The scan of `x [b, l, g, r, p]` (times dt) with `log_decay [b, l, g, r]`, `r` heads a group.
+    """Scan `x [b, l, g, r, p]`, which is multiplied by dt, with `log_decay [b, l, g, r]` and `r` heads in a group.
 
-    `state [b, g, r, p, n]` is the one before the first token. Returns the output and the last state.
+    `state [b, g, r, p, n]` is the state before the first token. Returns the output and the last state.
     """
     rows, length, groups, _, channels = x.shape
     # Tokens that fill the last chunk write nothing and keep the state.
@@ -185,7 +185,7 @@ def _scan_chunks(
     # Differences of running sums are the logarithms of decays; in float64 they keep the digits of small ones.
     sums = log_decay.permute(0, 1, 3, 4, 2).double().cumsum(-1)  # [b, c, g, r, q]
     same, before, after, through = _connected(seq_idx, rows, length, chunk_size, x.device)
-    # Masked before exp: what lies above the diagonal would overflow, and its gradient would be nan.
+    # Masked before exp, because values above the diagonal would overflow, and their gradients would be nan.
     between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(~same[:, :, None, None], -math.inf)
     within = between.exp().to(x.dtype)  # [b, c, g, r, q (reads), q (wrote)]
     from_start = sums.masked_fill(~before[:, :, None, None], -math.inf).exp().to(x.dtype)
@@ -208,7 +208,7 @@ def _scan_chunks(
 
 
 def _chunks(part: Tensor, chunk_size: int) -> Tensor:
-    """`[b, l, ...]` as `[b, c, chunk_size, ...]`, zeros behind the last token."""
+    """Reshape `[b, l, ...]` to `[b, c, chunk_size, ...]`, with zeros after the last token."""
     missing = -part.shape[1] % chunk_size
     if missing:
         part = torch.cat([part, part.new_zeros(part.shape[0], missing, *part.shape[2:])], 1)
@@ -218,13 +218,13 @@ def _chunks(part: Tensor, chunk_size: int) -> Tensor:
 def _connected(
     seq_idx: Tensor | None, rows: int, length: int, chunk_size: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Say which parts of a chunk belong to the same sequence.
+    """Find which tokens of a chunk belong to the same sequence.
 
     Returns:
-        same: `[b, c, q, q]`, whether the first token reads what the second wrote: it does not come before it.
+        same: `[b, c, q, q]`, whether the first token reads from the second: same sequence, and not later.
         before: `[b, c, q]`, whether the token belongs to the sequence of the state that enters the chunk.
-        after: `[b, c, q]`, whether it belongs to that of the state that leaves it.
-        through: `[b, c]`, whether both states are of one sequence.
+        after: `[b, c, q]`, whether it belongs to the sequence of the state that leaves the chunk.
+        through: `[b, c]`, whether both states belong to the same sequence.
     """
     if seq_idx is None:
         runs = torch.zeros(rows, length, dtype=torch.long, device=device)

@@ -109,11 +109,11 @@ def what_is_logged(rank, platform, installed):
 
 
 @pytest.mark.parametrize(("platform", "installed", "level", "said"), [
-    ("cpu", ("mamba_ssm", "causal_conv1d"), "INFO", ["scan and convolution are plain PyTorch's"]),
-    ("cuda", ("mamba_ssm", "causal_conv1d"), "INFO", ["scan and convolution are the kernels of mamba_ssm and causal"]),
-    ("cuda", ("mamba_ssm",), "WARNING", ["the convolution is plain PyTorch's", "; pip install causal-conv1d"]),
-    ("cuda", ("causal_conv1d",), "WARNING", ["scan and convolution are plain PyTorch's", "; pip install mamba-ssm"]),
-    ("cuda", (), "WARNING", ["scan and convolution are plain", "; pip install mamba-ssm causal-conv1d"]),
+    ("cpu", ("mamba_ssm", "causal_conv1d"), "INFO", ["scan and convolution run in plain PyTorch"]),
+    ("cuda", ("mamba_ssm", "causal_conv1d"), "INFO", ["scan and convolution run in the kernels of mamba_ssm and causal"]),
+    ("cuda", ("mamba_ssm",), "WARNING", ["the convolution runs in plain PyTorch", "; pip install causal-conv1d"]),
+    ("cuda", ("causal_conv1d",), "WARNING", ["scan and convolution run in plain PyTorch", "; pip install mamba-ssm"]),
+    ("cuda", (), "WARNING", ["scan and convolution run in plain", "; pip install mamba-ssm causal-conv1d"]),
 ])
 def test_the_implementation_of_mamba_layers_is_logged_once(pool, platform, installed, level, said):
     first, other = pool.run(what_is_logged, platform, installed, world_size=2)
