@@ -1,4 +1,4 @@
-"""Every layout of a model on a number of GPUs that is worth a prediction. Plain Python."""
+"""Search for the fastest layouts of a model on a number of GPUs. Plain Python."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from mimo.planner.workload import Microbatches, SampleSize
 HOMOGENEOUS, COLOCATED, DISJOINT = "homogeneous", "colocated", "disjoint"
 # A text model has no encoder to place.
 TEXT = "language only"
-# Numbers of encoder ranks that are tried on large disjoint layouts: those nearest to its share of the work.
+# Most encoder sizes that are tried on large disjoint layouts, those nearest to the encoder's share of the work.
 MAX_ENCODER_SIZES = 6
-# Samples of a microbatch that are tried, as multiples of the run's own.
+# Micro-batch sizes that are tried, as multiples of the run's own.
 MICRO_BATCHES = (1, 2, 4)
 # Windows of a colocated layout that are tried, in microbatches; 0: the iteration.
 WINDOWS = (1, 2, 4, 0)
-# Sizes of expert parallelism that are tried: those nearest to the GPUs of a node that the grid and the experts allow.
+# Most sizes of expert parallelism that are tried, those nearest to a node's number of GPUs.
 MAX_EXPERT_SIZES = 3
-# On more GPUs than this fewer of each are tried, as there are more grids.
+# On more GPUs than this, fewer of each are tried, as there are more grids.
 MANY_GPUS = 16
-# Layouts that a search has to find, of all and of each kind.
+# Number of layouts that a search has to find, of all kinds together and of each kind.
 BEST, BEST_OF_KIND = 20, 6
-# Predictions are of a few iterations, so they may be lower than the least time with a mean sample by this share.
+# A prediction simulates a few iterations, so it may be below the lower bound for a mean sample by this share.
 TOLERANCE = 0.05
 # Share of a GPU's memory that a run may plan with.
 USABLE = 0.97
@@ -45,8 +45,8 @@ class Candidate:
         kind: `homogeneous`, `colocated`, `disjoint` or `language only`.
         flags: flags that the layout adds to those of the run.
         config: the run on this layout.
-        prediction: what it is expected to reach.
-        fits: whether the fullest rank has the memory.
+        prediction: expected speed and memory.
+        fits: whether the fullest rank has enough memory.
     """
 
     kind: str
@@ -70,15 +70,15 @@ def grids(size: int, largest_tp: int | None = None, largest_pp: int | None = Non
 
 
 def cuts(num_layers: int, stages: int, first: float, last: float) -> list[tuple[int, ...]]:
-    """Return cuts of a pipeline, the one whose slowest stage is fastest first.
+    """Return the layers of each stage for all ways to cut a pipeline, beginning with the fastest slowest stage.
 
-    Stages between the first and the last have the same number of layers, as Megatron Core wants it.
+    Stages between the first and the last have the same number of layers, as Megatron Core requires.
 
     Args:
         num_layers: layers of the language model.
         stages: number of stages, at least two.
-        first: time of what the first stage has besides layers, such as an encoder, in layers.
-        last: the same for the last stage, such as the logits.
+        first: other work of the first stage, such as an encoder, in units of a layer's time.
+        last: other work of the last stage, such as the logits.
     """
     found = []
     for middle in range(1, num_layers // (stages - 2) + 1) if stages > 2 else (0,):
@@ -90,7 +90,7 @@ def cuts(num_layers: int, stages: int, first: float, last: float) -> list[tuple[
 
 
 def flags_of(config: RunConfig, base: RunConfig) -> str:
-    """Return the flags in which a run differs from the default layout, and in model and batch from another run."""
+    """Return the flags by which a run's layout differs from the default, and its model and batch from `base`."""
     words = _changed(config.layout, LayoutConfig()) or ["--encoder-dp", "1", "--llm-dp", "1"]
     return shlex.join([*words, *_changed(config.model, base.model), *_changed(config.train, base.train)])
 
@@ -107,20 +107,20 @@ def _changed(section: LayoutConfig | ModelConfig | TrainConfig, base: LayoutConf
 
 
 class Search:
-    """Finds the layouts of a run that fit, with predictions.
+    """Search for the layouts of a run that fit, with predictions.
 
     Args:
         base: the run. Its layout is ignored, except for --llm-only, --llm-cp and --cp-comm-type.
         costs: costs of the model.
         samples: sizes of the run's first samples.
         size: number of GPUs.
-        best: layouts that have to be among the results, the fastest of all that fit.
+        best: how many of the fastest layouts that fit have to be among the results.
 
     Attributes:
-        refused: layouts that the trainer refuses.
-        refusal: why it refuses the last one of them.
-        slow: layouts that were not predicted because they cannot be among the best.
-        large: layouts that were not predicted because they do not fit.
+        refused: number of layouts that the trainer refuses.
+        refusal: the trainer's message about the last one of them.
+        slow: number of layouts that were not predicted because they cannot be among the best.
+        large: number of layouts that were not predicted because they do not fit.
     """
 
     def __init__(self, base: RunConfig, costs: Costs, samples: list[SampleSize], size: int, best: int = BEST) -> None:
@@ -129,7 +129,7 @@ class Search:
         self.encoders = costs.encoders
         self.refused = self.slow = self.large = 0
         self.refusal = ""
-        # Why the data set refuses layouts, by what it sees of a layout; empty if it takes them.
+        # Message with which the data set refuses layouts, by (lanes, micro-batch size); empty if it accepts them.
         self._data_refusals: dict[tuple[int, int], str] = {}
         few = size > MANY_GPUS
         self._micro_batches: tuple[int, ...] = MICRO_BATCHES[:2] if few else MICRO_BATCHES
@@ -142,8 +142,8 @@ class Search:
     def run(self) -> list[Candidate]:
         """Return the layouts that the trainer accepts, the fastest first and those that do not fit last.
 
-        On many GPUs those that do not fit are left out, and so are those that cannot be among the best even if nobody
-        waits.
+        On many GPUs, layouts that do not fit are left out, and so are those that cannot be among the best even if no
+        rank ever waits.
         """
         few, found = self.size <= MANY_GPUS, list[Candidate]()
         plausible: list[tuple[float, int, str, RunConfig, Layout]] = []
@@ -166,17 +166,17 @@ class Search:
             if not few and self._is_hopeless(kind, least, found):
                 self.slow += 1
                 continue
-            # Recomputation may have been added since. Only a layout that can run may keep others out.
+            # Checked again, as recomputation may have been added, and only a layout that can run may displace others.
             if self._refuses(config):
                 continue
             candidate = self.candidate(kind, config, accepted)
-            # Some flags come to the same, such as windows of all microbatches and of as many as there are.
+            # Some flags are equivalent, such as a window of 0 and one of all microbatches.
             if all(candidate.prediction != each.prediction for each in found):
                 found.append(candidate)
         return sorted(found, key=lambda each: (not each.fits, each.prediction.step_s))
 
     def _is_hopeless(self, kind: str, least_s: float, found: list[Candidate]) -> bool:
-        """Whether a layout cannot be among the best, neither of all nor of its kind."""
+        """Return whether a layout can be among the best neither of all nor of its kind."""
         least_s *= 1 - TOLERANCE
         times = sorted(each.prediction.step_s for each in found)
         alike = sorted(each.prediction.step_s for each in found if each.kind == kind)
@@ -184,11 +184,7 @@ class Search:
                 and len(alike) >= BEST_OF_KIND and least_s > alike[BEST_OF_KIND - 1])
 
     def _fitted(self, config: RunConfig, layout: Layout) -> tuple[RunConfig, bool]:
-        """Add the least recomputation with which a run fits, if it needs any.
-
-        Returns:
-            The run, and whether it fits.
-        """
+        """Add the least recomputation with which a run fits, if it needs any. Returns the run and whether it fits."""
         limit, step = USABLE * self.costs.gpu.memory_gib * GIB, Step(config, layout, self.costs)
         batches = step.batches(self.samples)
         needed, images, _ = step.memory(batches)
@@ -196,7 +192,7 @@ class Search:
             return config, needed <= limit
         recomputes = config.model.encoder_recompute != "none"
         if layout.encoder_window is not None and not recomputes:
-            # The activations of images are the first to go.
+            # The activations of images are recomputed first.
             budget = max(int((images - (needed - limit)) / GIB - 0.5), 0)
             config = replace(config, layout=replace(config.layout, encoder_activation_gib=float(budget)))
             if Step(config, layout, self.costs).memory(batches)[0] <= limit:
@@ -214,7 +210,7 @@ class Search:
 
     def _recomputed(self, config: RunConfig, layout: Layout, batches: list[Microbatches], limit: float
                     ) -> tuple[RunConfig, bool]:
-        """Let a run recompute the fewest layers of the language model with which it fits, and say whether it does."""
+        """Recompute the fewest language layers with which a run fits. Returns the run and whether it fits."""
         step = Step(config, layout, self.costs)
         needed = step.memory(batches)[0]
         if needed <= limit:
@@ -222,7 +218,7 @@ class Search:
         saved = (step.pass_cost.layer_bytes - step.pass_cost.recomputed_bytes) * min(
             layout.language.pp, step.num_microbatches)
         layers = max(layers_of_stages(config, layout))
-        # Another layer is needed for the one that is being recomputed.
+        # One layer more, because the layer that is being recomputed has all its activations.
         count = min(int((needed - limit) / saved) + 2, layers) if saved > 0 else layers
         model = replace(config.model, recompute="full", recompute_num_layers=count if count < layers else None)
         config = replace(config, model=model)
@@ -238,24 +234,24 @@ class Search:
         return layout
 
     def _refuses(self, config: RunConfig) -> bool:
-        """Whether the trainer or the data set refuses a run."""
+        """Return whether the trainer or the data set refuses a run."""
         layout = self.accepted(config)
         if layout is None:
             return True
-        seen = layout.num_lanes, config.train.micro_batch_size
-        if seen not in self._data_refusals:
+        # A data set depends on nothing else of a layout.
+        key = layout.num_lanes, config.train.micro_batch_size
+        if key not in self._data_refusals:
             try:
                 check_data(config, layout)
-                self._data_refusals[seen] = ""
+                self._data_refusals[key] = ""
             except ValueError as error:
-                self._data_refusals[seen] = str(error)
-        why = self._data_refusals[seen]
-        if why:
-            self.refused, self.refusal = self.refused + 1, why
-        return bool(why)
+                self._data_refusals[key] = str(error)
+        refusal = self._data_refusals[key]
+        if refusal:
+            self.refused, self.refusal = self.refused + 1, refusal
+        return bool(refusal)
 
     def candidate(self, kind: str, config: RunConfig, layout: Layout) -> Candidate:
-        """Predict one layout."""
         prediction = predict(config, layout, self.costs, self.samples)
         return Candidate(kind, flags_of(config, self.base), config, prediction,
                          prediction.memory_gib <= USABLE * self.costs.gpu.memory_gib)
@@ -272,34 +268,34 @@ class Search:
             yield from ((DISJOINT, layout) for layout in self._disjoint(ranks))
 
     def _grids(self, size: int) -> Iterator[tuple[int, int, int]]:
-        """Yield all (tp, dp, pp) of a language grid of so many ranks; context parallelism is the run's."""
+        """Yield all (tp, dp, pp) of a language grid of `size` ranks, with the run's context parallelism."""
         own, rest = divmod(size, self.base.layout.llm_cp)
         return iter(()) if rest else grids(own, self.costs.gpu.gpus_per_node, self.costs.num_layers)
 
     def _colocated(self, tp: int, dp: int, pp: int) -> Iterator[LayoutConfig]:
-        """Yield the layouts of a language grid with every encoder grid that is split no further, and windows."""
+        """Yield the layouts of a language grid with windows and with every encoder grid of at most the same tp."""
         for encoder_tp in (each for each in divisors(self.size) if each <= tp):
             encoder_dp = self.size // encoder_tp
             for layout in self._language(tp, dp, pp, layout="colocated", encoder_tp=encoder_tp, encoder_dp=encoder_dp):
-                # Where windows are needed, none stands for the default.
+                # With pipeline stages or context parallelism windows are needed, so None would be the default window.
                 if pp == 1 and layout.llm_cp == 1 and (encoder_tp, encoder_dp) != (tp, dp):
                     yield layout
                 if encoder_dp > 1:
                     yield from (replace(layout, encoder_window=window) for window in self._windows)
 
     def _disjoint(self, ranks: int) -> Iterator[LayoutConfig]:
-        """Yield the layouts with so many ranks of the encoder."""
+        """Yield the disjoint layouts whose encoder has `ranks` ranks."""
         for encoder_tp in (each for each in divisors(ranks) if each <= self.costs.gpu.gpus_per_node):
             for tp, dp, pp in self._grids(self.size - ranks):
                 yield from self._language(tp, dp, pp, even=True, encoder_tp=encoder_tp, encoder_dp=ranks // encoder_tp)
 
     def _language(self, tp: int, dp: int, pp: int, *, even: bool = False, **more: object) -> Iterator[LayoutConfig]:
-        """Yield the layouts of a language grid: with every size of expert parallelism, and cuts of the pipeline."""
+        """Yield the layouts of a language grid with every size of expert parallelism and, unless `even`, cuts."""
         experts = self.costs.num_experts
         given = self.base.layout
         sizes = [ep for ep in divisors(tp * given.llm_cp * dp) if experts % ep == 0] if experts else [1]
         node = self.costs.gpu.gpus_per_node
-        # Twice as many GPUs as a node has are as near as half as many.
+        # Twice the GPUs of a node are as near as half of them.
         for ep in sorted(sizes, key=lambda ep: max(ep / node, node / ep))[:MAX_EXPERT_SIZES]:
             layout = LayoutConfig(llm_tp=tp, llm_cp=given.llm_cp, cp_comm_type=given.cp_comm_type, llm_dp=dp, llm_pp=pp,
                                   llm_ep=ep, sequence_parallel=tp > 1, **more)  # type: ignore[arg-type]
@@ -312,7 +308,7 @@ class Search:
                 yield replace(layout, llm_pp_layout=cut)
 
     def _cuts(self, layout: LayoutConfig) -> list[str]:
-        """Return cuts of the layers with less on the first stage, for the encoder, or on the last, for the logits."""
+        """Return cuts with fewer layers on the first stage, for the encoder, or on the last one, for the logits."""
         layers, stages = self.costs.num_layers, layout.llm_pp
         cost = self.costs.language(layout.llm_tp, self.base.train.micro_batch_size, layout.llm_ep, layout.llm_cp)
         layer = cost.forward_s + cost.backward_s
@@ -325,7 +321,7 @@ class Search:
         return [",".join(map(str, cut)) for cut in found[: self._num_cuts]]
 
     def _encoder_s(self, tp: int) -> float:
-        """Seconds of both passes over the images of a mean microbatch."""
+        """Return the seconds of both passes over the images of a mean microbatch."""
         rows = self.base.train.micro_batch_size
         total = 0.0
         for name in self.encoders:
@@ -347,10 +343,10 @@ class Search:
         return list(islice(filter(self._can_split, nearest), self._num_encoder_sizes))
 
     def _can_split(self, ranks: int) -> bool:
-        """Whether the trainer takes any disjoint layout whose encoder has so many ranks."""
+        """Return whether the trainer accepts any disjoint layout whose encoder has `ranks` ranks."""
         batch = self.base.train.global_batch_size // self.base.train.micro_batch_size
         encoders = [ranks // tp for tp in divisors(ranks) if tp <= self.costs.gpu.gpus_per_node]
-        # Most numbers can be left out without a look at every layout.
+        # This rules out most numbers without making every layout.
         if not any(batch % dp == 0 and self.costs.num_layers % pp == 0
                    and any(dp % replicas == 0 or replicas % dp == 0 for replicas in encoders)
                    for _, dp, pp in self._grids(self.size - ranks)):

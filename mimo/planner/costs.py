@@ -1,8 +1,8 @@
 """Costs of the pieces of a step: seconds and bytes of a layer, of an image, of the optimizer. Plain Python.
 
 Everything is first estimated from the model's sizes and the figures of a GPU. A profile, which `mimo.planner.measure`
-makes on real GPUs, holds the ratio of measured to estimated values, so that it also corrects what was not measured:
-other depths, other images, more ranks.
+makes on real GPUs, holds ratios of measured to estimated values. It thus also corrects estimates for depths, images and
+numbers of ranks that were not measured.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Gpu:
     """A kind of GPU and its links.
 
     Attributes:
-        name: for messages; of the driver, or of the table.
+        name: name for messages, from the driver or from `GPUS`.
         tflops: dense bf16 TFLOP/s of its data sheet.
-        memory_gib: memory that tensors can take; the driver and NCCL's communicators need 5 GiB or so of the rest.
-        link_gb_s: GB/s from one GPU to another of the node, one way, that collectives reach.
+        memory_gib: memory that tensors can take. The driver and NCCL's communicators need about 5 GiB besides.
+        link_gb_s: GB/s that collectives reach from one GPU to another of the node, one way.
         network_gb_s: the same between nodes, for each GPU.
         gpus_per_node: GPUs that are linked directly.
     """
@@ -44,7 +44,7 @@ class Gpu:
     gpus_per_node: int = 8
 
 
-# Data sheets of NVIDIA; four fifths of the bandwidths, as NCCL reaches on large messages.
+# From NVIDIA's data sheets, with four fifths of the bandwidths, which is what NCCL reaches with large messages.
 GPUS = {
     "A100": Gpu("A100", 312.0, 74.0, 240.0, 20.0),
     "H100": Gpu("H100", 989.5, 74.0, 360.0, 40.0),
@@ -56,22 +56,22 @@ GPUS = {
 # an H200 came within 14 % of this.
 DENSE_EFFICIENCY, ENCODER_EFFICIENCY = 0.60, 0.45
 # The same for the layers of a mixture of experts, by --moe-gemm, and the seconds that the host needs for both passes of
-# a layer with experts. From the runs of docs/performance.md on one H200: 128 experts in each of eight layers. What
-# cutlass and separate take longer than packed goes to kernels of single experts, so it falls with their number on a
-# rank.
+# a layer with experts. They come from the runs of docs/performance.md on one H200, with 128 experts in each of eight
+# layers. cutlass and separate take longer than packed because they launch kernels for single experts, so the difference
+# is proportional to the number of experts on a rank.
 EXPERT_EFFICIENCY = {"auto": 0.43, "packed": 0.43, "cutlass": 0.30, "separate": 0.25}
 HOST_EXPERTS_S = {"auto": 6.5e-3, "packed": 6.5e-3, "cutlass": 15e-3, "separate": 30e-3}
 MEASURED_EXPERTS = 128
-# What is left of it in an encoder that is split by tensor parallelism: its layers are small, and their results travel.
+# Share of ENCODER_EFFICIENCY that remains with tensor parallelism, because layers are small and results travel.
 SPLIT_ENCODER = 0.5
-# Seconds that the host needs at least for the kernels of a layer's forward pass, and for those of the backward pass.
+# Least seconds that the host needs to launch the kernels of a layer's forward pass, and those of its backward pass.
 HOST_FORWARD_S, HOST_BACKWARD_S = 0.2e-3, 0.4e-3
 # Seconds before the first byte of a collective arrives.
 LATENCY_S = 20e-6
 # Bytes of memory that Adam reads and writes for a parameter: gradient, master weight, two moments, bf16 weight.
 OPTIMIZER_BYTES, MEMORY_GB_S = 34.0, 3000.0
-# Seconds that an optimizer step takes longer for each weight of an expert: these are many and small, so the GPU waits
-# for the host to launch their kernels.
+# Further seconds of an optimizer step for each weight of an expert. These are many and small, so the GPU waits for the
+# host to launch their kernels.
 EXPERT_WEIGHT_S = 20e-6
 # Memory that no formula explains, such as workspaces.
 BASE_GIB = 1.0
@@ -85,7 +85,7 @@ class Ratios:
         tp: tensor-parallel size.
         micro_batch_size: samples of a microbatch; 0 for an encoder.
         forward, backward: seconds of the layers' passes.
-        ends_forward, ends_backward: seconds of embedding, output layer and loss; of an encoder, of each call.
+        ends_forward, ends_backward: seconds of embedding, output layer and loss; for an encoder, seconds of each call.
         bytes: activations that the layers keep.
         ends_bytes: activations that the output layer and the loss keep.
     """
@@ -102,14 +102,14 @@ class Ratios:
 
 @dataclass(frozen=True)
 class Profile:
-    """Ratios that were measured.
+    """Measured ratios, and other figures that no formula gives.
 
     Attributes:
-        gpu: the GPUs that it was measured on.
+        gpu: the kind of GPU that it was measured on.
         model: sizes of the model, for messages.
         modules: ratios of each module.
         optimizer: measured over estimated seconds of an optimizer step.
-        reduction: the same of the reduction of gradients.
+        reduction: measured over estimated seconds of the reduction of gradients.
         step_s: seconds of a step that no pass, reduction or optimizer explains.
         base_gib: memory that no formula explains.
         spread: largest relative difference between repeated measurements of a pass.
@@ -130,7 +130,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Read a profile. Raises ValueError if the file is none, naming it."""
+        """Read a profile. Raises ValueError, with the path, if the file is not a profile."""
         try:
             values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             modules = {name: tuple(Ratios(**each) for each in found) for name, found in values.pop("modules").items()}
@@ -139,7 +139,7 @@ class Profile:
             raise ValueError(f"--profile {path}: not a profile of `mimo plan --measure`: {problem}") from None
 
     def ratios(self, module: str, tp: int, micro_batch_size: int) -> Ratios:
-        """Return the measured ratios that are nearest, all 1 if the module was not measured."""
+        """Return the measured ratios with the nearest sizes; all are 1 if the module was not measured."""
         def distance(found: Ratios) -> tuple[float, float]:
             return (abs(math.log2(found.tp / tp)),
                     abs(math.log2(max(found.micro_batch_size, 1) / max(micro_batch_size, 1))))
@@ -149,14 +149,14 @@ class Profile:
 
 @dataclass(frozen=True)
 class LanguageCost:
-    """One microbatch on ranks of one tensor-parallel group.
+    """Costs of one microbatch on ranks of one tensor-parallel group.
 
     Attributes:
-        forward_s, backward_s: passes of one layer, the mean over the layers.
-        ends_forward_s, ends_backward_s: of the output layer and the loss.
+        forward_s, backward_s: seconds of the passes of one layer, the mean over the layers.
+        ends_forward_s, ends_backward_s: seconds of the output layer and the loss.
         layer_bytes: activations that a layer keeps for its backward pass.
-        recomputed_bytes: what it keeps if it is recomputed.
-        ends_bytes: what the output layer and the loss keep.
+        recomputed_bytes: activations that it keeps if it is recomputed.
+        ends_bytes: activations that the output layer and the loss keep.
     """
 
     forward_s: float
@@ -170,10 +170,10 @@ class LanguageCost:
 
 @dataclass(frozen=True)
 class EncoderCost:
-    """Encoder passes on ranks of one tensor-parallel group.
+    """Costs of encoder passes on ranks of one tensor-parallel group.
 
     Attributes:
-        call_forward_s, call_backward_s: seconds of each pass, whatever it encodes.
+        call_forward_s, call_backward_s: seconds of each pass that do not depend on the images.
         forward_flops_s, backward_flops_s: FLOP/s of the group.
         layer_bytes: bytes that all layers together keep for one patch.
         recomputed_bytes: the same if all of them are recomputed.
@@ -216,7 +216,7 @@ class Costs:
         self.num_experts = self.provider.num_experts(family)
         self._frozen = config.model.frozen
         self._known: dict[tuple[object, ...], Any] = {}
-        # Experts that a token passes, where the provider has such a field.
+        # Number of experts that each token is sent to, if the provider has such a field.
         self._top_k = int(vars(family).get("moe_router_topk") or 1) if self.num_experts else 1
 
     def language(self, tp: int, micro_batch_size: int, ep: int = 1, cp: int = 1) -> LanguageCost:
@@ -237,7 +237,7 @@ class Costs:
         return self._once(self._image_flops, name, tokens)
 
     def _once[R](self, compute: Callable[..., R], *arguments: Any) -> R:
-        """Compute a cost, or return it if another layout has asked for it."""
+        """Compute a cost once for all layouts that ask for it."""
         key = (compute.__name__, *arguments)
         if key not in self._known:
             self._known[key] = compute(*arguments)
@@ -278,9 +278,9 @@ class Costs:
         dispatch = 2 * with_experts * (routed * (inside - 1) / (self.gpu.link_gb_s * 1e9)
                                        + routed * (ep - inside) / (self.gpu.network_gb_s * 1e9) + LATENCY_S)
         dispatch = dispatch if ep > 1 else 0.0
-        # Each rank gets the keys and values of the other context-parallel ranks, once in the forward pass, and again
-        # with their gradients in the backward pass. An estimate that no measurement has corrected yet: rings hide a
-        # part of it behind attention, other nodes take longer.
+        # Each rank gets the keys and values of the other context-parallel ranks once in the forward pass, and again
+        # with their gradients in the backward pass. No measurement has corrected this estimate yet: rings hide a part
+        # of it behind attention, and transfers to other nodes take longer.
         shared = 0.0
         if cp > 1:
             moved_bytes = tokens * self._key_value_bytes() / tp
@@ -318,7 +318,7 @@ class Costs:
                    default=0.0)
 
     def _parts_of_layers(self) -> float:
-        """Return the number of attentions, mixers and MLPs, which each end in a product of the hidden size."""
+        """Return the number of attentions, mixers and MLPs. Each of them ends in a product of the hidden size."""
         ends = [shape for shape in self.shapes[LANGUAGE]
                 if shape.stage == "layer" and shape.split == "tp" and shape.shape[0] == self.hidden_size]
         shared = any("shared_expert" in shape.name for shape in ends)
@@ -352,15 +352,15 @@ class Costs:
                     for component in self.counter.components if component.module == name), default=float(tokens))
 
     def trains(self, module: str) -> bool:
-        """Whether the module's own weights train (the projector is part of the encoder's module)."""
+        """Return whether the module's own weights train. A projector may train while its encoder does not."""
         return module not in self._frozen
 
     def optimizer_s(self, parameters: float, expert_weights: float = 0.0) -> float:
-        """Return the seconds of an optimizer step on a rank that updates so many parameters.
+        """Return the seconds of an optimizer step on a rank.
 
         Args:
-            parameters: their number.
-            expert_weights: number of weights of experts among them.
+            parameters: number of parameters that the rank updates.
+            expert_weights: number of weight matrices of experts among them.
         """
         seconds = parameters * OPTIMIZER_BYTES / (MEMORY_GB_S * 1e9) + expert_weights * EXPERT_WEIGHT_S
         return seconds * self.profile.optimizer
@@ -369,9 +369,9 @@ class Costs:
         """Return the seconds of reducing gradients and gathering parameters, without overlap.
 
         Args:
-            parameters: those of a rank.
+            parameters: number of parameters of a rank.
             replicas: number of ranks that have the same ones.
-            gpus: number of GPUs over which these ranks are spread. If they are more than a node's, the network counts.
+            gpus: number of GPUs over which these ranks are spread. If a node has fewer, the network is the bottleneck.
         """
         if replicas <= 1:
             return 0.0
@@ -381,7 +381,7 @@ class Costs:
         return moved / (bandwidth * 1e9) * self.profile.reduction
 
     def _repeated_share(self, module: str) -> float:
-        """Return the share of the FLOPs of its layers' forward passes that selective recomputation computes again."""
+        """Return the share of the FLOPs of a module's forward passes that selective recomputation repeats."""
         parts, whole, again = self.config.model.recomputed_modules(module), 0.0, 0.0
         for shape in self.shapes[module]:
             if shape.stage == "layer" and len(shape.shape) == 2:
@@ -397,9 +397,9 @@ class Costs:
     def _kept_bytes(self, module: str, width: int) -> float:
         """Return the bytes that all layers of a module keep for one token, without full recomputation.
 
-        Each product keeps its input, and a layer keeps the outputs of its products until they have been used; norms and
-        residuals are four times the width. For a Llama layer this is 34 bytes per token and channel. Parts that are
-        recomputed keep nothing of their own. The core of attention counts as fused, which keeps nothing either way.
+        Each product keeps its input, and a layer keeps the outputs of its products until they have been used. Norms and
+        residuals keep four times the width. For a Llama layer this is 34 bytes per token and channel. Recomputed parts
+        keep nothing of their own, and neither does the core of attention, which is taken as fused.
         """
         parts = self.config.model.recomputed_modules(module)
         layers = self.num_layers if module == LANGUAGE else _num_layers(self.shapes[module])
@@ -421,7 +421,7 @@ def check_supported(config: RunConfig) -> None:
     provider: Any = registry.model_provider(name)
     depth = config.train.encoder_prefetch_depth
     if not isinstance(provider, FlopsProvider):
-        raise ValueError(f"mimo plan does not support --model-provider {name}: it does not say what its model computes "
+        raise ValueError(f"mimo plan does not support --model-provider {name}: it does not list the FLOPs of its model "
                          "(flop_components)")
     if len(encoders) > 1:
         raise ValueError(f"mimo plan does not support models with several encoders ({', '.join(encoders)})")
@@ -430,8 +430,8 @@ def check_supported(config: RunConfig) -> None:
     for module in (LANGUAGE, *encoders):
         fp8 = config.model.fp8(module)
         if fp8 is not None:
-            raise ValueError(f"mimo plan does not support {fp8.flag} {fp8.format}: it knows the speed of bfloat16 "
-                             "products only")
+            raise ValueError(f"mimo plan does not support {fp8.flag} {fp8.format}: it only knows the speed of bfloat16 "
+                             "products")
 
 
 def _encoders(config: RunConfig) -> tuple[str, ...]:
@@ -440,7 +440,7 @@ def _encoders(config: RunConfig) -> tuple[str, ...]:
 
 
 def _is_in(shape: ParameterShape, parts: Sequence[str]) -> bool:
-    """Whether a matrix belongs to a part of a layer that is recomputed; see --recompute-modules."""
+    """Return whether a matrix belongs to a part of a layer that is recomputed; see --recompute-modules."""
     name = shape.name
     return (("mlp" in parts and name.startswith("mlp.linear_fc"))
             or ("moe" in parts and name.startswith("mlp.") and not name.startswith("mlp.linear_fc"))

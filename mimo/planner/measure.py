@@ -1,10 +1,10 @@
-"""Measure the passes of a model on the GPUs of this host, as ratios to the planner's estimates.
+"""Measures the passes of a model on the GPUs of this host, as ratios to the planner's estimates.
 
 The trainer itself runs a few short trainings with two depths of the language model on homogeneous layouts of each
 tensor-parallel size. The difference between the depths is the time and the memory of the layers; the rest belongs to
 the output layer and the loss.
 
-`measure` starts the ranks by torchrun. They run this file.
+`measure` starts the ranks with torchrun. They run this file.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
     from mimo.platform.base import Platform
 
 DEPTHS = (2, 6)
-# Steps of each training that are not measured, and those that are.
+# Steps of each training that are not measured, and steps that are.
 WARMUP, STEPS = 3, 3
 NUM_MICROBATCHES = 6
-# Memory of a GPU that tensors cannot take: 6 GiB of a process with the communicators of a pipeline and of windows.
+# Memory of a GPU that tensors cannot take. A process with communicators for a pipeline and windows needs about 6 GiB.
 OTHER_GIB = 5.5
 
 
 def measure(config: RunConfig, num_gpus: int, *, device: Literal["cuda", "cpu"] = "cuda") -> Profile:
-    """Run the trainings and return what they say.
+    """Run the trainings and return the measured profile.
 
     Args:
         config: the run. Its layout, length and checkpoints are not used.
@@ -56,7 +56,7 @@ def measure(config: RunConfig, num_gpus: int, *, device: Literal["cuda", "cpu"] 
         device: `cuda`, or `cpu` to try it out.
 
     Raises:
-        ValueError: the trainings ended with an error; the message has the end of their output.
+        ValueError: the trainings ended with an error. The message has the end of their output.
     """
     with tempfile.TemporaryDirectory() as folder:
         runs: list[str] = []
@@ -111,10 +111,10 @@ class Training:
         encoder_flops: FLOPs of the images of each microbatch, by (kind, microbatch).
         others: median seconds of the rest of a step, by kind.
         spread: relative difference between the steps' passes of the language model.
-        static_bytes: allocated between steps, on CUDA.
-        peak_bytes: the most that a step allocates beyond that.
-        image_bytes: what the encoder keeps for the images of the microbatch that has most of them.
-        image_patches: patches of those images.
+        static_bytes: bytes allocated between steps, on CUDA.
+        peak_bytes: most bytes that a step allocates beyond that.
+        image_bytes: activations that the encoder keeps for the microbatch with the most patches.
+        image_patches: patches of that microbatch.
     """
 
     passes: dict[tuple[str, str, int], float] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class Training:
     image_patches: float = 0.0
 
     def total(self, module: str, kind: str) -> float:
-        """Mean seconds of a module's passes of one kind, over microbatches."""
+        """Return the mean seconds of a module's passes of one kind over all microbatches."""
         found = [seconds for (name, each, _), seconds in self.passes.items() if (name, each) == (module, kind)]
         return sum(found) / len(found) if found else 0.0
 
@@ -144,7 +144,7 @@ def _run(config: RunConfig, platform: Platform, rank: int, world_size: int) -> T
     costs, found = Costs(config, Profile(GPUS["H100"])), Training()
 
     class Measured(TrainingLoop):
-        """A run whose iterations are measured in place of being recorded."""
+        """A run whose iterations are measured instead of recorded."""
 
         def _train(self, loader: Any, logger: Any) -> str | None:
             microbatches = loader.next_step()
@@ -175,7 +175,7 @@ def _run(config: RunConfig, platform: Platform, rank: int, world_size: int) -> T
             return "measured"
 
         def _images(self, name: str, microbatches: Any) -> None:
-            """Note the FLOPs of each microbatch's images and the memory of those of one microbatch."""
+            """Record the FLOPs of each microbatch's images, and the memory of the images of one microbatch."""
             for number, batch in enumerate(microbatches):
                 tokens = batch.text.image_lengths.get(name, ())
                 for kind in (0, 1):
@@ -211,11 +211,11 @@ def _sums(intervals: Iterable[Interval]) -> tuple[dict[tuple[str, str, int], flo
 
 
 def _ratios(configs: Sequence[RunConfig], trainings: Sequence[Training], profile: Profile) -> dict[str, Ratios]:
-    """Compare one tensor-parallel and micro-batch size, at two depths, with the estimates."""
+    """Return the ratios of one tensor-parallel and micro-batch size, measured by trainings of two depths."""
     config, deep = configs[-1], trainings[-1]
     costs, tp, samples = Costs(config, profile), config.layout.llm_tp, config.train.micro_batch_size
     cost = costs.language(tp, samples)
-    depths = [_depth(each) for each in configs]
+    depths = [Costs(each, profile).num_layers for each in configs]
     found: dict[str, float] = {}
     for kind, layer, ends in (("forward", cost.forward_s, cost.ends_forward_s),
                               ("backward", cost.backward_s, cost.ends_backward_s)):
@@ -241,12 +241,8 @@ def _ratios(configs: Sequence[RunConfig], trainings: Sequence[Training], profile
     return ratios
 
 
-def _depth(config: RunConfig) -> int:
-    return Costs(config, Profile(GPUS["H100"])).num_layers
-
-
 def _split(depths: Sequence[int], values: Sequence[float], layer: float, ends: float) -> tuple[float, float]:
-    """Return the ratios of the layers and of the rest, of values that grow with the depth."""
+    """Split values that grow with the depth into layers and the rest, and return their ratios to the estimates."""
     if depths[0] == depths[-1] or not layer:
         whole = depths[-1] * layer + ends
         ratio = values[-1] / whole if whole else 1.0
@@ -257,7 +253,7 @@ def _split(depths: Sequence[int], values: Sequence[float], layer: float, ends: f
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Fit y = a + b x with a >= 0, by least squares of the relative error. Points of one x give a = 0."""
+    """Fit y = a + b x with a >= 0 by least squares of the relative error. If all x are similar, a is 0."""
     if not points:
         return 0.0, 0.0
     xs = [x for x, _ in points]
@@ -276,7 +272,7 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _profile(configs: Sequence[RunConfig], trainings: Sequence[Training], gpu: Gpu, model: str) -> Profile:
-    """Turn all trainings into a profile. Those of one layout follow each other by depth."""
+    """Turn all trainings into a profile. Trainings of one layout that differ in depth are neighbours in the list."""
     plain = Profile(gpu)
     modules: dict[str, list[Ratios]] = {}
     optimizer, reduction, host, base = [], [], [], []
@@ -293,8 +289,8 @@ def _profile(configs: Sequence[RunConfig], trainings: Sequence[Training], gpu: G
                 reduction.append(run.others.get("gradient-sync", 0.0) / step.reduction_s())
             host.append(run.others.get("other", 0.0) + run.others.get("idle", 0.0))
             if run.static_bytes:
-                ((_, place),) = step.places()
-                state = sum(step.state_bytes(*each) for each in place)
+                ((_, modules_of_rank),) = step.places()
+                state = sum(step.state_bytes(*each) for each in modules_of_rank)
                 base.append((run.static_bytes - state) / GIB)
     return Profile(gpu, model, modules, optimizer=median(optimizer), reduction=median(reduction) if reduction else 1.0,
                    step_s=median(host), base_gib=max(median(base), 0.0) if base else plain.base_gib,
@@ -302,7 +298,7 @@ def _profile(configs: Sequence[RunConfig], trainings: Sequence[Training], gpu: G
 
 
 def describe_gpu(name: str, memory_gib: float | None) -> Gpu:
-    """Return the figures of a GPU by its driver's name; links of unknown ones are taken from the H100."""
+    """Return the figures of a GPU by the name that its driver gives it. Unknown GPUs get the links of the H100."""
     known = next((gpu for key, gpu in sorted(GPUS.items(), key=lambda item: -len(item[0])) if key in name.upper()),
                  None)
     gpu = known or replace(GPUS["H100"], tflops=peak_tflops(name) or 1.0, memory_gib=memory_gib or 16.0)
@@ -343,7 +339,7 @@ def main() -> int:
 
 
 def model_name(config: RunConfig) -> str:
-    """Return the sizes that a profile depends on, for messages."""
+    """Describe the model by the sizes that a profile depends on, for messages."""
     costs = Costs(config, Profile(GPUS["H100"]))
     width = "" if not costs.num_experts else f", {costs.num_experts} experts"
     frozen = f", --freeze {config.model.freeze}" if config.model.freeze else ""

@@ -1,4 +1,4 @@
-"""The line about memory in the plan of a run (--dry-run)."""
+"""Lines about memory in the plan of a run (--dry-run)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from mimo.planner.predict import Step
 from mimo.planner.workload import SampleSize, draw_samples
 from mimo.protocols import RoutedDataProvider
 
-# Samples that the plan of a run looks at.
+# Samples of the run whose sizes the plan takes into account.
 PLANNED_SAMPLES = 64
 
 
 def memory_line(config: RunConfig, layout: Layout) -> str:
-    """Say how much memory the fullest rank is expected to take, for the plan of a run.
+    """Return a line on the memory that the fullest rank is expected to need.
 
-    Activations of images depend on the data. They are left out for a data set that is costly to read.
+    Activations of images depend on the data, so they are left out for a data set that is costly to read.
     """
     try:
         costs = Costs(config, Profile(GPUS["H200"]))
@@ -30,21 +30,21 @@ def memory_line(config: RunConfig, layout: Layout) -> str:
             samples = draw_samples(config, costs.provider, min(config.train.global_batch_size, PLANNED_SAMPLES))
     except (ValueError, OSError) as error:
         return f"memory: not estimated, as the samples cannot be read: {error}"
-    needed, images, place = step.memory(step.batches(samples))
+    needed, images, fullest = step.memory(step.batches(samples))
     part = f", {images / GIB:.3g} GiB of them for images" if images else ""
     left_out = "" if is_read or not layout.encoders else ", without activations of images"
-    return f"memory: about {needed / GIB:.3g} GiB on the fullest rank ({place}){part}{left_out}; see mimo plan"
+    return f"memory: about {needed / GIB:.3g} GiB on the fullest rank ({fullest}){part}{left_out}; see mimo plan"
 
 
 def state_lines(config: RunConfig, layout: Layout) -> list[str]:
-    """Say what weights, gradients and optimizer state take on each kind of rank, for the plan of an RL run."""
+    """Return lines on the memory of weights, gradients and optimizer state on each kind of rank of an RL run."""
     try:
         step = Step(config, layout, Costs(config, Profile(GPUS["H200"])))
     except ValueError as error:
         return [f"memory: not estimated: {error}"]
     lines = ["memory of a trainer rank: weights, gradients and optimizer state, without activations and the engine"]
-    for name, place in step.places():
-        parts = {module: step.state_bytes(module, grid, stage) / GIB for module, grid, stage in place}
+    for name, modules in step.places():
+        parts = {module: step.state_bytes(module, grid, stage) / GIB for module, grid, stage in modules}
         each = ", ".join(f"{module} {gib:.3g}" for module, gib in parts.items())
         lines.append(f"  {name}: {sum(parts.values()):.3g} GiB" + (f" ({each})" if len(parts) > 1 else ""))
     return lines

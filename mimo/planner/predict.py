@@ -1,7 +1,7 @@
-"""Step time and memory of a run on one layout, predicted from costs and sample sizes. Plain Python.
+"""Predicts step time and memory of a run on one layout from costs and sample sizes. Plain Python.
 
 The time of the passes is simulated event by event for a few iterations of the run's own samples. Reduction of
-gradients, the optimizer and the host's own time come on top.
+gradients, the optimizer and the host's own time are added to it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, Timeline, 
 from mimo.planner.workload import Microbatches, SampleSize, iterations
 from mimo.protocols import LANGUAGE
 
-# Lanes that are simulated; of more, those with the most work in images.
+# Most lanes that are simulated, those with the most work in images.
 MAX_LANES = 4
-# Lanes whose samples are looked at. More are alike, and a layout with as many times fewer replicas stands for them.
+# Most lanes whose samples are read. With more lanes, which are alike, a layout with fewer replicas stands for them.
 LANES_WITH_DATA = 8
-# Microbatches that are simulated of an iteration that has more, or four for each pipeline stage if that is more.
+# Most microbatches of an iteration that are simulated, or four for each pipeline stage if that is more.
 SHORT_ITERATION = 16
-# Iterations of a layout that are simulated, and their passes at most; one iteration at least.
+# Most iterations and most passes that are simulated, but at least one iteration.
 MAX_ITERATIONS, MAX_PASSES = 4, 1000
 ENCODING = "encoding"
 
@@ -42,13 +42,13 @@ class Prediction:
 
     Attributes:
         step_s: seconds of a step, the mean over the simulated iterations.
-        bound_s: the same if transfers between ranks took no time. The images of a colocated layout are then shared out
-            evenly and fill the time in which a pipeline waits, as far as they fit into it.
+        bound_s: the same if transfers between ranks took no time, and if the images of a colocated layout were shared
+            out evenly and filled the time in which a pipeline waits, as far as they fit into it.
         tokens_per_s: tokens of text and images without padding, per GPU.
-        memory_gib: allocated memory of the fullest rank, at its peak.
-        fullest: which rank that is.
-        encoder_gib: part of it that activations of images take.
-        parts_s: seconds of the step of the rank that is done last, by what they are for.
+        memory_gib: peak memory of the fullest rank.
+        fullest: name of the fullest rank.
+        encoder_gib: part of its memory that activations of images take.
+        parts_s: seconds of a step of the rank that is done last, by their purpose.
     """
 
     step_s: float
@@ -81,7 +81,7 @@ def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[S
         busy = timeline.busy_s[timeline.last]
         whole, longer = timeline.seconds, 1.0
         if short < count:
-            # Further microbatches add as much as the second half of these.
+            # Each further microbatch is assumed to add as much as the mean of the second half of these.
             each = (whole - step.passes(batch[: short // 2]).seconds) / (short - short // 2)
             longer = 1 + each * (count - short) / whole
         bound += step.bound_s(batch, programs) * longer / len(batches)
@@ -100,10 +100,10 @@ class Step:
     """One training step of a layout.
 
     Args:
-        config, layout, costs: as `predict` takes them.
+        config, layout, costs: see `predict`.
 
     Attributes:
-        sampled: the layout with few enough lanes to look at the samples of each.
+        sampled: the layout with few enough lanes to read the samples of each.
     """
 
     def __init__(self, config: RunConfig, layout: Layout, costs: Costs) -> None:
@@ -123,7 +123,7 @@ class Step:
         """Return the iterations to simulate, shortened if they have many microbatches."""
         lanes, rows, stages = self.sampled.num_lanes, self.config.train.micro_batch_size, self.layout.language.pp
         count = min(self.num_microbatches, max(4 * stages, SHORT_ITERATION))
-        # Few samples stand for more of their kind.
+        # Samples are repeated if there are too few.
         samples = list(islice(cycle(samples), max(lanes * count * rows, len(samples))))
         found = iterations(samples, num_lanes=lanes, micro_batch_size=rows, num_microbatches=count)
         most = MAX_PASSES // (min(lanes, MAX_LANES) * stages * count)
@@ -132,7 +132,7 @@ class Step:
     # Time of single passes.
 
     def language_s(self, kind: str, stage: int) -> float:
-        """Seconds of a microbatch's pass on a stage of the language model."""
+        """Return the seconds of a microbatch's pass on a stage of the language model."""
         cost, layers = self.pass_cost, self.layers[stage]
         is_last = stage == self.layout.language.pp - 1
         if kind == FORWARD:
@@ -141,7 +141,7 @@ class Step:
         return layers * cost.backward_s + again + (cost.ends_backward_s if is_last else 0.0)
 
     def encoder_s(self, kind: str, encoder: GridSpec, images: Iterable[int], calls: int = 1) -> float:
-        """Seconds of a pass over images, given by their tokens, on one stage of a replica of an encoder."""
+        """Return the seconds of a pass over images, given by their tokens, on one stage of an encoder replica."""
         cost = self.costs.encoder(encoder.name, encoder.tp)
         flops = [self.costs.image_flops(encoder.name, tokens) for tokens in images]
         if not flops:
@@ -161,8 +161,9 @@ class Step:
     # Time of all passes.
 
     def least_s(self, images: Mapping[int, float]) -> float:
-        """Seconds that a step takes at least, with images that are dealt evenly, if no rank waited longer than for the
-        first and the last passes of the stages before it.
+        """Return a lower bound of the seconds of a step.
+
+        Images are dealt evenly, and no rank waits for more than the first and the last passes of the stages before it.
 
         Args:
             images: number of images in a mean sample, by the tokens of an image.
@@ -183,14 +184,15 @@ class Step:
         return max(longest) + self.reduction_s() + self.optimizer_s() + self.costs.profile.step_s
 
     def bound_s(self, batch: Microbatches, programs: Mapping[Hashable, Sequence[Action]]) -> float:
-        """Seconds of the passes of one iteration without transfers, with images that are shared out evenly.
+        """Return the seconds of the passes of one iteration without transfers, with images that are shared out evenly.
 
-        A colocated layout of n replicas needs at least `T + max(0, E / n - idle)`: T of 1F1B without images, E for the
-        images, one call of each window included, and the time in which the busiest stage would be idle in T.
+        A colocated layout of n replicas needs at least `T + max(0, E / n - idle)`. T is the time of 1F1B without
+        images, E the time of the images, with one call for each window, and `idle` the idle time of the busiest stage
+        in T.
 
         Args:
             batch: samples of the iteration.
-            programs: what its workers do.
+            programs: programs of its workers.
         """
         if self.layout.kind != "colocated":
             return simulate(programs).seconds
@@ -219,7 +221,7 @@ class Step:
         return simulate(self.programs(batch), self.transfer_s)
 
     def programs(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
-        """Return what each worker does in one iteration."""
+        """Return the program of each worker for one iteration."""
         kind, layout = self.layout.kind, self.layout
         if not layout.encoders or kind == "homogeneous":
             return self._homogeneous(batch)
@@ -230,8 +232,10 @@ class Step:
         return self._colocated(batch)
 
     def transfer_s(self, key: Hashable) -> float:
-        """Seconds of a transfer of a microbatch's activations or gradients; those of images are fewer bytes, but count
-        as much."""
+        """Return the seconds of a transfer of a microbatch's activations or gradients.
+
+        Transfers of images have fewer bytes, but are taken to last as long.
+        """
         moved = self.config.train.micro_batch_size * self.config.train.seq_length * self.costs.hidden_size * 2
         across = self.layout.world_size > self.costs.gpu.gpus_per_node
         bandwidth = self.costs.gpu.network_gb_s if across else self.costs.gpu.link_gb_s
@@ -241,7 +245,7 @@ class Step:
         return [tokens for sample in lane for tokens in sample.images]
 
     def _heaviest(self, batch: Microbatches, group: int) -> list[range]:
-        """Return the groups of so many neighbouring lanes that have the most image tokens, few enough to simulate."""
+        """Return the groups of `group` neighbouring lanes with the most image tokens, few enough to simulate."""
         groups = [range(first, first + group) for first in range(0, self.sampled.num_lanes, group)]
         work = {lanes.start: sum(sum(self._images(microbatch[lane])) for microbatch in batch for lane in lanes)
                 for lanes in groups}
@@ -263,7 +267,10 @@ class Step:
         return programs
 
     def _colocated(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
-        """Each replica encodes the images of its own lanes, microbatch by microbatch; all siblings wait for it."""
+        """Return the programs of a layout whose replicas encode the images of their own lanes in every microbatch.
+
+        Lanes that share a replica wait for each other.
+        """
         (encoder,), lanes, rows = self.sampled.encoders, self.sampled.num_lanes, self.config.train.micro_batch_size
         group = max(lanes // encoder.dp, 1)
         programs: dict[Hashable, list[Action]] = {}
@@ -287,7 +294,7 @@ class Step:
         return programs
 
     def _windows(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
-        """All replicas encode the images of a window together. Those of a stage are one worker."""
+        """Return the programs of a layout in which all replicas encode a window together; a stage is one worker."""
         (encoder,), stages = self.sampled.encoders, self.layout.language.pp
         whole = self._window_schedule(len(batch))
         forward, backward = self._window_seconds(batch, whole)
@@ -299,7 +306,7 @@ class Step:
 
             def turn(windows: tuple[list[int], list[int]], stage: int = stage, mine: slice = mine) -> Iterator[Action]:
                 finished, encoded = windows
-                # What each replica has to do before they wait for each other.
+                # Seconds of work that each replica has left before the replicas wait for each other.
                 left = [0.0] * len(forward[0][mine])
                 for window in finished:
                     key = ("gradients", window)
@@ -325,7 +332,7 @@ class Step:
         return programs
 
     def _window_schedule(self, count: int) -> WindowSchedule:
-        """Return the windows of an iteration of so many microbatches, as the first stage has them."""
+        """Return the first stage's windows of an iteration of `count` microbatches."""
         return WindowSchedule(self.layout.encoder_window or count, 0, self.layout.language.pp, count,
                               together=self.layout.encoder_spans_stages)
 
@@ -357,7 +364,7 @@ class Step:
         return found
 
     def _disjoint(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
-        """The encoder's stages come before those of the language model."""
+        """Return the programs of a layout in which the encoder's stages precede those of the language model."""
         (encoder,), language = self.sampled.encoders, self.layout.language
         lanes, rows, count = self.sampled.num_lanes, self.config.train.micro_batch_size, len(batch)
         stages, ahead = encoder.pp + language.pp, self.config.layout.encoder_run_ahead
@@ -389,14 +396,14 @@ class Step:
                         buffered=into if ahead and stage == 0 else ()).program()
         return programs
 
-    # What comes after the passes.
+    # Time after the passes.
 
     def optimizer_s(self) -> float:
-        """Seconds of the optimizer step on the rank that updates most parameters."""
+        """Return the seconds of the optimizer step on the rank that updates most parameters."""
         most, is_sharded = 0.0, self.config.optim.use_distributed_optimizer
-        for _, place in self.places():
+        for _, modules in self.places():
             total = 0.0
-            for module, grid, stage in place:
+            for module, grid, stage in modules:
                 if self.costs.trains(module):
                     dense, experts = ((count / (replicas if is_sharded else 1), replicas)
                                       for count, replicas in self.parameters(module, grid, stage))
@@ -408,11 +415,11 @@ class Step:
         return most
 
     def reduction_s(self) -> float:
-        """Seconds of the reduction of gradients and the gather of parameters that do not overlap with passes."""
+        """Return the seconds of gradient reduction and parameter gather that do not overlap with passes."""
         most = 0.0
-        for _, place in self.places():
+        for _, modules in self.places():
             total = 0.0
-            for module, grid, stage in place:
+            for module, grid, stage in modules:
                 if self.costs.trains(module):
                     seconds = sum(self.costs.reduction_s(count, replicas, grid.tp * grid.dp * grid.cp)
                                   for count, replicas in self.parameters(module, grid, stage))
@@ -426,13 +433,13 @@ class Step:
     # Memory.
 
     def memory(self, batches: Sequence[Microbatches]) -> tuple[float, float, str]:
-        """Return the bytes of the fullest rank at its peak, those of images among them, and which rank that is."""
+        """Return the peak bytes of the fullest rank, how many of them are for images, and the name of that rank."""
         found = []
         known: dict[tuple[str, int], float] = {}
         sent, received = self._pixel_bytes(batches)
-        for name, place in self.places():
+        for name, modules in self.places():
             total, images = self.costs.profile.base_gib * GIB, 0.0
-            for module, grid, stage in place:
+            for module, grid, stage in modules:
                 total += self.state_bytes(module, grid, stage)
                 if module == LANGUAGE:
                     total += self._language_bytes(stage)
@@ -441,21 +448,21 @@ class Step:
                         known[module, stage] = max(self._encoder_bytes(grid, stage, batches), default=0.0)
                     images += known[module, stage]
             if self.layout.encoder_window is not None:
-                # A lane is read on the first stage, and every rank encodes.
-                images += (sent if place[0][2] == 0 else 0.0) + received
+                # Only the first stage reads lanes, but every rank encodes.
+                images += (sent if modules[0][2] == 0 else 0.0) + received
             found.append((total + images, images, name))
         return max(found)
 
     def places(self) -> Iterator[tuple[str, list[tuple[str, GridSpec, int]]]]:
-        """Yield the kinds of ranks: a name, and the modules with their grids and stages."""
+        """Yield the kinds of ranks: their name, and their modules with grid and stage."""
         layout = self.layout
         for stage in range(layout.language.pp):
-            place = [(LANGUAGE, layout.language, stage)]
+            modules = [(LANGUAGE, layout.language, stage)]
             name = f"language stage {stage}" if layout.language.pp > 1 else "language"
             if layout.kind == "colocated" or (layout.kind == "homogeneous" and stage == 0):
-                place += [(encoder.name, encoder, 0) for encoder in layout.encoders]
+                modules += [(encoder.name, encoder, 0) for encoder in layout.encoders]
                 name = " and ".join([name, *(encoder.name for encoder in layout.encoders)])
-            yield name, place
+            yield name, modules
         if layout.kind == "disjoint":
             for encoder in layout.encoders:
                 for stage in range(encoder.pp):
@@ -463,10 +470,7 @@ class Step:
                            [(encoder.name, encoder, stage)])
 
     def parameters(self, module: str, grid: GridSpec, stage: int) -> list[tuple[int, int]]:
-        """Count a rank's parameters, each count with the number of ranks that have the same ones.
-
-        Experts are on fewer ranks than the rest.
-        """
+        """Count a rank's dense and expert parameters, each with the number of ranks that have the same ones."""
         shapes = self.costs.shapes[module]
         experts = [shape for shape in shapes if shape.split == "expert"]
         others = [shape for shape in shapes if shape.split != "expert"]
@@ -474,7 +478,7 @@ class Step:
                 (parameters_per_rank(experts, grid, stage), grid.expt_dp)]
 
     def state_bytes(self, module: str, grid: GridSpec, stage: int) -> float:
-        """Bytes of weights, gradients and optimizer state."""
+        """Return the bytes of weights, gradients and optimizer state of one module on a rank."""
         bf16, total = self.config.model.bf16, 0.0
         for count, replicas in self.parameters(module, grid, stage):
             total += count * (2 if bf16 else 4)
@@ -491,12 +495,12 @@ class Step:
         kept = min(self.num_microbatches, stages - stage)
         again = self.recomputed[stage]
         total = kept * ((self.layers[stage] - again) * cost.layer_bytes + again * cost.recomputed_bytes)
-        # One recomputed layer at a time has all its activations.
+        # The layer that is being recomputed has all its activations.
         total += cost.layer_bytes if again else 0.0
         return total + (cost.ends_bytes if stage == stages - 1 else 0.0)
 
     def _encoder_bytes(self, grid: GridSpec, stage: int, batches: Sequence[Microbatches]) -> Iterator[float]:
-        """Yield the bytes of images whose backward pass has not come yet, at the busiest moment of each iteration."""
+        """Yield the most bytes that images keep for their backward passes at any moment of each iteration."""
         cost, gib = self.costs.encoder(grid.name, grid.tp), self.config.layout.encoder_activation_gib
         for patches in self._kept_patches(grid, stage, batches):
             kept, inputs = (max(patches) * each / grid.pp for each in (cost.layer_bytes, cost.recomputed_bytes))
@@ -506,10 +510,9 @@ class Step:
                 yield kept if gib is None else min(kept, gib * GIB + inputs)
 
     def _pixel_bytes(self, batches: Sequence[Microbatches]) -> tuple[float, float]:
-        """Return the bytes of the pixels of the first windows, which travel at the start of a step, at most.
+        """Return the most bytes of pixels that a lane's reader sends, and that a replica receives, at a step's start.
 
-        Returns:
-            Those that the reader of a lane sends, and those that a replica receives.
+        They are the pixels of the first windows.
         """
         if self.layout.encoder_window is None:
             return 0.0, 0.0
@@ -520,7 +523,7 @@ class Step:
         for batch in batches:
             schedule = self._window_schedule(len(batch))
             first = [microbatch for window in schedule.first_windows for microbatch in schedule.windows[window]]
-            # The iteration may be shortened.
+            # With a shortened iteration, the whole one has more pixels if all its images travel at the start.
             longer = self.num_microbatches / len(batch) if len(first) == len(batch) else 1.0
             lanes = [sum(each * (math.prod(tokens.image_shape) if tokens.image_size else size * tokens.size_multiple**2)
                          for microbatch in first for size in self._images(batch[microbatch][lane])) * longer
@@ -529,7 +532,7 @@ class Step:
         return sent, received
 
     def recomputed_images(self, batches: Sequence[Microbatches]) -> float:
-        """Return the share of the encoder's layers that --encoder-activation-gib computes again."""
+        """Return the share of the encoder's layers that is recomputed because of --encoder-activation-gib."""
         gib = self.config.layout.encoder_activation_gib
         if gib is None or self.config.model.encoder_recompute == "full":
             return 0.0
@@ -548,7 +551,7 @@ class Step:
         replicas, dp = [[(lane, 0, rows)] for lane in range(lanes)], self.sampled.grids[grid.name].dp
         if window is not None:
             size = window or self.num_microbatches
-            # Without stages a window is finished before the next one is encoded.
+            # Without pipeline stages, a window is finished before the next one is encoded.
             kept = size if stages == 1 else stages + 2 * size - 1
             replicas = [[(lane, 0, rows) for lane in range(lanes)]]
         elif self.layout.kind == "homogeneous":
@@ -559,7 +562,7 @@ class Step:
             replicas = [[(share.lane, share.start, share.stop) for share in lane_shares(dp, lanes, rows, replica)]
                         for replica in range(dp)]
         kept = min(kept, self.num_microbatches)
-        # The iterations may be shortened.
+        # Shortened iterations may have fewer microbatches than are kept.
         seen = min(kept, min(map(len, batches)))
         # Microbatches between two moments; windows without stages do not overlap.
         apart = seen if window is not None and stages == 1 else 1
@@ -567,7 +570,7 @@ class Step:
                  for tokens in sample.images}
         lengths = {tokens: self.costs.image_patches(grid.name, tokens) for tokens in sizes}
         for batch in batches:
-            # Attention keeps nothing that grows with the square, so bytes grow with the patches.
+            # Fused attention keeps nothing that grows with the square of the patches, so bytes grow with their number.
             patches = [[sum(lengths[tokens] for lane, start, stop in replica
                             for tokens in self._images(microbatch[lane][start:stop])) for microbatch in batch]
                        for replica in replicas]
@@ -583,7 +586,7 @@ class Step:
 
 
 def _with_fewer_lanes(layout: Layout) -> Layout:
-    """Return the layout with as many times fewer replicas of each module, or the layout itself if it has few lanes."""
+    """Return the layout with the replicas of each module divided by a common factor, so that few lanes are left."""
     common = math.gcd(layout.num_lanes, *(encoder.dp for encoder in layout.encoders))
     factor = max((each for each in range(1, common + 1)
                   if common % each == 0 and layout.num_lanes // each >= min(LANES_WITH_DATA, layout.num_lanes)),

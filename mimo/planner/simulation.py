@@ -1,9 +1,9 @@
-"""Event simulation of one training step: who works, and who waits for whom. Plain Python.
+"""Event simulation of one training step: when each worker computes, and when it waits for others. Plain Python.
 
 Each worker stands for the ranks of one module, pipeline stage and lane, which do the same at the same time. It has a
 program: a list of actions in the order in which the trainer's own schedule performs them. A transfer is a key that one
-worker or several post. Whoever awaits the key goes on once all of them have posted it. NCCL's transfers between
-stages block both sides, so there both sides post and await the same key.
+or more workers post. A worker that awaits the key continues once all of them have posted it. NCCL's transfers between
+stages block both sides, so for these both sides post and await the same key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Action:
         seconds: work before anything is posted.
         posts: keys that the worker posts when its work is done.
         awaits: keys that it waits for after that.
-        label: names the work; `Timeline.busy_s` sums it up by label.
+        label: name of the work, by which `Timeline.busy_s` sums it up.
     """
 
     seconds: float = 0.0
@@ -37,7 +37,7 @@ class Timeline:
     """Result of a simulation.
 
     Attributes:
-        end_s: when each worker is done.
+        end_s: time at which each worker is done.
         busy_s: seconds of work of each worker, by label.
     """
 
@@ -46,7 +46,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """When the last worker is done."""
+        """Time at which the last worker is done."""
         return max(self.end_s.values(), default=0.0)
 
     @property
@@ -61,8 +61,8 @@ def simulate(programs: Mapping[Hashable, Sequence[Action]], transfer_s: Callable
 
     Args:
         programs: the program of each worker.
-        transfer_s: seconds between the moment at which everybody has posted a key and the moment at which those who
-            await it go on; None: no time.
+        transfer_s: returns the seconds between the last post of a key and the moment at which workers that await it
+            continue; None: no time.
 
     Raises:
         ValueError: workers wait for each other, or for a key that nobody posts.
@@ -72,15 +72,15 @@ def simulate(programs: Mapping[Hashable, Sequence[Action]], transfer_s: Callable
     posted: dict[Hashable, list[float]] = defaultdict(list)
     waiting: dict[Hashable, list[Hashable]] = defaultdict(list)
     times = dict.fromkeys(programs, 0.0)
-    place = dict.fromkeys(programs, 0)
+    position = dict.fromkeys(programs, 0)
     has_worked = dict.fromkeys(programs, False)
     timeline = Timeline(busy_s={worker: defaultdict(float) for worker in programs})
     ready = deque(programs)
     while ready:
         worker = ready.popleft()
         program = programs[worker]
-        while place[worker] < len(program):
-            action = program[place[worker]]
+        while position[worker] < len(program):
+            action = program[position[worker]]
             if not has_worked[worker]:
                 has_worked[worker] = True
                 times[worker] += action.seconds
@@ -95,10 +95,10 @@ def simulate(programs: Mapping[Hashable, Sequence[Action]], transfer_s: Callable
                 waiting[missing].append(worker)
                 break
             times[worker] = max([times[worker], *(done[key] for key in action.awaits)])
-            place[worker] += 1
+            position[worker] += 1
             has_worked[worker] = False
-    stuck = {worker: program[place[worker]].awaits for worker, program in programs.items()
-             if place[worker] < len(program)}
+    stuck = {worker: program[position[worker]].awaits for worker, program in programs.items()
+             if position[worker] < len(program)}
     if stuck:
         raise ValueError(f"the workers wait for each other: {stuck}")
     timeline.end_s = times
@@ -137,11 +137,11 @@ class Stage:
     """One pipeline stage of one lane (or of all lanes that an encoder replica serves).
 
     Attributes:
-        stage, num_stages: its place in the pipeline, counted over all modules that follow each other.
+        stage, num_stages: its position in the pipeline, counted over all modules that follow each other.
         num_microbatches: microbatches of the iteration.
         seconds: returns the seconds of a pass, by kind (`FORWARD`, `BACKWARD`) and microbatch.
-        inputs, outputs: names of the links to the stages before and after; several where lanes share an encoder.
-        label: label of its work, as in `Action`.
+        inputs, outputs: names of the links to the stages before and after; several if lanes share an encoder.
+        label: label of its work, see `Action`.
         sends_gradients: whether gradients go back to the stage before this one.
         takes_gradients: whether gradients come from the stage after this one.
         run_ahead: see `one_forward_one_backward`.
@@ -179,7 +179,7 @@ class Stage:
                 actions += self.before_forward(microbatch)
             actions.append(Action(self.seconds(kind, microbatch), label=self.label))
             actions += (self.after_forward if kind == FORWARD else self.after_backward)(microbatch)
-            # In the steady state a send and the next receive are one call; else a send is a call of its own.
+            # In the steady state, a send and the next receive are one call. Otherwise they are two.
             in_warmup = kind == FORWARD and microbatch < first_steady
             fused = following is not None and following[0] != kind and not in_warmup
             if fused:

@@ -1,4 +1,4 @@
-"""Sizes of the samples of a run, which decide how long its steps take."""
+"""Sizes of the samples of a run, on which the time of its steps depends."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class SampleSize:
 
     Attributes:
         text_tokens: tokens without image tokens and padding.
-        images: tokens that the encoder makes of each image, and of each temporal patch of a video.
-        is_packed: whether it is a packed row. Microbatches have one of them.
+        images: tokens that the encoder makes from each image, and from each temporal patch of a video.
+        is_packed: whether it is a packed row. A microbatch has only one of these.
     """
 
     text_tokens: int
@@ -32,15 +32,15 @@ class SampleSize:
         return self.text_tokens + sum(self.images)
 
 
+# Samples of an iteration, by microbatch, lane and row.
 Microbatches = list[list[list[SampleSize]]]
-"""Samples of an iteration, by microbatch, lane and row."""
 
 
 def draw_samples(config: RunConfig, provider: ModelProvider, count: int) -> list[SampleSize]:
     """Return the sizes of the first samples of a run, in the order in which it sees them.
 
     Raises:
-        ValueError: the data set cannot be read; as its streams and readers.
+        ValueError: the data set cannot be read.
     """
     family = config.model_family
     encoders = () if config.layout.llm_only else provider.encoders(family)
