@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mimo.observability.flops import FlopComponent
@@ -33,33 +32,15 @@ class Config(DecoderConfig):
     """Hugging Face config.json, or the folder that holds one. Its sizes replace those of the flags."""
 
 
-def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> Config:
-    """Return the configuration of a Hugging Face text model.
-
-    Args:
-        source: a config.json, its folder, or the configuration as a dict.
-        base: source of the fields that it does not set (dropout, load balancing); default `Config()`.
-
-    Raises:
-        ValueError: no such file, or a value that this model cannot reproduce; the message names the key.
-    """
-    base = Config() if base is None else base
-    return dataclasses.replace(base, **hf.causal_lm_sizes(hf.load(source)), hf_config="")
-
-
-
 class CausalLmProvider(TextProvider):
     """The `mimo.protocols.ModelProvider` of text models. Every method also takes unresolved configurations."""
 
     Config: ClassVar[type] = Config
     hf_architectures: ClassVar[tuple[str, ...]] = (*hf_config.ARCHITECTURES.values(), "MistralForCausalLM")
+    sizes_of_hf = staticmethod(hf.causal_lm_sizes)
     check = staticmethod(check_decoder)
     check_grid = staticmethod(check_decoder_grid)
     shapes = staticmethod(decoder_shapes)
-
-    def resolved(self, config: Config) -> Config:
-        """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `from_hf`."""
-        return from_hf(config.hf_config, config) if config.hf_config else config
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
         """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
@@ -93,3 +74,4 @@ class CausalLmProvider(TextProvider):
 
 
 provider = CausalLmProvider()
+from_hf = provider.from_hf

@@ -9,12 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mimo.observability.flops import FlopComponent
 from mimo.protocols import BuildContext
-from providers.common import hf
 from providers.common.flops import latent_components
 from providers.common.hf_deepseek import deepseek_config, deepseek_sizes
 from providers.common.mla import LatentDecoderConfig, check_latent, check_latent_grid, latent_shapes
@@ -34,34 +32,15 @@ class Config(LatentDecoderConfig):
     """Hugging Face config.json, or the folder that holds one. Its sizes replace those of the flags."""
 
 
-def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> Config:
-    """Return the configuration of a Hugging Face `DeepseekV3Config`.
-
-    Args:
-        source: a config.json, its folder, or the configuration as a dict.
-        base: source of the fields that a `DeepseekV3Config` does not set (dropout, load balancing); default
-            `Config()`.
-
-    Raises:
-        ValueError: no such file, or a value that this model cannot reproduce; the message names the key.
-    """
-    base = Config() if base is None else base
-    return dataclasses.replace(base, **deepseek_sizes(hf.load(source)), hf_config="")
-
-
-
 class DeepseekV3Provider(TextProvider):
     """The `mimo.protocols.ModelProvider` of DeepSeek-V3. Every method also takes unresolved configurations."""
 
     Config: ClassVar[type] = Config
     hf_architectures: ClassVar[tuple[str, ...]] = ("DeepseekV3ForCausalLM",)
+    sizes_of_hf = staticmethod(deepseek_sizes)
     check = staticmethod(check_latent)
     check_grid = staticmethod(check_latent_grid)
     shapes = staticmethod(latent_shapes)
-
-    def resolved(self, config: Config) -> Config:
-        """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `from_hf`."""
-        return from_hf(config.hf_config, config) if config.hf_config else config
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
         """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
@@ -94,3 +73,4 @@ class DeepseekV3Provider(TextProvider):
 
 
 provider = DeepseekV3Provider()
+from_hf = provider.from_hf

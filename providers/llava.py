@@ -39,34 +39,16 @@ class Config(VisionConfig, DecoderConfig):
     """Hugging Face config.json, or the folder that holds one. Its sizes replace those of the flags."""
 
 
-def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> Config:
-    """Return the configuration of a Hugging Face `LlavaConfig`.
-
-    Args:
-        source: a config.json, its folder, or the configuration as a dict.
-        base: source of the fields that a `LlavaConfig` does not set (dropout, load balancing); default `Config()`.
-
-    Raises:
-        ValueError: no such file, or a value that this model cannot reproduce; the message names the key.
-    """
-    base = Config() if base is None else base
-    return dataclasses.replace(base, **hf.llava_sizes(hf.load(source)), hf_config="")
-
-
-
 class LlavaProvider(VisionLanguageProvider):
     """The `mimo.protocols.ModelProvider` of LLaVA. Every method also takes unresolved configurations."""
 
     Config: ClassVar[type] = Config
     hf_architectures: ClassVar[tuple[str, ...]] = ("LlavaForConditionalGeneration",)
+    sizes_of_hf = staticmethod(hf.llava_sizes)
     checks = (check_decoder, check_vision)
     check_language_grid = staticmethod(check_decoder_grid)
     image_tokens = staticmethod(image_tokens)
     language_shapes = staticmethod(decoder_shapes)
-
-    def resolved(self, config: Config) -> Config:
-        """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `from_hf`."""
-        return from_hf(config.hf_config, config) if config.hf_config else config
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
         """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
@@ -147,3 +129,4 @@ class LlavaProvider(VisionLanguageProvider):
 
 
 provider = LlavaProvider()
+from_hf = provider.from_hf

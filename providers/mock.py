@@ -32,7 +32,7 @@ class MockProvider(llava.LlavaProvider):
     """The `mimo.protocols.ModelProvider` of the mock model."""
 
     Config: ClassVar[type] = Config
-    # A LLaVA folder is one of `llava`.
+    # A folder with a LLaVA belongs to the `llava` provider.
     hf_architectures: ClassVar[tuple[str, ...]] = ()
 
 

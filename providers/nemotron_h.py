@@ -9,17 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mimo.observability.flops import FlopComponent
 from mimo.protocols import BuildContext, MegatronSource
-from providers.common import hf
 from providers.common.flops import hybrid_components
 from providers.common.hf_nemotron import language_sizes, nemotron_config, nemotron_sizes
-from providers.common.hybrid import HybridConfig, check_hybrid, check_hybrid_grid
-from providers.common.hybrid_shapes import hybrid_shapes
-from providers.common.nemotron_checkpoint import nemotron_source
+from providers.common.hybrid import HybridConfig, check_hybrid, check_hybrid_grid, hybrid_shapes, nemotron_source
 from providers.common.text import TextProvider
 
 if TYPE_CHECKING:
@@ -41,33 +37,15 @@ class Config(HybridConfig):
     """Hugging Face config.json, or the folder that holds one. Its sizes replace those of the flags."""
 
 
-def from_hf(source: str | Path | dict[str, Any], base: Config | None = None) -> Config:
-    """Return the configuration of a Hugging Face `NemotronHConfig`.
-
-    Args:
-        source: a config.json, its folder, or the configuration as a dict.
-        base: source of the fields that it does not set (dropout, load balancing); default `Config()`.
-
-    Raises:
-        ValueError: no such file, or a value that this model cannot reproduce; the message names the key.
-    """
-    base = Config() if base is None else base
-    return dataclasses.replace(base, **nemotron_sizes(hf.load(source)), hf_config="")
-
-
-
 class NemotronHProvider(TextProvider):
     """The `mimo.protocols.ModelProvider` of Nemotron-H. Every method also takes unresolved configurations."""
 
     Config: ClassVar[type] = Config
     hf_architectures: ClassVar[tuple[str, ...]] = ("NemotronHForCausalLM",)
+    sizes_of_hf = staticmethod(nemotron_sizes)
     check = staticmethod(check_hybrid)
     check_grid = staticmethod(check_hybrid_grid)
     shapes = staticmethod(hybrid_shapes)
-
-    def resolved(self, config: Config) -> Config:
-        """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `from_hf`."""
-        return from_hf(config.hf_config, config) if config.hf_config else config
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
         """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
@@ -79,7 +57,7 @@ class NemotronHProvider(TextProvider):
         return nemotron_source(path, self.resolved(config)) if path else None
 
     def num_experts(self, config: Config) -> int:
-        """Number of routed experts of an E layer, 0 without one."""
+        """Return the number of routed experts of an E layer, 0 without one."""
         return self.resolved(config).num_routed_experts
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
@@ -112,3 +90,4 @@ class NemotronHProvider(TextProvider):
 
 
 provider = NemotronHProvider()
+from_hf = provider.from_hf

@@ -26,9 +26,7 @@ from providers.common.hf_radio import (
     with_radio_processing,
     write_radio_processor,
 )
-from providers.common.hybrid import HybridConfig, check_hybrid, check_hybrid_grid
-from providers.common.hybrid_shapes import hybrid_shapes
-from providers.common.nemotron_checkpoint import nemotron_source
+from providers.common.hybrid import HybridConfig, check_hybrid, check_hybrid_grid, hybrid_shapes, nemotron_source
 from providers.common.vision_language import VISION, VisionLanguageProvider
 
 if TYPE_CHECKING:
@@ -100,7 +98,6 @@ class ConfigTiny(Config):
     image_token_id: int = 511
 
 
-
 class NemotronVlmProvider(VisionLanguageProvider):
     """The `mimo.protocols.ModelProvider` of one variant. Every method also takes unresolved configurations.
 
@@ -114,31 +111,22 @@ class NemotronVlmProvider(VisionLanguageProvider):
     check_encoder_grid = staticmethod(radio.check_radio_grid)
     image_tokens = staticmethod(radio.radio_image_tokens)
     language_shapes = staticmethod(hybrid_shapes)
-
-    def vision_shapes(self, config: Config) -> list[ParameterShape]:
-        """Return every parameter of encoder and projector."""
-        return radio.radio_shapes(config, config.hidden_size)
+    sizes_of_hf = staticmethod(vlm_sizes)
 
     def __init__(self, config: type[Config], architectures: tuple[str, ...] = ()) -> None:
         self.Config = config
         self.hf_architectures = architectures
 
-    def resolved(self, config: Config) -> Config:
-        """Return `config` with the sizes of its `hf_config`, if it has one.
-
-        Raises:
-            ValueError: no such file, or a value that this model cannot reproduce; the message names the key.
-        """
-        if not config.hf_config:
-            return config
-        return dataclasses.replace(config, **vlm_sizes(hf.load(config.hf_config)), hf_config="")
+    def vision_shapes(self, config: Config) -> list[ParameterShape]:
+        """Return every parameter of encoder and projector."""
+        return radio.radio_shapes(config, config.hidden_size)
 
     def validate(self, config: Config, layout: Layout, seq_length: int) -> None:
-        """Check sizes, grids and sequence as every family does, and that random crops do not depend on the layout."""
+        """Check what every family checks, and that random crops do not depend on the layout."""
         super().validate(config, layout, seq_length)
         if config.vision_cpe_augmentation and layout.encoder_window is not None:
-            raise ValueError("--vision-cpe-augmentation with encoder windows (--encoder-window): which rank encodes an "
-                             "image would decide its random crop; leave one of them out")
+            raise ValueError("--vision-cpe-augmentation with encoder windows (--encoder-window): the random crop of an "
+                             "image would depend on the rank that encodes it; leave one of them out")
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
         """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
@@ -225,7 +213,7 @@ class NemotronVlmProvider(VisionLanguageProvider):
         check_radio_processor(self.resolved(config))
 
     def write_processor(self, config: Config, folder: Path, mean: Sequence[float], std: Sequence[float]) -> None:
-        """Make the folder describe images as the trainer sees them; see `mimo.protocols`."""
+        """Write the trainer's image processing to the folder; see `mimo.protocols`."""
         config = self.resolved(config)
         write_radio_processor(config, config.image_token_id, config.vocab_size, folder, mean, std)
 

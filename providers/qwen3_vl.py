@@ -51,7 +51,7 @@ def check_levels(config: Config, problems: Problems) -> None:
     levels = config.vision_deepstack_layers
     if len(levels) > config.num_layers:
         problems.add(f"--vision-deepstack-layers {' '.join(map(str, levels))}: --num-layers {config.num_layers} must "
-                     f"be at least {len(levels)}, because each of these goes to a layer of its own")
+                     f"be at least {len(levels)}, because each of these goes to another layer")
 
 
 class Qwen3VlProvider(QwenVlProvider):
@@ -73,7 +73,7 @@ class Qwen3VlProvider(QwenVlProvider):
     module_sizes_of_hf = staticmethod(hf_qwen3_vl.module_sizes)
 
     def num_levels(self, config: Config, module: str) -> int:
-        """Count the layers of the tower whose outputs the language model gets beside that of the last one."""
+        """Count the layers of the tower whose outputs the language model gets besides the last one's."""
         return len(self.resolved(config).vision_deepstack_layers)
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
@@ -96,13 +96,13 @@ class Qwen3VlProvider(QwenVlProvider):
 
     def weight_map(self, config: Config, module: str) -> WeightMap:
         """Return the names of a Qwen3-VL checkpoint. For a dense language model, a Qwen3 checkpoint works too."""
-        from providers.common import qwen3_weights
+        from providers.common import qwen_weights
 
         config = self.resolved(config)
         if module == LANGUAGE:
-            return qwen3_weights.qwen3_decoder_map(config)
+            return qwen_weights.qwen3_decoder_map(config)
         self.check_module(module)
-        return qwen3_weights.qwen3_vision_map(config, ENCODER)
+        return qwen_weights.qwen3_vision_map(config, ENCODER)
 
     def hf_config(self, config: Config) -> dict[str, Any]:
         """Return the model as a `Qwen3VLConfig`. Raises ValueError if none has all its parts."""

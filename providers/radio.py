@@ -63,7 +63,7 @@ class RadioConfig:
 
     @property
     def size_multiple(self) -> int:
-        """Pixels a side of what becomes one language token."""
+        """Pixels a side of the square that becomes one language token."""
         return self.vision_patch_size * self.vision_pixel_shuffle
 
     @property
@@ -84,12 +84,12 @@ class RadioConfig:
 
     @property
     def num_positions(self) -> int:
-        """Position embeddings."""
+        """Number of position embeddings."""
         return (self.vision_max_image_size // self.vision_patch_size) ** 2
 
 
 def radio_image_tokens(config: RadioConfig, height: int, width: int) -> int:
-    """Language tokens of an image of `height` by `width` pixels. Raises ValueError for a size that does not fit."""
+    """Return the language tokens of an image of `height` by `width` pixels. Raises ValueError for other sizes."""
     fixed, multiple = config.image_shape, config.size_multiple
     image = f"an image of {height} x {width} pixels (height x width)"
     if not config.vision_dynamic_resolution:
@@ -113,7 +113,7 @@ def check_radio(config: RadioConfig, problems: Problems) -> None:
     if config.vision_class_token_len < 0:
         problems.add(f"--vision-class-token-len {config.vision_class_token_len} must not be negative")
     if config.vision_image_width < 0:
-        problems.add(f"--vision-image-width {config.vision_image_width} must not be negative; 0: as its height")
+        problems.add(f"--vision-image-width {config.vision_image_width} must not be negative; 0: same as the height")
     if problems.found:
         return
     problems.divides("vision_max_image_size", config.vision_max_image_size, "vision_patch_size",
@@ -124,13 +124,13 @@ def check_radio(config: RadioConfig, problems: Problems) -> None:
         for name in ("vision_image_size", *(("vision_image_width",) if config.vision_image_width else ())):
             _check_side(config, name, getattr(config, name), problems)
     elif config.vision_image_width:
-        problems.add(f"--vision-image-width {config.vision_image_width} is for images of one size, and with "
-                     "--vision-dynamic-resolution they keep their own: leave it out, or use "
+        problems.add(f"--vision-image-width {config.vision_image_width} is for images of one size, but with "
+                     "--vision-dynamic-resolution they keep their own sizes: leave it out, or use "
                      "--no-vision-dynamic-resolution")
 
 
 def _check_side(config: RadioConfig, name: str, pixels: int, problems: Problems) -> None:
-    """Note what is wrong with height or width of the images, the field `name`."""
+    """Note problems of the height or width of images, which is the field `name`."""
     patch, factor = config.vision_patch_size, config.vision_pixel_shuffle
     problems.divides(name, pixels, "vision_patch_size", patch)
     side = pixels // patch

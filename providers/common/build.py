@@ -30,8 +30,8 @@ def transformer_config(context: BuildContext | None, kind: type[TransformerConfi
         context: the module's grid, groups and precision; None gives a single-process float32 configuration, for ranks
             that only read sizes.
         kind: the configuration's class.
-        shares_rows: whether every layer of a language model gives the right result where context-parallel ranks have
-            parts of each row. Where it is False, --llm-cp above 1 is refused.
+        shares_rows: whether every layer of a language model gives the right result if context-parallel ranks have
+            parts of each row. Otherwise --llm-cp above 1 is refused.
         sizes: fields of the particular module.
     """
     grid = GridSpec(LANGUAGE) if context is None else context.grid
@@ -51,8 +51,8 @@ def transformer_config(context: BuildContext | None, kind: type[TransformerConfi
     fused_rotary = fused and kind is TransformerConfig and "mrope_section" not in sizes
     if fused and context is not None and context.fp8 is not None:
         sizes |= {"fp8": context.fp8.format, "fp8_recipe": context.fp8.recipe}
-    # Megatron Core refuses to gather tokens where lengths vary. Here only messages of pipeline stages do, which
-    # announce their shapes; --seq-length makes all rows of a step equally long.
+    # Megatron Core refuses to gather tokens if lengths vary. Here, --seq-length makes all rows of a step equally long,
+    # and only the messages between pipeline stages vary, which announce their shapes.
     gathers = sizes.pop("moe_token_dispatcher_type", "alltoall") == "allgather"
     built = kind(
         tensor_model_parallel_size=grid.tp, pipeline_model_parallel_size=grid.pp,
@@ -75,7 +75,7 @@ def transformer_config(context: BuildContext | None, kind: type[TransformerConfi
 
 
 def _check_recomputed(sizes: Mapping[str, Any], kind: type[TransformerConfig], impl: str) -> None:
-    """Raise ValueError for parts of a layer that Megatron Core cannot recompute in such layers."""
+    """Raise ValueError for parts that Megatron Core cannot recompute in layers of this kind."""
     parts = sizes.get("recompute_modules", ())
     if "moe_act" in parts and not sizes.get("moe_grouped_gemm"):
         why = ("local layers compute experts one by one; use moe" if sizes.get("num_moe_experts") and impl == "local"
@@ -87,8 +87,7 @@ def _check_recomputed(sizes: Mapping[str, Any], kind: type[TransformerConfig], i
 
 
 def recompute_fields(context: BuildContext | None) -> dict[str, object]:
-    """Return Megatron's fields for --recompute: `full` keeps only each layer's input, `selective` recomputes parts
-    of each layer."""
+    """Return Megatron's fields for --recompute and its companions."""
     if context is None or context.recompute == "none":
         return {}
     if context.recompute == "selective":
@@ -107,7 +106,7 @@ def decoder_config(config: DecoderConfig, context: BuildContext | None,
         config: its sizes.
         context: None on ranks that do not build it.
         kind: the configuration's class.
-        sizes: fields of a particular family, over the ones that all families share.
+        sizes: fields of a particular family, which override those that all families share.
     """
     fused = context is not None and context.transformer_impl == "transformer_engine"
     shared: dict[str, object] = {
@@ -150,7 +149,7 @@ def expert_fields(context: BuildContext) -> dict[str, object]:
 
 
 def decoder_spec(config: DecoderConfig, context: BuildContext | None) -> ModuleSpec:
-    """Spec of the decoder of the Llama, Qwen and Mixtral families.
+    """Return the spec of a decoder of the Llama, Qwen and Mixtral families.
 
     Raises:
         ValueError: there are experts on a tensor-parallel grid without sequence parallelism.

@@ -41,12 +41,12 @@ class Problems:
 
         Args:
             name: field of the value.
-            value: what should be divisible.
+            value: number that should be divisible.
             by: field of the divisor.
             divisor: at least 1.
-            hint: another way out, appended to the message.
-            multiples: name the nearest multiples of `divisor` (for a value that may be padded) instead of the divisors
-                of `value`.
+            hint: another remedy, appended to the message.
+            multiples: whether to suggest the nearest multiples of `divisor`, for a value that may be padded, instead of
+                the divisors of `value`.
         """
         if value % divisor == 0:
             return
@@ -61,7 +61,7 @@ class Problems:
                  f"{f', {hint}' if hint else ''}")
 
     def shared_rows(self, seq_length: int, cp: int, tp: int) -> None:
-        """Note rows that context-parallel ranks cannot share: each takes two chunks, which `tp` ranks share again."""
+        """Note rows that cannot be split. Each context-parallel rank takes two chunks, which `tp` ranks split again."""
         unit = 2 * cp * tp
         if cp > 1 and seq_length % unit:
             below = seq_length // unit * unit

@@ -1,11 +1,14 @@
-"""Find the fields of a configuration that decide what a model computes, with the values that take effect."""
+"""Base of every family's provider, and the fields of a configuration that decide what a model computes."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
 
 from mimo.protocols import LANGUAGE
+from providers.common import hf
 from providers.common.decoder import DecoderConfig
 from providers.common.hybrid import ATTENTION, MAMBA, MLP, MOE, HybridConfig
 from providers.common.mla import UNUSED as UNUSED_BY_LATENT_ATTENTION
@@ -90,11 +93,37 @@ def computed_fields(config: Any, module: str) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in unused}
 
 
-class Computed:
-    """Mixin that implements `mimo.protocols.ComparableProvider` for the configurations of these families."""
+class FamilyProvider:
+    """Base of every family's provider: sizes of `--hf-config`, and the fields that decide what a model computes.
+
+    It implements `mimo.protocols.ComparableProvider`. Methods that take a configuration resolve it first.
+
+    Attributes:
+        Config: the family's flags, with a field `hf_config`.
+        sizes_of_hf: returns the fields of `Config` that a config.json sets, or raises ValueError with the key.
+    """
+
+    Config: type
+    sizes_of_hf: ClassVar[Callable[[dict[str, Any]], dict[str, Any]]]
+
+    def from_hf(self, source: str | Path | dict[str, Any], base: Any = None) -> Any:
+        """Return the configuration of a Hugging Face model.
+
+        Args:
+            source: a config.json, its folder, or the configuration as a dict.
+            base: source of the fields that it does not set (dropout, load balancing); None: the defaults.
+
+        Raises:
+            ValueError: no such file, or a value that this model cannot reproduce; the message names the key.
+        """
+        base = self.Config() if base is None else base
+        return dataclasses.replace(base, **self.sizes_of_hf(hf.load(source)), hf_config="")
+
+    def resolved(self, config: Any) -> Any:
+        """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `from_hf`."""
+        return self.from_hf(config.hf_config, config) if config.hf_config else config
 
     def computed_fields(self, config: Any, module: str) -> dict[str, Any]:
-        """Return the fields that decide what a module computes."""
         return computed_fields(config, module)
 
     def hf_key(self, field: str) -> str:

@@ -87,7 +87,7 @@ class DecoderConfig:
         return self.head_dim * (self.num_attention_heads + 2 * self.query_groups)
 
     def padded_vocab_size(self, llm_tp: int = 1) -> int:
-        """Rows of embedding and output: the tokens, then padding."""
+        """Return the number of rows of embedding and output, padding included."""
         unit = math.lcm(self.make_vocab_size_divisible_by, llm_tp)
         return -(-self.vocab_size // unit) * unit
 
@@ -118,7 +118,7 @@ def check_multimodal_decoder(config: MultimodalDecoderConfig, problems: Problems
         problems.add(f"{given}: axes that take turns among {half} frequencies have at most {(half + 1) // 3} for rows "
                      f"and {half // 3} for columns")
     if config.use_rope_scaling:
-        problems.add("--use-rope-scaling: is not known for positions of three axes; leave it out")
+        problems.add("--use-rope-scaling is not defined for positions of three axes; leave it out")
 
 
 def check_decoder(config: DecoderConfig, problems: Problems) -> None:

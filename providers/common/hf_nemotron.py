@@ -74,7 +74,7 @@ RENAMED = {
 def nemotron_sizes(values: dict[str, Any], section: str = "") -> dict[str, Any]:
     """Return the fields of a `HybridConfig` that a `NemotronHConfig` sets.
 
-    Multi-token prediction is built where the configuration has it (`num_nextn_predict_layers`).
+    Multi-token prediction is built if the configuration has it (`num_nextn_predict_layers`).
 
     Args:
         values: the configuration as a dict, keys with their default values may be missing.
@@ -215,8 +215,10 @@ def vlm_sizes(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def language_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a `HybridConfig` that the configuration of a VLM or of a text model sets. Raises ValueError as
-    `nemotron_sizes`."""
+    """Return the fields of a `HybridConfig` that the configuration of a VLM or of a text model sets.
+
+    Raises the errors of `nemotron_sizes`.
+    """
     refuse_quantized(dict(values), "")
     section = next((name for name in ("text_config", "llm_config") if values.get(name)), None)
     return nemotron_sizes(dict(values)) if section is None else nemotron_sizes(values[section], f"{section}.")

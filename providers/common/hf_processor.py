@@ -47,7 +47,7 @@ def read_processing(folder: str, side: int, *, any_size: bool) -> ImageProcessin
     Args:
         folder: a Hugging Face folder or the config.json in it.
         side: pixels a side of the images that the encoder takes.
-        any_size: whether the encoder takes images of any size, for which a file has only mean, deviation and kernel.
+        any_size: whether the encoder takes images of any size. Only mean, deviation and kernel are then read.
 
     Returns:
         The processing, or None if the folder has no image processor.
@@ -80,7 +80,7 @@ def read_processing(folder: str, side: int, *, any_size: bool) -> ImageProcessin
 def allow_value(path: Path, key: str, value: Any, is_allowed: bool, supported: str,
                 flags: str = "--image-tiling, --image-resample, --image-mean and --image-std") -> None:
     if not is_allowed:
-        raise ValueError(f"{path}: {key} = {value!r} is not supported; supported: {supported}. To do without the file "
+        raise ValueError(f"{path}: {key} = {value!r} is not supported; supported: {supported}. To ignore the file, "
                          f"give {flags}")
 
 
@@ -155,8 +155,8 @@ def write_processing(folder: Path, side: int, processing: ImageProcessing) -> st
             outer["image_processor"] = values
     else:
         (folder / PREPROCESSOR).unlink(missing_ok=True)
-        note = (f"no image processor in it: none of this family's makes the pixels of --image-tiling "
-                f"{processing.tiling}, which it was trained on")
+        note = (f"it has no image processor, because none of this family makes the pixels of --image-tiling "
+                f"{processing.tiling}, which the model was trained on")
     if has_nested:
         path.write_text(json.dumps(outer, indent=2) + "\n", encoding="utf-8")
     return note

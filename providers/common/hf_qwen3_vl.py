@@ -20,8 +20,8 @@ class Kind:
 
     Attributes:
         architecture: class of the whole model.
-        model_type: of the whole model. The names of its parts begin with it.
-        text_type: of a text model with the same decoder.
+        model_type: type of the whole model. The types of its parts begin with it.
+        text_type: type of a text model with the same decoder.
     """
 
     architecture: str
@@ -93,7 +93,7 @@ def language_sizes(config: dict[str, Any]) -> dict[str, Any]:
         allow(section, "norm_topk_prob", text["norm_topk_prob"], (True,))
     key, rope = rope_of(text, section, ROTARY_BASE_OF_TEXT)
     allow(section, f"{key}.rope_type", rope["rope_type"], ("default",))
-    # The family's models interleave the axes whatever the key says; another value would not mean what it says.
+    # The family's models interleave the axes whatever the key says, so another value would be misleading.
     allow(section, f"{key}.mrope_interleaved", rope.get("mrope_interleaved", True), (True,))
     allow(section, f"{key}.partial_rotary_factor", rope.get("partial_rotary_factor"), (None, 1, 1.0))
     plain = {name: value for name, value in text.items() if name not in ROPE_KEYS}

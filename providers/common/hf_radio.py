@@ -26,7 +26,7 @@ NORM_EPSILON, PROJECTOR_EPSILON = 1e-6, 1e-5
 VISION_FIXED: dict[str, tuple[Any, ...]] = {
     "vitdet_window_size": (None,), "feature_normalizer_config": (None,), "inter_feature_normalizer_config": (None,),
 }
-# What vLLM's DynamicResolutionImageTiler asserts, and the word that its processor takes for an image.
+# Value that vLLM's DynamicResolutionImageTiler asserts, and the word that its processor takes for an image.
 ENGINE_PIXEL_SHUFFLE, IMAGE_WORD = 2, "<image>"
 # vLLM's DEFAULT_NUM_TILES.
 MAX_TILES = 12
@@ -98,8 +98,8 @@ def _pixel_shuffle(ratio: float) -> int:
 def _class_tokens(args: dict[str, Any]) -> int:
     """Count class tokens and registers.
 
-    There is one class token, or one for each teacher. Registers have a given number, or fill up to the next multiple;
-    if the class tokens are a multiple already, a whole one is added.
+    There is one class token, or one for each teacher. Either there is a given number of registers, or they fill up to
+    the next multiple. If the class tokens are a multiple already, a whole multiple is added.
     """
     teachers = {teacher["name"] for teacher in args.get("teachers") or []}
     count = len(teachers) if teachers and args.get("cls_token_per_teacher", True) else 1
@@ -191,7 +191,8 @@ def with_radio_processing(values: dict[str, Any], config: RadioConfig, processin
         tuple[dict[str, Any], str]):
     """Add the image processing of training to a configuration.
 
-    Also return why an engine makes other pixels, if it does.
+    Returns:
+        The configuration, and why engines make other pixels; empty if they make the same.
     """
     mean, std = (value if len(value) == 3 else value * 3 for value in (processing.mean, processing.std))
     values = values | {"norm_mean": list(mean), "norm_std": list(std)}
@@ -224,17 +225,17 @@ def check_radio_processor(config: RadioConfig) -> None:
         raise ValueError("--vision-cpe-augmentation: the trainer would draw random crops of positions, and the rollout "
                          "engine would not; leave it out")
     if config.vision_dynamic_resolution and config.vision_image_size == config.vision_max_image_size:
-        raise ValueError(f"--vision-image-size {config.vision_image_size}: where it is --vision-max-image-size, vLLM "
-                         "cuts the positions of smaller images out of the grid instead of interpolating them. It has "
-                         "no other effect with --vision-dynamic-resolution: give another one")
+        raise ValueError(f"--vision-image-size {config.vision_image_size} equals --vision-max-image-size, so vLLM "
+                         "would cut the positions of smaller images out of the grid instead of interpolating them. It "
+                         "has no other effect with --vision-dynamic-resolution: give another value")
 
 
 def write_radio_processor(config: RadioConfig, image_token_id: int, vocab_size: int, folder: Path,
                           mean: Sequence[float], std: Sequence[float]) -> None:
-    """Make a folder tell vLLM's processor to leave the sizes of images as they are; see `ImageProcessorProvider`.
+    """Change a folder so that vLLM's processor leaves the sizes of images as they are; see `ImageProcessorProvider`.
 
     The processor is part of vLLM. It reads config.json and puts the words `<img>` and `</img>` around the tokens of an
-    image, for which the tokenizer has no tokens: where a prompt has them, they are among its own tokens.
+    image. The tokenizer removes these words, because prompts that need them have them among their own tokens.
 
     Args:
         config: the encoder's flags.

@@ -1,7 +1,7 @@
 """Read the sizes of a decoder from a Hugging Face text configuration, without importing transformers.
 
-A saved config.json leaves out what equals the class default, so the defaults of each supported class are here; a test
-holds them against the installed transformers. A value that the decoder here cannot reproduce is an error that names its
+A saved config.json leaves out values that equal the class default, so the defaults of each supported class are here. A
+test compares them with the installed transformers. A value that the decoder cannot reproduce is an error that names its
 key.
 """
 

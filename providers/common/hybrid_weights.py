@@ -1,9 +1,9 @@
 """Weight map of a Nemotron-H-style decoder. Imports torch: providers import it inside their methods.
 
-Rules are spelled as in published checkpoints of `NemotronHForCausalLM` (`backbone.layers.0.mixer...`), where a layer
-of any kind is a `mixer` behind a norm. Megatron names are those of Transformer Engine layers, as in
+Rules use the names of published checkpoints of `NemotronHForCausalLM` (`backbone.layers.0.mixer...`), where a layer of
+any kind is a `mixer` after a norm. Megatron names are those of Transformer Engine layers, as in
 `providers.common.weights`. A Mamba layer's projection and convolution are one tensor each on the Hugging Face side;
-Megatron's checkpoints hold z, x, B, C and dt apart.
+Megatron's checkpoints have separate tensors for z, x, B, C and dt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from providers.common.weights import TIED_OUTPUT
 
 TEXT = (
     NamingScheme("NemotronHForCausalLM"),
-    # This one maps `embeddings` back to the name of the first checkpoints.
+    # transformers 5 maps `embeddings` back to the name of the first checkpoints when it saves.
     NamingScheme("NemotronHForCausalLM as transformers 5 saves it",
                  ((r"^backbone\.embeddings\.", "backbone.embedding."),)),
 )

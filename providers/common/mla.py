@@ -104,7 +104,7 @@ class LatentDecoderConfig(DecoderConfig):
 
     @property
     def moe_layer_freq(self) -> list[int]:
-        """0 for a dense layer, 1 for a MoE layer."""
+        """Kinds of layers: 0 for a dense layer, 1 for a MoE layer."""
         return [int(layer >= self.first_k_dense_replace) for layer in range(self.num_layers)]
 
     @property
@@ -126,9 +126,9 @@ def check_latent(config: LatentDecoderConfig, problems: Problems) -> None:
     defaults = LatentDecoderConfig()
     for name in UNUSED:
         if getattr(config, name) != getattr(defaults, name):
-            problems.add(f"{flag_name(name)} {getattr(config, name)} has no use in latent attention: leave it out")
+            problems.add(f"{flag_name(name)} {getattr(config, name)} has no effect in latent attention: leave it out")
     if not config.qk_layernorm:
-        problems.add("--no-qk-layernorm: latent attention is built with norms on compressed queries and keys")
+        problems.add("--no-qk-layernorm: latent attention always has norms on compressed queries and keys")
     if config.qk_pos_emb_head_dim % 2:
         problems.add(f"--qk-pos-emb-head-dim {config.qk_pos_emb_head_dim} is odd; rotary positions need pairs")
     if not 0 <= config.first_k_dense_replace < config.num_layers:

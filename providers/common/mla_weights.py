@@ -28,7 +28,7 @@ def latent_map(config: LatentDecoderConfig) -> WeightMap:
 def _attention_rules(config: LatentDecoderConfig, megatron: str, hf: str) -> list[Rule]:
     """Return the rules of attention.
 
-    The norm before it is a layer of its own; those of compressed queries, keys and values belong to the layers after
+    The norm before it is a separate layer. The norms of compressed queries, keys and values belong to the layers after
     them. Rotary channels are in pairs on both sides.
     """
     names = {"linear_kv_down_proj.weight": "kv_a_proj_with_mqa",

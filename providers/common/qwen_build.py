@@ -64,7 +64,7 @@ def qwen_vision_spec(config: Qwen25VisionConfig, name: str, language_size: int, 
 def qwen3_vision_spec(config: Qwen3VisionConfig, name: str, language_size: int, context: BuildContext) -> ModuleSpec:
     """Return the spec of a `VisionSubmodule`: the tower, then a merger for its output and one for each level.
 
-    Arguments are those of `qwen_vision_spec`.
+    The arguments are those of `qwen_vision_spec`.
     """
     impl = context.transformer_impl
     tower, merger = _transformers(config, language_size, context, normalization="LayerNorm",
@@ -73,7 +73,7 @@ def qwen3_vision_spec(config: Qwen3VisionConfig, name: str, language_size: int, 
     encoder = ModuleSpec(module=Qwen3VisionTower, params=_tower_params(config, tower, context) | {
         "layer_spec": encoder_with_levels(vit_layer_spec(tower, impl), levels), "num_levels": len(levels),
         "position_side": isqrt(config.vision_num_position_embeddings), "conv_bias": True})
-    # The patches of the output are normalized one by one, those of a level as a token.
+    # The patches of the output are normalized one by one, and the patches of a level as one token.
     mergers = [_merger(config, merger, norm_size, context)
                for norm_size in (config.vision_hidden_size, *[config.feature_size] * len(levels))]
     projectors = ModuleSpec(module=LevelProjectors, params={"config": merger, "projectors": mergers})
@@ -87,7 +87,7 @@ def _transformers(config: QwenVisionConfig, language_size: int, context: BuildCo
     `normalization` is that of both, `mlp` are fields of the tower's MLPs.
     """
     norm = {"normalization": normalization, "layernorm_epsilon": NORM_EPSILON}
-    # The fused rotary kernel computes positions itself, and knows none of rows and columns.
+    # The fused rotary kernel computes positions itself, but has none of rows and columns.
     tower = replace(transformer_config(
         context, num_layers=config.vision_num_layers, hidden_size=config.vision_hidden_size,
         num_attention_heads=config.vision_num_attention_heads, ffn_hidden_size=config.vision_ffn_hidden_size,

@@ -145,8 +145,8 @@ def write_qwen_processing(folder: Path, config: PatchSizes, processing: ImagePro
         note = ""
     else:
         (folder / PREPROCESSOR).unlink(missing_ok=True)
-        note = (f"no image processor in it: none of this family's makes the pixels of --image-tiling "
-                f"{processing.tiling}, which it was trained on")
+        note = (f"it has no image processor, because none of this family makes the pixels of --image-tiling "
+                f"{processing.tiling}, which the model was trained on")
     if has_nested:
         path.write_text(json.dumps(outer, indent=2) + "\n", encoding="utf-8")
     return note
@@ -201,7 +201,7 @@ def read_qwen_video_processing(folder: str, config: PatchSizes, rule: Literal["q
     samples = bool(found["do_sample_frames"])
     number = int(found["num_frames"] or 0) if samples else 0
     rate = float(values.get("fps", defaults["fps"]) or 0) if samples else 0.0
-    # The class of transformers fails with both, and that of Qwen3-VL takes another way with neither.
+    # transformers fails with both, and its class for Qwen3-VL chooses frames differently with neither.
     allow("num_frames", number, not (number and rate), f"null beside fps {rate:g}, or this beside fps null")
     allow("fps", None, bool(number or rate) or not samples or rule == "qwen2_5_vl", "a number")
     return VideoProcessing(

@@ -20,12 +20,12 @@ ROTARY_BASE = 10000.0
 
 @dataclass(frozen=True)
 class QwenVisionConfig:
-    """Vision transformer, and the mergers that make a language token of a block of patches.
+    """Vision transformer, and the mergers that turn a block of patches into a language token.
 
     Attributes:
-        vision_dynamic_resolution: images have any size and are packed.
+        vision_dynamic_resolution: whether images have any size and are packed.
         vision_num_channels: red, green and blue.
-        vision_sizes: fields that are sizes of the tower.
+        vision_sizes: names of the fields that are sizes of the tower.
     """
 
     vision_dynamic_resolution: ClassVar[bool] = True
@@ -97,7 +97,7 @@ class Qwen3VisionConfig(QwenVisionConfig):
 
     @property
     def num_mergers(self) -> int:
-        """Mergers: one for the output of the tower, one for each level."""
+        """Number of mergers: one for the output of the tower, and one for each level."""
         return 1 + len(self.vision_deepstack_layers)
 
 

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 from mimo.data.positions import TokenGrid
 from mimo.observability.flops import FlopComponent
 from mimo.protocols import ImageProcessing, ParameterShape, TokenSpec, VideoProcessing, VideoSize
-from providers.common import hf
 from providers.common.checks import Problems
 from providers.common.decoder import MultimodalDecoderConfig, check_decoder_grid, decoder_shapes
 from providers.common.flops import decoder_components, qwen_vision_components
@@ -66,17 +65,14 @@ class QwenVlProvider(VisionLanguageProvider):
         processor: name of the image processor's class in transformers, without its end.
         cuts_videos: whether each temporal patch of a video has a placeholder of its own.
         grid_of_video: returns the language tokens of a video as a grid, or raises ValueError.
-        sizes_of_hf: returns the fields of a configuration that a config.json sets.
         module_sizes_of_hf: returns the fields that a config.json sets for one module.
     """
 
-    Config: ClassVar[type]
     processing: ClassVar[ImageProcessing]
     of_videos: ClassVar[VideoProcessing]
     processor: ClassVar[Literal["Qwen2_5_VL", "Qwen3VL"]]
     cuts_videos: ClassVar[bool]
     grid_of_video: ClassVar[Callable[[Any, VideoSize], TokenGrid]]
-    sizes_of_hf: ClassVar[Callable[[dict[str, Any]], dict[str, Any]]]
     module_sizes_of_hf: ClassVar[Callable[[Mapping[str, Any], str], dict[str, Any]]]
     check_language_grid = staticmethod(check_decoder_grid)
     check_encoder_grid = staticmethod(check_qwen_vision_grid)
@@ -87,23 +83,6 @@ class QwenVlProvider(VisionLanguageProvider):
         """Return the FLOPs of tower, mergers and decoder."""
         config = self.resolved(config)
         return [*qwen_vision_components(config, config.hidden_size), *decoder_components(config)]
-
-    def from_hf(self, source: str | Path | dict[str, Any], base: Any = None) -> Any:
-        """Return the configuration of a config.json, its folder or its content.
-
-        Args:
-            source: the config.json.
-            base: source of the fields that it does not set (dropout); None: the defaults.
-
-        Raises:
-            ValueError: no such file, or a value that this model cannot reproduce; the message names the key.
-        """
-        base = self.Config() if base is None else base
-        return dataclasses.replace(base, **self.sizes_of_hf(hf.load(source)), hf_config="")
-
-    def resolved(self, config: Any) -> Any:
-        """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `from_hf`."""
-        return self.from_hf(config.hf_config, config) if config.hf_config else config
 
     def with_hf(self, config: Any, values: Mapping[str, Any], module: str) -> Any:
         """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""

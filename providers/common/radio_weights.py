@@ -1,7 +1,7 @@
 """Weight map of a RADIO encoder and its projector.
 
-Rules are spelled as in a `NemotronH_Nano_VL_V2` checkpoint (`vision_model.radio_model.model.blocks.0...`, `mlp1.1...`);
-a RADIO model of its own has the same names without `vision_model.` and no projector. Imports torch: providers import it
+Rules use the names of a `NemotronH_Nano_VL_V2` checkpoint (`vision_model.radio_model.model.blocks.0...`, `mlp1.1...`).
+A separate RADIO model has the same names without `vision_model.` and no projector. Imports torch: providers import it
 inside their methods.
 """
 
@@ -12,7 +12,7 @@ from providers.common.weights import HeadMajor, affine
 from providers.radio import RadioConfig
 
 RADIO = "vision_model.radio_model."
-RADIO_STYLES = (
+RADIO_SCHEMES = (
     NamingScheme("NemotronH_Nano_VL_V2"),
     NamingScheme("RADIOModel", ((r"^vision_model\.", ""),), optional=(r"^mlp1\.",)),
 )
@@ -31,9 +31,9 @@ RADIO_IGNORED = (
 def radio_map(config: RadioConfig, name: str) -> WeightMap:
     """Map every tensor of the encoder and of its projector.
 
-    The norm after the last layer is `model.norm` of the published definition, which is there only with `model_norm` in
-    the encoder's arguments. A checkpoint without it is refused by a model with --vision-final-layernorm, and one with
-    it by a model without, because their features differ even if the norm's weights are ones and zeros.
+    The norm after the last layer is `model.norm` of the published definition, which has it only if the encoder's
+    arguments have `model_norm`. A model with --vision-final-layernorm refuses a checkpoint without it, and a model
+    without refuses one with it, because their features differ even if the norm's weights are ones and zeros.
 
     Args:
         config: its sizes.
@@ -52,7 +52,7 @@ def radio_map(config: RadioConfig, name: str) -> WeightMap:
     rules += [Rule(projector + "linear_fc1.layer_norm_weight", ("mlp1.0.weight",)),
               Rule(projector + "linear_fc1.weight", ("mlp1.1.weight",)),
               Rule(projector + "linear_fc2.weight", ("mlp1.3.weight",))]
-    return WeightMap(tuple(rules), RADIO_STYLES, RADIO_IGNORED)
+    return WeightMap(tuple(rules), RADIO_SCHEMES, RADIO_IGNORED)
 
 
 def _layer_rules(config: RadioConfig, megatron: str, hf: str) -> list[Rule]:

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE, BuildContext, ParameterShape, TokenSpec
 from providers.common.checks import Problems
-from providers.common.computed import Computed
+from providers.common.computed import FamilyProvider
 
 
-class TextProvider(Computed):
+class TextProvider(FamilyProvider):
     """Methods of `mimo.protocols.ModelProvider` that do not depend on the family.
 
-    The provider of a family adds `resolved`, its configuration with the sizes of `--hf-config`, and the other methods.
+    The provider of a family adds the other methods, and `sizes_of_hf`.
 
     Attributes:
         check: notes sizes that no layout can hold.
@@ -25,10 +25,6 @@ class TextProvider(Computed):
     check: ClassVar[Callable[[Any, Problems], None]]
     check_grid: ClassVar[Callable[[Any, GridSpec, int, Problems], None]]
     shapes: ClassVar[Callable[[Any], list[ParameterShape]]]
-
-    def resolved(self, config: Any) -> Any:
-        """Return `config` with the sizes of its `hf_config`, if it has one."""
-        raise AssertionError("a family resolves its own configuration")
 
     def encoders(self, config: Any) -> tuple[str, ...]:
         """Return nothing, because there is only the language model."""

@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE, ParameterShape, TokenSpec
 from providers.common.checks import Problems, image_flags
-from providers.common.computed import Computed
+from providers.common.computed import FamilyProvider
 
 VISION = "vision"
 
 
-class VisionLanguageProvider(Computed):
+class VisionLanguageProvider(FamilyProvider):
     """Methods of `mimo.protocols.ModelProvider` that do not depend on the family.
 
-    The provider of a family adds `resolved`, its configuration with the sizes of `--hf-config`, and the other methods.
+    The provider of a family adds the other methods, and `sizes_of_hf`.
     The configuration has the flags of an encoder (`vision_...`) with its `image_shape` and `num_tokens`, the flags of a
     decoder, and `image_token_id`.
 
@@ -38,10 +38,6 @@ class VisionLanguageProvider(Computed):
     language_shapes: ClassVar[Callable[[Any], list[ParameterShape]]]
     vision_shapes: ClassVar[Callable[[Any], list[ParameterShape]]]
     hf_architectures: tuple[str, ...] = ()
-
-    def resolved(self, config: Any) -> Any:
-        """Return `config` with the sizes of its `hf_config`, if it has one."""
-        raise AssertionError("a family resolves its own configuration")
 
     def encoders(self, config: Any) -> tuple[str, ...]:
         """Return the name of the encoder, `vision`."""

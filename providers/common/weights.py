@@ -1,11 +1,14 @@
 """Weight maps of the shared parts: a decoder of the Llama, Qwen and Mixtral families, a vision tower, a projector.
 
-Rules use the names of a text model of its own (`model.layers.0...`, `lm_head.weight`) and of a `CLIPModel` beside
-LLaVA's projector (`vision_model.encoder...`, `multi_modal_projector.linear_1...`). Naming schemes give the names of
-other checkpoints. Megatron names are those of Transformer Engine layers, which the local layers use in checkpoints too:
-the norm before attention belongs to `self_attention.linear_qkv`, that before a dense MLP to `mlp.linear_fc1`. An
-expert's layers are `mlp.experts.3.linear_fc1.weight` here, whether the model stacks experts or not. Imports torch:
-providers import it inside their methods.
+Rules use the names of a text model (`model.layers.0...`, `lm_head.weight`) and of a `CLIPModel` beside LLaVA's
+projector (`vision_model.encoder...`, `multi_modal_projector.linear_1...`). Naming schemes give the names of other
+checkpoints.
+
+Megatron names are those of Transformer Engine layers, which the local layers also use in checkpoints: the norm before
+attention belongs to `self_attention.linear_qkv`, and the norm before a dense MLP to `mlp.linear_fc1`. An expert's layer
+is called `mlp.experts.3.linear_fc1.weight` here, whether the model stacks experts or not.
+
+Imports torch: providers import it inside their methods.
 """
 
 from __future__ import annotations
@@ -230,5 +233,5 @@ def _unused_parts(config: VisionConfig) -> list[tuple[str, str]]:
         unused.append((tower + r"post_layernorm\.", "the features are taken before the last norm"))
     if count:
         numbers = "|".join(str(layer) for layer in range(first, first + count))
-        unused.append((rf"{tower}encoder\.layers\.({numbers})\.", "layers behind the one whose features are taken"))
+        unused.append((rf"{tower}encoder\.layers\.({numbers})\.", "layers after the one whose features are taken"))
     return unused

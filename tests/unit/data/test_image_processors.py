@@ -111,7 +111,7 @@ def test_unsupported_settings_of_a_file_are_refused_by_name(tmp_path, name, chan
     values = json.loads(PROCESSORS[name].to_json_string()) | change
     path = tmp_path / "preprocessor_config.json"
     path.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: {message}.*To do without the file give"):
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: {message}.*To ignore the file, give"):
         parse([*MODEL, "--load-hf", str(tmp_path)])
 
 

@@ -373,7 +373,7 @@ def test_shards_hold_the_videos_of_the_files(tmp_path, folder, capsys):
     ({"video_processor_type": "LlavaVideoProcessor"}, "video_processor_type = 'LlavaVideoProcessor' is not supported"),
     ({"num_frames": 4}, "num_frames = 4 is not supported; supported: null beside fps 2, or this beside fps null"),
     ({"fps": None}, "fps = None is not supported; supported: a number"),
-    ({"crop_size": {"height": 5}}, "To do without the file give --video-processing and all other --video-... flags"),
+    ({"crop_size": {"height": 5}}, "To ignore the file, give --video-processing and all other --video-... flags"),
 ])
 def test_what_a_file_asks_for_and_is_not_done_is_refused_by_name(tmp_path, change, message):
     (tmp_path / "video_preprocessor_config.json").write_text(

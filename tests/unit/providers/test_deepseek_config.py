@@ -136,7 +136,7 @@ def test_flags_that_config_json_cannot_hold_are_refused(change: dict[str, Any], 
 @pytest.mark.parametrize(("change", "message"), [
     ({"kv_lora_rank": 0}, "--kv-lora-rank 0 must be at least 1"),
     ({"q_lora_rank": -1}, "--q-lora-rank -1 is below 0"),
-    ({"num_query_groups": 2}, "--num-query-groups 2 has no use in latent attention"),
+    ({"num_query_groups": 2}, "--num-query-groups 2 has no effect in latent attention"),
     ({"qk_layernorm": False}, "--no-qk-layernorm"),
     ({"qk_pos_emb_head_dim": 7}, "--qk-pos-emb-head-dim 7 is odd"),
     ({"first_k_dense_replace": 4}, "--first-k-dense-replace 4 must lie between 0 and --num-layers 4"),

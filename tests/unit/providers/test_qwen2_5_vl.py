@@ -117,7 +117,7 @@ LAYOUT = Layout("disjoint", 2, (GridSpec(VISION),), GridSpec(LANGUAGE, offset=1)
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"mrope_section": (16, 24, 20)}, "--mrope-section 16 24 20: needs three numbers (time, row, column) that sum"),
-    ({"use_rope_scaling": True}, "--use-rope-scaling: is not known for positions of three axes"),
+    ({"use_rope_scaling": True}, "--use-rope-scaling is not defined for positions of three axes"),
     ({"vision_window_size": 27}, "--vision-window-size 27 is smaller than a language token; it must be at least 28"),
     ({"vision_full_attention_layers": (7, 32)}, "--vision-full-attention-layers 7 32: --vision-num-layers 32 has no"),
     ({"vision_hidden_size": 1248}, "heads of 78 channels"),

@@ -111,7 +111,7 @@ def test_values_that_the_model_cannot_reproduce_are_refused_by_key(section: str,
 
 def test_experts_are_read_in_both_forms_and_written_as_published() -> None:
     torch = pytest.importorskip("torch")
-    from providers.common.qwen3_weights import ExpertInStack
+    from providers.common.qwen_weights import ExpertInStack
 
     matrix = torch.arange(12.0).view(4, 3)
     rule = ExpertInStack(4, 3)

@@ -66,7 +66,7 @@ def test_an_image_may_be_longer_than_the_position_grid(size: tuple[int, int]) ->
     ({"vision_image_width": -512}, "--vision-image-width -512 must not be negative"),
     ({"vision_image_width": 1024, "vision_image_size": 528}, "33 patches a side of --vision-image-size 528 with"),
     ({"vision_image_width": 1024, "vision_dynamic_resolution": True},
-     "--vision-image-width 1024 is for images of one size, and with --vision-dynamic-resolution"),
+     "--vision-image-width 1024 is for images of one size, but with --vision-dynamic-resolution"),
     ({"vision_max_image_size": 1000, "vision_image_size": 512}, "--vision-max-image-size 1000 is not divisible"),
     ({"vision_num_attention_heads": 12}, "--vision-hidden-size 1280 is not divisible by --vision-num-attention-heads"),
 ])

@@ -169,7 +169,7 @@ NEMOTRON = model_provider("nemotron-moe-vlm-tiny")
 @pytest.mark.parametrize(("changes", "expected"), [
     ({"vision_pixel_shuffle": 1}, "--vision-pixel-shuffle 1: vLLM's NemotronH_Nano_VL_V2 has 2 built in"),
     ({"vision_cpe_augmentation": True}, "--vision-cpe-augmentation: the trainer would draw random crops"),
-    ({"vision_max_image_size": 32}, "--vision-image-size 32: where it is --vision-max-image-size, vLLM cuts"),
+    ({"vision_max_image_size": 32}, "--vision-image-size 32 equals --vision-max-image-size, so vLLM would cut"),
 ])
 def test_nemotron_models_that_vllm_would_compute_differently_are_refused(changes, expected):
     config = NEMOTRON.Config()
