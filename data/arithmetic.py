@@ -42,11 +42,11 @@ class Config:
     """Share of the answers to learn from (train_hetero.py) that are one too many; held-out ones are right. Completions
     are scored by right answers."""
     tokenizer: str = ""
-    """Folder of a Hugging Face tokenizer; left out: one token a character, 100 in all (data/character_tokenizer.py)."""
+    """Folder of a Hugging Face tokenizer. Left out: one token for each character (data/character_tokenizer.py)."""
 
 
 def is_held_out(config: Config, first: int, second: int) -> bool:
-    """Whether a sum belongs to the held-out split, in either order of its numbers."""
+    """Return whether a sum belongs to the held-out split, in either order of its numbers."""
     low, high = sorted((first, second))
     return zlib.crc32(f"{low}+{high}".encode()) % SHARES < round(SHARES * config.arithmetic_valid_fraction)
 
@@ -156,7 +156,7 @@ def _check(config: Config) -> None:
                          "0.9")
     if not 0 <= config.arithmetic_slip_fraction <= 1:
         raise ValueError(f"--arithmetic-slip-fraction {config.arithmetic_slip_fraction}: must be between 0 and 1")
-    # There are so many larger numbers that a hundredth of them is never empty.
+    # Larger numbers need no check: a hundredth of their sums is never empty.
     numbers = range(min(config.arithmetic_max, 99) + 1)
     if not any(is_held_out(config, first, second) for first in numbers for second in numbers):
         raise ValueError(f"--arithmetic-valid-fraction {config.arithmetic_valid_fraction} holds out none of the sums "

@@ -13,8 +13,7 @@ class ErrorLog:
     """Bad samples of a worker: the error handler of its `WorkerConfig`.
 
     A worker reads ahead of training, so it does not know how many bad samples the run has skipped. The reader counts
-    them when the next row is delivered. The worker ends by itself only if no row can follow without exceeding the
-    limit.
+    them when the next row is delivered. The worker itself ends only if any further row would exceed the limit.
 
     Args:
         max_bad_samples: bad samples that may be skipped between two rows; one more ends the worker.
@@ -26,7 +25,7 @@ class ErrorLog:
         self._pending: list[str] = []
 
     def handler(self, exception: Exception, sample: Any, sources: Any) -> None:
-        """Note a bad sample. Energon calls this in the worker and continues with the next sample.
+        """Record a bad sample. Energon calls this in the worker and continues with the next sample.
 
         Raises:
             FatalSampleError: there are too many since the last row. The message names the sample and the flag.

@@ -1,4 +1,4 @@
-"""A tokenizer whose tokens are characters, printable ASCII and the line break: for models of a few thousand weights.
+"""A tokenizer whose tokens are printable ASCII characters and the line break, for models of a few thousand weights.
 
 `python -m data.character_tokenizer FOLDER` writes it as a Hugging Face tokenizer.
 """

@@ -24,13 +24,13 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 DATE = datetime.date(2024, 7, 26)
 # Templates that open an answer with thoughts have a switch for models that do not think.
 SWITCHES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
-# What the rendering of a generation prompt is given beside the conversation.
+# Names that a template gets besides the conversation when it renders a generation prompt.
 PROMPT_NAMES = {"add_generation_prompt", "enable_thinking"}
 MARK = "mark_between_turns"
 
 
 class Medium(Enum):
-    """Stands for an image or a video between the texts of a turn."""
+    """An image or a video between the texts of a turn."""
 
     IMAGE = "image"
     VIDEO = "video"
@@ -41,7 +41,7 @@ class Turn(NamedTuple):
 
     Attributes:
         role: system, user, assistant or tool.
-        parts: its content, text or what is shown between texts.
+        parts: its content, texts with images and videos between them.
         fields: further keys that templates read, such as `tool_calls`.
         tools: the tools that the conversation offers; only the first turn has them.
     """
@@ -95,14 +95,14 @@ def unused_word(text: str) -> str:
 
 
 class _WatchedMessages(Sequence[Any]):
-    """Messages that note how much a template had written when it first asked for each of them.
+    """Messages that record how much a template had written when it first asked for each of them.
 
     A template sees a conversation only through the messages that it asks for. Until it asks for message k, or whether
     there is one, it writes the same for the first k messages alone as for all of them. So if it asks between two turns,
     where nothing is left to write, the text of the first k messages is known from the text of all.
 
     Attributes:
-        ends: length of the text of the first k messages, by k, without what follows the loop over messages.
+        ends: length of the text of the first k messages, by k, without the text after the loop over messages.
     """
 
     def __init__(self, messages: Sequence[Any]) -> None:
@@ -114,7 +114,7 @@ class _WatchedMessages(Sequence[Any]):
         return block
 
     def mark(self, between: bool) -> str:
-        """Note that the template is now between two turns, or within one."""
+        """Record that the template is now between two turns, or within one."""
         self._between = between
         return ""
 
@@ -135,10 +135,10 @@ class _WatchedMessages(Sequence[Any]):
         return len(self._messages)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.behind(0)
+        return self.iterate_from(0)
 
-    def behind(self, start: int) -> Iterator[Any]:
-        """Iterate over the messages from one on."""
+    def iterate_from(self, start: int) -> Iterator[Any]:
+        """Iterate over the messages from number `start` on."""
         for position in range(start, len(self._messages)):
             self._ask(position)
             yield self._messages[position]
@@ -146,7 +146,7 @@ class _WatchedMessages(Sequence[Any]):
 
 
 class _WatchedRest(Sequence[Any]):
-    """The messages from one on, such as those behind the system turn."""
+    """The messages from a number on, such as those after the system turn."""
 
     def __init__(self, messages: _WatchedMessages, start: int) -> None:
         self._messages, self._start = messages, start
@@ -160,7 +160,7 @@ class _WatchedRest(Sequence[Any]):
         return max(len(self._messages) - self._start, 0)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._messages.behind(self._start)
+        return self._messages.iterate_from(self._start)
 
 
 class ChatTemplate:
@@ -239,8 +239,8 @@ class ChatTemplate:
     def _marked(self) -> jinja2.Template | None:
         """The template with calls of `MARK` before, between and after its turns.
 
-        None unless it writes turns in a loop of its own, does not know before the loop's end whether a generation
-        prompt follows, and writes the same behind every conversation.
+        None unless it writes turns in a loop of its own, does not ask before the loop's end whether a generation prompt
+        follows, and writes the same after every conversation.
         """
         environment = _compile_jinja_template(self._template).environment
         tree = environment.parse(self._template)
@@ -264,17 +264,16 @@ class ChatTemplate:
         return jinja2.Template.from_code(environment, environment.compile(tree), environment.globals)
 
     def prefix_ends(self, messages: Sequence[dict[str, Any]], text: str, tools: Sequence[Any] | None) -> dict[int, int]:
-        """Find where the first k messages end in the text of all, to spare their own renderings.
+        """Find where the first k messages end in the text of all, so that they need not be rendered separately.
 
         Args:
             messages: the whole conversation.
-            text: what the template writes for it.
+            text: the text that the template writes for it.
             tools: the tools that it offers.
 
         Returns:
-            By k, the length of the text of the first k messages, up to the end of the loop over messages; what the
-            template writes behind the loop does not depend on the conversation. Without those k for which only their
-            own rendering can tell; empty if the template tells it of none.
+            By k, the length of the text of the first k messages, up to the end of the loop over messages. The text
+            after the loop does not depend on the conversation. A k that only a separate rendering can tell is missing.
         """
         if self._marked is None:
             return {}
@@ -284,7 +283,7 @@ class ChatTemplate:
                 messages=watched, tools=None if tools is None else list(tools), documents=None,
                 add_generation_prompt=False, strftime_now=DATE.strftime, **{MARK: watched.mark}, **self._special)
             same = "".join(map(watched.write, blocks)) == text
-        except (jinja2.TemplateError, TypeError):  # it does with messages what only a list can do
+        except (jinja2.TemplateError, TypeError):  # it uses messages in a way that only a list supports
             return {}
         return watched.ends if same and len(messages) in watched.ends else {}
 
@@ -293,7 +292,7 @@ class ChatTemplate:
         return {"role": role, "content": [{"type": "text", "text": content}] if self.as_parts else content}
 
     def adds_special_tokens(self, text: str) -> bool:
-        """Whether the tokenizer has to add its special tokens, such as the one at the beginning, to a conversation.
+        """Return whether the tokenizer has to add its special tokens to a conversation, such as the first one.
 
         Processors of transformers have them added unless the template has written that token. Tokenizers of
         transformers never add any to a conversation.
@@ -355,10 +354,7 @@ class ConversationRenderer:
         )
 
     def _loses_answers(self, turns: Sequence[Turn]) -> bool:
-        """Whether one of two answers would not be learned.
-
-        Raises ValueError if one would be learned without its end.
-        """
+        """Return whether one of two answers would not be learned. Raises ValueError if one would lack its end."""
         try:
             rendered = self.render(turns)
         except ValueError:
@@ -412,7 +408,7 @@ class ConversationRenderer:
 
     @cached_property
     def unwritten_tools(self) -> frozenset[str]:
-        """Names in `TOOL_WORDS` of what the template leaves out of a conversation with tools."""
+        """Names in `TOOL_WORDS` of the parts that the template leaves out of a conversation with tools."""
         try:
             text, _ = self._write(TOOL_PROBE, "")
         except ValueError:
@@ -473,7 +469,7 @@ class ConversationRenderer:
             before = next((prompt for prompt in prompts if after.startswith(prompt)), None)
             if before is None and (last or position == 0):
                 raise ValueError(
-                    f"{self._template.name}: the chat template does not write the answer of turn {position + 1} behind "
+                    f"{self._template.name}: the chat template does not write the answer of turn {position + 1} after "
                     "its own generation prompt, so the prompt and the answer cannot be told apart; give another "
                     "--prompt-format"
                 )
@@ -482,7 +478,7 @@ class ConversationRenderer:
             content = "".join(part for part in turn.parts if isinstance(part, str)).strip()
             # Without a generation prompt, the header of the answer comes first.
             start = len(before) if write(position) != before else max(after.find(content, len(before)), len(before))
-            # Line breaks behind an end-of-turn token belong to the next turn's header.
+            # Line breaks after an end-of-turn token belong to the next turn's header.
             answers.append((start, len(after.rstrip())))
         if not answers:
             raise ValueError(

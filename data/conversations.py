@@ -31,7 +31,7 @@ UNREAD_TURN_KEYS = ("weight", "reasoning_content", "function_call")
 # Keys beside a question that belong to it and are not read.
 UNREAD_QUESTION_KEYS = ("choices", "options", "hint", "context")
 TEXT_PARTS = ("json", "txt")
-# Stands for an image in the text of a turn, and for a video if the record has one.
+# Marker of an image in the text of a turn, and marker of a video if the record has one.
 IMAGE_MARKER = "<image>"
 VIDEO_MARKER = "<video>"
 # Names of the rate of a video that is given as images.
@@ -46,7 +46,7 @@ SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"II*\0", b"MM\0*")
 
 @dataclass(frozen=True)
 class FrameList:
-    """A video that is given as images: name and compressed bytes of each, and how many a second has."""
+    """A video that is given as images: name and compressed bytes of each, and images per second."""
 
     frames: list[tuple[str, bytes]]
     rate: float
@@ -120,19 +120,19 @@ def _shown(num_images: int, num_videos: int) -> list[dict[str, str]]:
 
 
 def is_image(name: str, data: Any = b"") -> bool:
-    """Whether a part of a sample is an image, by its extension or else by its first bytes."""
+    """Return whether a part of a sample is an image, by its extension or else by its first bytes."""
     if name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS:
         return True
     return isinstance(data, bytes) and (data.startswith(SIGNATURES) or data[8:12] == b"WEBP")
 
 
 def is_video(name: str) -> bool:
-    """Whether a part of a sample is a video, by its extension."""
+    """Return whether a part of a sample is a video, by its extension."""
     return name.rpartition(".")[2].lower() in VIDEO_EXTENSIONS
 
 
 def is_read(name: str) -> bool:
-    """Whether the name alone shows that a part of a sample is read, as text, image or video."""
+    """Return whether the name alone shows that a part of a sample is read, as text, image or video."""
     return name in TEXT_PARTS or is_image(name) or is_video(name)
 
 
@@ -236,7 +236,7 @@ def _listed_videos(record: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _is_frames(value: Any) -> bool:
-    """Whether a value names the images of a video rather than several videos."""
+    """Return whether a value names the images of a video rather than several videos."""
     return isinstance(value, list) and bool(value) and all(
         isinstance(name, str) and (is_image(name) or name.startswith("data:image/")) for name in value)
 
@@ -301,7 +301,7 @@ class _Media:
     Attributes:
         files: where they are.
         images: name and bytes of each image that the record lists; replaced by those that its content names.
-        videos: name and content of each video, likewise.
+        videos: name and content of each video that the record lists; replaced by those that its content names.
         lists_images: whether the record lists images itself.
         lists_videos: whether it lists videos itself.
     """
@@ -349,9 +349,9 @@ class _Media:
 
 
 def _split_at_videos(contents: Sequence[Any], *, has_images: bool) -> list[Any]:
-    """Return contents whose texts are lists of parts where they mark a video.
+    """Return contents in which texts that mark a video are lists of parts.
 
-    A line break beside a marker belongs to it. LLaVA's records of a video alone mark it as an image.
+    A line break beside a marker belongs to it. LLaVA's records with a single video mark it as an image.
     """
     texts = [content for content in contents if isinstance(content, str)]
     if not has_images and not any(VIDEO_MARKER in text for text in texts):
@@ -368,11 +368,11 @@ def _split_at_videos(contents: Sequence[Any], *, has_images: bool) -> list[Any]:
 
 
 def _are_named(kind: str, places: Sequence[Any]) -> bool:
-    """Whether the content names its images or videos. Raises ValueError if it names only some of them."""
+    """Return whether the content names its images or videos. Raises ValueError if it names only some of them."""
     named = sum(place is not None for place in places)
     if 0 < named < len(places):
-        raise ValueError(f"{named} {kind}s of the content are named and {len(places) - named} are not: which {kind} "
-                         "belongs where cannot be told; name all of them or none")
+        raise ValueError(f"{named} {kind}s of the content are named and {len(places) - named} are not, so their order "
+                         "is unknown; name all of them or none")
     return named > 0
 
 
@@ -395,7 +395,7 @@ def _check_video_marker(content: Any) -> None:
 
 
 def _typed(part: Any) -> Any:
-    """Return a content part with its type, which Qwen's own data leaves out: such as `{"image": ...}`."""
+    """Return a content part with its type, which Qwen's own data leaves out, as in `{"image": ...}`."""
     given = {name: value for name, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
     if "video" in given and "type" not in given:
         return {"type": "video", **given}

@@ -38,16 +38,16 @@ def content_of_folder(folder: str, patterns: Iterable[str]) -> str:
 def content_of_data(path: str) -> str:
     """Compute the digest of a data set for Energon: a prepared folder, a blend in YAML, or a file of samples.
 
-    A prepared folder may hold terabytes, so only its index is read, and only the length of a file of samples. The path
-    may be one that Energon opens on remote storage (`msc://`).
+    A prepared folder may hold terabytes, so only its index is read. A file of samples counts only by its length. The
+    path may be one that Energon opens on remote storage (`msc://`).
     """
     # Energon takes seconds to import, and data sets without it use this module too.
     from megatron.energon.epathlib import EPath
 
-    place = EPath(path)
-    if place.is_dir():
-        files = (place / pattern.replace("*", suffix) for pattern in ENERGON_FILES for suffix in ENERGON_SUFFIXES)
-        return content([file for file in files if file.is_file()], place)
+    root = EPath(path)
+    if root.is_dir():
+        files = (root / pattern.replace("*", suffix) for pattern in ENERGON_FILES for suffix in ENERGON_SUFFIXES)
+        return content([file for file in files if file.is_file()], root)
     if path.endswith((".yaml", ".yml")):
-        return content([place], place.parent)
-    return f"{place.size()} bytes"
+        return content([root], root.parent)
+    return f"{root.size()} bytes"

@@ -227,9 +227,8 @@ def question(config: Config, tokens: TokenSpec, number: Sequence[int], text_only
 def answer_words(config: Config, lane: Lane, index: int, number: Sequence[int]) -> list[int]:
     """Return the token ids of a number: its digits or, for some train samples, their names."""
     if config.digits_words_fraction and lane.split == "train":
-        # A random stream of its own, so that the flag does not change which numbers are shown. A last 0 in the seed
-        # would
-    # give the stream of the sample again.
+        # A separate random stream, so that the flag does not change which numbers are shown. A 0 at the end of the seed
+        # would give the sample's own stream again.
         if np.random.default_rng([lane.seed, index, 1]).random() < config.digits_words_fraction:
             return [WORDS[NAMES[digit]] for digit in number]
     return [FIRST_DIGIT + digit for digit in number]
@@ -252,7 +251,7 @@ def build_sample(config: Config, tokens: TokenSpec, lane: Lane, index: int) -> S
         image_sizes=[image_size(config, tokens)] * num_images,
     )
     if lane.module != LANGUAGE:
-        # Drawn last, so that the side that reads no pixels sees the same numbers.
+        # Drawn last, so that ranks that read no pixels see the same numbers.
         changed = rng if config.digits_augment and lane.split == "train" else None
         drawn = draw_number(config, tokens, () if text_only else scans, changed)
         sample.images = [normalise(image, tokens.num_channels) for image in drawn]

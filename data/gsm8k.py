@@ -91,7 +91,7 @@ class Gsm8k:
 
             self._template = ChatTemplate(f"--tokenizer {config.tokenizer}", str(self._tokenizer.get_chat_template()),
                                           self._tokenizer)
-        self.prompt(0)  # A template that refuses it raises its error now.
+        self.prompt(0)  # so that a template that refuses it raises its error now
 
     @property
     def num_prompts(self) -> int:
@@ -103,7 +103,7 @@ class Gsm8k:
         self._rows.leave_out(keys, self._key)
 
     def prompt(self, index: int) -> Prompt:
-        """Return the problem at an index. Every pass over the files has an order of its own."""
+        """Return the problem at an index. Every pass over the files has another order."""
         number = self._rows[index]
         problem = self.problems[number]
         said = f"{problem.question.strip()} {self._config.gsm8k_instruction}".strip()
@@ -132,7 +132,7 @@ class Gsm8k:
             text, _ = self._template.render([self._template.message("user", said)], add_generation_prompt=True,
                                             enable_thinking=self._config.gsm8k_thinking)
         except ValueError as error:
-            raise ValueError(f"{error}; --gsm8k-format plain does without it") from error
+            raise ValueError(f"{error}; --gsm8k-format plain needs no chat template") from error
         if said not in text:
             raise ValueError(f"--tokenizer {self._config.tokenizer}: the chat template leaves out what the user says; "
                              "give --gsm8k-format plain")

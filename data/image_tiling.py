@@ -9,16 +9,16 @@ The values of `--image-tiling`:
   3.2), with the whole image as a last tile on request.
 - anyres: the whole image as one tile (stretched), then a grid of tiles that hold it in its own aspect ratio, with black
   borders (LlavaNextImageProcessor). The tokens are those of the tiles in this order, rows of tiles from the top.
-  LLaVA-NeXT itself also leaves out tokens of the borders and adds a learned one behind each row, which no family here
+  LLaVA-NeXT itself also drops the tokens of the borders and adds a learned token after each row, which no family here
   does.
 - dynamic: one tile of about the image's own size and aspect ratio, for encoders that pack patches. There is no
   thumbnail, so there are as many tiles as images. vLLM serves Nemotron models with the same sizes
   (`DynamicResolutionImageTiler`), which are those of Megatron's `DynamicResolutionImageTilingStrategy`.
-- smart_resize: likewise, with the sizes of the Qwen-VL families (`smart_resize` of Hugging Face's
+- smart_resize: the same with the sizes of the Qwen-VL families (`smart_resize` of Hugging Face's
   Qwen2VLImageProcessor), which keep the aspect ratio between limits of pixels.
 
-stretch, crop, pad, anyres and smart_resize compute what Hugging Face's image processors do with their default backend,
-torchvision. Their PIL backend rounds once more on the way and differs by up to 2 of 255 in a few pixels of a thousand.
+stretch, crop, pad, anyres and smart_resize give the pixels of Hugging Face's image processors with their default
+backend, torchvision. Their PIL backend rounds once more and differs by up to 2 of 255 in a few pixels of a thousand.
 fixed and dynamic resize with PIL, as InternVL and Megatron do.
 """
 
@@ -42,7 +42,7 @@ from mimo.visual import Normalisation
 
 Size = tuple[int, int]
 
-# EXIF 3.0, tag 0x0112: operation that makes a stored image upright.
+# EXIF orientation (EXIF 3.0, tag 0x0112) -> operation that makes a stored image upright.
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -126,7 +126,7 @@ def tiling_of(config: Config, tokens: TokenSpec) -> Tiling:
                   else "give the model an image size")
         raise ValueError(f"{flag}: the encoder takes images of any size, so there is no size to make; {advice}")
     if kind in ("crop", "pad") and tokens.image_shape[0] != tokens.image_shape[1]:
-        raise ValueError(f"{flag}: makes squares, and the encoder takes images of {tokens.image_shape[0]} x "
+        raise ValueError(f"{flag}: makes squares, but the encoder takes images of {tokens.image_shape[0]} x "
                          f"{tokens.image_shape[1]} pixels; use --image-tiling stretch, fixed or anyres")
     if config.use_thumbnail and kind != "fixed":
         raise ValueError(f"--use-thumbnail: only with --image-tiling fixed, not {kind}")
@@ -373,7 +373,7 @@ def tile_sizes(height: int, width: int, tiling: Tiling) -> list[Size]:
 def orientation(image: Image.Image) -> int:
     """Return the EXIF orientation, 1 (upright) to 8, of an image whose pixels have not been read.
 
-    Only an orientation before the pixels counts. A PNG may have it after them, where a reader of headers does not get.
+    Only an orientation before the pixels counts. A PNG may have it after them, where a reader of headers does not look.
     Unknown or unreadable orientations count as upright, as in viewers.
     """
     if isinstance(image, TiffImageFile):
@@ -416,7 +416,7 @@ def to_channels(image: Image.Image, num_channels: int) -> Image.Image:
 
 
 def covering_size(height: int, width: int, side: int) -> Size:
-    """Return height and width of an image whose shorter side is resized to `side`. The longer one is rounded down."""
+    """Return height and width of an image after its shorter side is resized to `side`. The longer is rounded down."""
     return (side, int(side * width / height)) if height <= width else (int(side * height / width), side)
 
 

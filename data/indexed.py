@@ -53,7 +53,7 @@ class IndexedStream:
                 consumed samples cannot be divided over the new number.
         """
         if not {"consumed", "lanes"} <= state.keys():
-            raise ValueError(f"the checkpoint's data state is not of an indexed data set: it holds "
+            raise ValueError(f"the checkpoint's data state does not belong to an indexed data set: it has "
                              f"{', '.join(sorted(map(str, state)))}; --no-load-data starts the data anew")
         total = int(state["consumed"]) * int(state["lanes"])
         consumed, left_over = divmod(total, self._lane.count)
@@ -66,7 +66,7 @@ class IndexedStream:
 
 
 class ShuffledRecords:
-    """Records of which every pass has an order of its own.
+    """Records that every pass visits in another order.
 
     Args:
         count: number of records.
@@ -89,8 +89,8 @@ class ShuffledRecords:
 
     def __getitem__(self, index: int) -> int:
         """Return the number of the record at an index, counted from 0 without end."""
-        epoch, place = divmod(index, len(self._kept))
+        epoch, position = divmod(index, len(self._kept))
         if self._epoch != epoch:
             self._epoch = epoch
             self._order = np.random.default_rng([*self._seed, epoch]).permutation(self._kept)
-        return int(self._order[place])
+        return int(self._order[position])

@@ -136,12 +136,12 @@ def _build_pack(config: Config, tokens: TokenSpec, lane: Lane, key: str, seed: l
     parts: list[Sample] = []
     left = config.mock_packed_length
     while True:
-        # Each has a generator of its own, so that lanes that make no pixels draw the same samples.
+        # Each has a separate generator, so that ranks that make no pixels draw the same samples.
         rng = np.random.default_rng([*seed, len(parts)])
         part = _build_text(config, tokens, f"{key}.{len(parts)}", rng)
         images = [size[0] * size[1] // tokens.size_multiple**2 * num_pictures(size, tokens.temporal_patch_size)
                   for size in part.image_sizes]
-        # With context parallelism every sample is padded.
+        # With context parallelism, every sample is padded to a multiple.
         left -= -(-(len(part.tokens) - len(images) + sum(images)) // lane.sequence_multiple) * lane.sequence_multiple
         if left < 0 and parts:
             break
@@ -167,13 +167,13 @@ def _build_text(config: Config, tokens: TokenSpec, key: str, rng: np.random.Gene
     for placeholder in placeholders:
         text += text >= placeholder
     answer = int(rng.integers(1, length))
-    places = np.sort(rng.integers(0, length - answer + 1, size=num_images))
+    positions = np.sort(rng.integers(0, length - answer + 1, size=num_images))
     items = [_items(config, tokens, rng) for _ in range(num_images)]
     sizes = [size for each in items for size in each]
     own = [tokens.video_token_id if isinstance(size, VideoSize) else tokens.image_token_id for size in sizes]
     return Sample(
         key=key,
-        tokens=np.insert(text, np.repeat(places, [len(each) for each in items]), own),
+        tokens=np.insert(text, np.repeat(positions, [len(each) for each in items]), own),
         target_mask=np.arange(length + len(sizes)) >= length + len(sizes) - answer,
         image_sizes=sizes,
     )
@@ -210,7 +210,7 @@ def _number_of_images(config: Config, rng: np.random.Generator) -> int:
 
 
 def _image_size(config: Config, tokens: TokenSpec, rng: np.random.Generator) -> tuple[int, int]:
-    """Height and width of an image in pixels."""
+    """Draw the height and width of an image in pixels."""
     if tokens.image_size:
         return tokens.image_shape
     if not config.mock_image_size_cv:

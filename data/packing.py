@@ -1,9 +1,9 @@
 """Choose which samples share a row of `--seq-length` tokens.
 
-First-fit-decreasing (Johnson, 1973) needs at most 11/9 of the fewest packs plus one. Balanced packing keeps that number
-of packs and evens their image tokens, which are the encoder's work, so that no lane waits for another's images:
-longest-processing-time-first (Graham, 1969) or, where the packs are too full for it, MULTIFIT (Coffman, Garey and
-Johnson, 1978); then exchanges between the heaviest pack and the others.
+First-fit-decreasing (Johnson, 1973) needs at most 11/9 of the fewest possible packs plus one. Balanced packing keeps
+that number of packs and evens out their image tokens, which are the encoder's work, so that no lane waits for another's
+images. It assigns samples longest-processing-time-first (Graham, 1969) or, if the packs are too full for that, by
+MULTIFIT (Coffman, Garey and Johnson, 1978). Then it exchanges samples between the heaviest pack and the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 Rng = np.random.Generator | random.Random
 
-# Limits for the time of balancing, because nothing is read meanwhile. For 1024 samples a bound takes about 2 ms and an
+# Limits for the time of balancing, during which nothing is read. With 1024 samples, a bound takes about 2 ms and an
 # exchange 0.2 ms.
 MAX_BOUNDS = 7
 MAX_EXCHANGES = 150
@@ -173,19 +173,19 @@ def even_out(buffer: Buffer, pack_of: np.ndarray, num_packs: int) -> None:
     no exchange helps a pack, the next heaviest is tried, and this one again when another pack has changed. There are at
     most `MAX_EXCHANGES` steps.
     """
-    # Each pack has a sample without length and cost. Exchanging it means moving the other sample.
+    # Each pack gets a sample without length and cost. An exchange with it moves the other sample.
     nothing = np.zeros(num_packs, np.int64)
     lengths, costs = np.concatenate([buffer.lengths, nothing]), np.concatenate([buffer.costs, nothing])
-    places = np.concatenate([pack_of, np.arange(num_packs)])
+    packs = np.concatenate([pack_of, np.arange(num_packs)])
     loads = buffer.loads(pack_of, num_packs)
-    free = buffer.capacity - np.bincount(places, lengths, num_packs).astype(np.int64)
+    free = buffer.capacity - np.bincount(packs, lengths, num_packs).astype(np.int64)
     stuck = np.zeros(num_packs, np.bool_)
     for _ in range(MAX_EXCHANGES):
         heavy = int(np.where(stuck, -1, loads).argmax())
         if stuck[heavy] or loads[heavy] <= loads.mean():
             break
-        mine, others = np.flatnonzero((places == heavy) & (costs > 0)), np.flatnonzero(places != heavy)
-        lights = places[others]
+        mine, others = np.flatnonzero((packs == heavy) & (costs > 0)), np.flatnonzero(packs != heavy)
+        lights = packs[others]
         less, longer = costs[mine, None] - costs[others], lengths[mine, None] - lengths[others]
         fits = (longer <= free[lights]) & (-longer <= free[heavy])
         gain = np.where(fits, less * (loads[heavy] - loads[lights] - less), 0)
@@ -196,11 +196,11 @@ def even_out(buffer: Buffer, pack_of: np.ndarray, num_packs: int) -> None:
         light = lights[column]
         loads[[heavy, light]] += np.array([-1, 1]) * less[row, column]
         free[[heavy, light]] += np.array([1, -1]) * longer[row, column]
-        places[mine[row]] = light
+        packs[mine[row]] = light
         if others[column] < len(pack_of):
-            places[others[column]] = heavy
+            packs[others[column]] = heavy
         stuck[:] = False
-    pack_of[:] = places[: len(pack_of)]
+    pack_of[:] = packs[: len(pack_of)]
 
 
 def select_balanced(
@@ -215,9 +215,8 @@ def select_balanced(
         rng: only source of randomness, seeded by the caller.
 
     Returns:
-        Indices into `lengths` of each pack, ascending; every index is in exactly one. Also, for each pack, the image
-        tokens of the pack that `select_packs` with an equal `rng` has in its place. The imbalance of the packs is never
-        above theirs.
+        Indices into `lengths` of each pack, ascending; every index is in exactly one. Also the image tokens of the
+        packs that `select_packs` would have made with an equal `rng`, whose imbalance is at least as large.
 
     Raises:
         ValueError: a length is not within 1 to `capacity`; the message names the index.

@@ -15,7 +15,7 @@ IMAGE_TAGS = {
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How turns are written.
+    """The form in which turns are written.
 
     Attributes:
         template: Jinja chat template, with {% generation %} tags around the text that the model learns to write; empty
@@ -56,7 +56,7 @@ _NEMOTRON_H = (
     "{% else %}{{ '<SPECIAL_11>Assistant\\n' }}{% generation %}{{ content + END }}{% endgeneration %}{{ AFTER }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<SPECIAL_11>Assistant\\n' }}{% endif %}"
 )
-# Users switch thinking on and off with words that are removed from the text.
+# Words with which users switch thinking on and off are removed from the text.
 _WITHOUT_SWITCHES = (
     "(message['content'] if message['role'] == 'assistant' else "
     "message['content'].replace('/think', '').replace('/no_think', ''))"

@@ -19,7 +19,7 @@ from mimo.protocols import TokenSpec
 ROLES = ("system", "user", "assistant", "tool")
 # Image tokens of families of vision-language models.
 IMAGE_TOKENS = ("<image>", "<|image_pad|>", "<IMG_CONTEXT>", "<image_soft_token>", "[IMG]", "<|patch|>", "<|image|>")
-# Stands for an answer that is not known yet.
+# An answer that stands for one that is not known yet.
 PROBE_ANSWER = "A"
 # Tokenizer classes of transformers that use tokenizer.json unchanged.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -63,7 +63,7 @@ def content_parts(content: Any) -> list[str | Medium]:
         elif given in ({"type": "image"}, {"type": "video"}):
             parts.append(Medium(kind))
         elif kind.startswith("image"):
-            raise ValueError(f"an image part has {', '.join(sorted(given))}: it may have type image alone; images are "
+            raise ValueError(f"an image part has {', '.join(sorted(given))}: it may only have type image; images are "
                              "parts of the sample, in order")
         else:
             raise ValueError(f"part {str(part)[:80]!r} of the content is neither text nor image nor video")
@@ -357,7 +357,7 @@ class Tokenizer:
         return tokens, mask & ~is_image & ~is_video
 
     def _video_placeholders(self, texts: Sequence[str]) -> str:
-        """Return the placeholders of a video, those with a text before them each between the template's tags."""
+        """Return the placeholders of a video. Those with a text before them are each within the template's tags."""
         before, after = self._template.video_text.split(self._video_text)
         return "".join(f"{text}{before}{self._video_text}{after}" if text else self._video_text for text in texts)
 
@@ -399,7 +399,7 @@ def _check_boundaries(text: str, offsets: np.ndarray, is_target: np.ndarray, mas
     """Refuse tokens across the border of an answer: with the end of its prompt, or with the text that follows it.
 
     White space does not matter: the model does generate a token " yes" after "ASSISTANT:", although the template wrote
-    the space. But nobody can prompt the model with half a token.
+    the space. But the model cannot be prompted with half a token.
     """
     lengths = offsets[:, 1] - offsets[:, 0]
     targets_before = np.concatenate([[0], np.cumsum(is_target)])

@@ -1,6 +1,6 @@
 """Read videos: their size, length and rate from the container, chosen frames from the content.
 
-PyAV brings FFmpeg's libraries with it. torchcodec gives the same pixels at the same speed, but needs them on the host.
+PyAV includes FFmpeg's libraries. torchcodec gives the same pixels at the same speed, but needs them on the host.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from av.video.frame import VideoFrame
     from av.video.stream import VideoStream
 
-# Demuxers that read a file alone. Others, such as those of playlists, would open further files or the network.
+# Demuxers that read a single file. Others, such as those of playlists, would open further files or the network.
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif"
 
-# Decoders that can leave out a frame on which no others depend, told so packet by packet.
+# Decoders that can be told, packet by packet, to leave out a frame on which no others depend.
 SKIPPING_DECODERS = ("h264", "hevc", "mpeg4")
 
 
@@ -66,7 +66,7 @@ def _opened(name: str, data: Any) -> Iterator[tuple[InputContainer, VideoStream]
                        if not stream.disposition & av.stream.Disposition.attached_pic]
             if not streams:
                 raise ValueError(f"video {name} has no pictures")
-            # Several workers share the cores, so that threads of their own would be in each other's way.
+            # Several workers share the cores, so threads of the decoder would get in each other's way.
             streams[0].thread_count = 1
             yield container, streams[0]
     except (av.FFmpegError, EOFError) as error:
@@ -88,7 +88,7 @@ def probe(name: str, data: Any) -> VideoInfo:
         key_times = []
         for packet in container.demux(stream):
             if packet.is_corrupt:
-                raise ValueError(f"video {name} is cut off behind {len(times)} frames")
+                raise ValueError(f"video {name} is cut off after {len(times)} frames")
             if packet.size and not packet.is_discard:  # an edit list may hide the first frames
                 times.append(packet.pts)
                 if packet.is_keyframe and packet.pts is not None:
@@ -101,7 +101,7 @@ def probe(name: str, data: Any) -> VideoInfo:
             raise ValueError(f"undecodable video {name}: its first frame cannot be decoded")
         rate = stream.average_rate or stream.guessed_rate
         if not rate:
-            raise ValueError(f"video {name} does not say how many frames it has a second")
+            raise ValueError(f"video {name} does not say how many frames a second it has")
         height, width = (first.width, first.height) if first.rotation % 180 else (first.height, first.width)
         known = [time for time in times if time is not None]
         exact = len(set(known)) == len(times)
@@ -110,7 +110,7 @@ def probe(name: str, data: Any) -> VideoInfo:
 
 
 def read_frames(name: str, data: Any, info: VideoInfo, indices: Sequence[int]) -> Iterator[np.ndarray]:
-    """Decode some frames of a video, one at a time. Groups of pictures without any of them are left out.
+    """Decode some frames of a video, one at a time, and skip groups of pictures without any of them.
 
     Args:
         name: name for messages.
@@ -141,7 +141,7 @@ def read_frames(name: str, data: Any, info: VideoInfo, indices: Sequence[int]) -
                     number, frame = _decoded_until(frames, number_of, -1, index)
                 if number != index or frame.is_corrupt:
                     raise ValueError(f"undecodable video {name}: frame {index} of {info.num_frames} is damaged")
-                # Threads of the conversion would be missing in data workers, which are forks.
+                # Data workers are forks, in which the threads of the conversion would be missing.
                 colours = frame.reformat(format="rgb24", threads=1).to_ndarray()
                 picture = np.rot90(colours, round(frame.rotation / 90))
                 if picture.shape[:2] != (info.height, info.width):
@@ -151,7 +151,7 @@ def read_frames(name: str, data: Any, info: VideoInfo, indices: Sequence[int]) -
 
 
 def _decoded(container: InputContainer, stream: VideoStream, wanted: set[int]) -> Iterator[VideoFrame]:
-    """Decode all frames from here on, but for frames that are neither wanted nor needed to decode others.
+    """Decode all frames from here on, except those that are neither wanted nor needed to decode others.
 
     Args:
         container: the video.
@@ -168,12 +168,12 @@ def _decoded(container: InputContainer, stream: VideoStream, wanted: set[int]) -
 
 def _decoded_until(frames: Iterator[VideoFrame], number_of: dict[int, int], number: int, index: int) -> (
         tuple[int, Any]):
-    """Return number and picture of the first frame with at least a number; -1 at the end of the video.
+    """Return number and picture of the first frame from number `index` on; the number is -1 at the end of the video.
 
     Args:
-        frames: the frames behind frame `number`.
-        number_of: number of a frame by its time; empty if the file does not tell times, and no frame is left out.
-        number: number of the last frame before.
+        frames: the frames after frame `number`.
+        number_of: number of a frame by its time; empty if the file has no times, and then no frame is left out.
+        number: number of the frame before `frames`.
         index: the wanted number.
     """
     for frame in frames:

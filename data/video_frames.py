@@ -45,9 +45,9 @@ def plan_video(info: VideoInfo, processing: VideoProcessing, size_multiple: int,
 
     Args:
         info: size, length and rate of the video.
-        processing: the model's way with videos.
+        processing: the model's video processing.
         size_multiple: divides height and width of a frame.
-        sampled: whether all frames are taken because somebody has chosen them before.
+        sampled: whether all frames are taken, because they have been chosen before.
 
     Raises:
         ValueError: the video is too short, or its frames are too narrow.
@@ -97,10 +97,10 @@ def frame_size(count: int, height: int, width: int, processing: VideoProcessing,
     """Return height and width in pixels to which the frames of a video are resized.
 
     Args:
-        count: sampled frames.
-        height: pixels of a frame's height in the file.
-        width: pixels of its width.
-        processing: the model's way with videos.
+        count: number of sampled frames.
+        height: height of a frame in the file, in pixels.
+        width: width of a frame in the file, in pixels.
+        processing: the model's video processing.
         size_multiple: divides both sides of the result.
 
     Raises:
@@ -140,7 +140,7 @@ def video_pixels(frames: Iterable[np.ndarray], plan: VideoPlan, processing: Vide
     Args:
         frames: uint8 `[height, width, channels]`, one for each of the plan's indices.
         plan: a result of `plan_video`.
-        processing: the model's way with videos.
+        processing: the model's video processing.
         normalise: whether to normalise. If not, the encoder's rank does.
 
     Returns:
@@ -148,7 +148,7 @@ def video_pixels(frames: Iterable[np.ndarray], plan: VideoPlan, processing: Vide
     """
     normalisation, size = Normalisation(processing.mean, processing.std), plan.sizes[0][:2]
     pixels = np.empty((len(plan.indices), len(processing.mean), *size), np.float32 if normalise else np.uint8)
-    for place, frame in enumerate(frames):
+    for position, frame in enumerate(frames):
         levels = torch_resized(np.ascontiguousarray(frame), size, processing.resample).transpose(2, 0, 1)
-        pixels[place] = normalisation.normalise(levels) if normalise else levels
+        pixels[position] = normalisation.normalise(levels) if normalise else levels
     return np.split(pixels, np.cumsum([part.frames for part in plan.sizes])[:-1])

@@ -166,11 +166,11 @@ def check(config: Config, request: DataRequest) -> None:
 
 
 def with_image_flags(config: Config, find: Callable[[], Sequence[ImageProcessing]]) -> Config:
-    """Return the flags with the settings of images that they leave to the model filled in.
+    """Return the flags with the image settings filled in that they leave to the model.
 
     Args:
         config: the flags.
-        find: returns what the model's files specify, one entry a folder; called only if the flags leave something open.
+        find: returns the processing of each of the model's folders; called only if the flags leave something open.
 
     Raises:
         ValueError: nothing was found, two folders disagree, or `find` raised it.
@@ -278,7 +278,7 @@ class EnergonProvider:
         return with_image_flags(config, find)
 
     def with_video_processing(self, config: Config, find: Callable[[], Sequence[VideoProcessing]]) -> Config:
-        """Return the flags with the model's way with videos filled in; see `data.energon.videos`."""
+        """Return the flags with the model's video processing filled in; see `data.energon.videos`."""
         from data.energon.videos import with_video_flags
 
         return with_video_flags(config, find)

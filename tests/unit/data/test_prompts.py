@@ -250,7 +250,7 @@ def test_a_template_that_asks_for_thoughts_takes_answers_with_and_without(tmp_pa
 def test_a_template_that_drops_the_system_turn_once_an_answer_follows_is_a_bad_sample(tmp_path):
     tokenizer = templated(tmp_path, MISTRAL_V3)
     assert tokenizer.encode(TALK[1:], [1, 1])[1].any()
-    with pytest.raises(ValueError, match="turn 3 behind its own generation prompt"):
+    with pytest.raises(ValueError, match="turn 3 after its own generation prompt"):
         tokenizer.encode(TALK[:3], [1])
 
 
