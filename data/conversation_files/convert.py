@@ -40,7 +40,7 @@ def convert(config: Config, out: Path, samples_per_shard: int) -> str:
     Args:
         config: the data set's flags.
         out: folder to write.
-        samples_per_shard: samples of a tar file at most.
+        samples_per_shard: most samples of a tar file.
 
     Raises:
         ValueError: the data cannot be read, or too many records cannot be used.
@@ -142,7 +142,7 @@ class _Writer:
 
 
 def _parts(conversation: Conversation) -> list[Member]:
-    """Return the parts of a sample. Raises ValueError for an image or a video that is none."""
+    """Return the parts of a sample. Raises ValueError for data that is not an image or a video."""
     images = [_image_part(str(number), *image) for number, image in enumerate(conversation.images)]
     parts, videos = list(images), []
     for number, (name, video) in enumerate(conversation.videos):
@@ -169,6 +169,6 @@ def _parts(conversation: Conversation) -> list[Member]:
 
 
 def _image_part(name: str, origin: str, data: bytes) -> Member:
-    """Return an image as a part of a sample. Raises ValueError, with its origin, if it is none."""
+    """Return an image as a part of a sample. Raises ValueError, with its origin, if it is not an image."""
     kind = str(open_image(origin, data).format)
     return f"{name}.{EXTENSIONS.get(kind, kind.lower())}", data

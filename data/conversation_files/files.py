@@ -1,4 +1,4 @@
-"""Files of records, read at any place: JSON lines, JSON lists, Parquet, and Arrow as `datasets` saves it."""
+"""Files of records with random access: JSON lines, JSON lists, Parquet, and Arrow as `datasets` saves it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 JSON_SPACE = re.compile(r"[ \t\r\n]*")
 # Bytes of a file that are examined at a time.
 CHUNK = 1 << 24
-# Entries of a folder, which may hold millions of images, among which folders are looked for.
+# Most entries of a folder, which may have millions of images, that a hint examines.
 HINT_ENTRIES = 1000
 JSON_SUFFIXES = (".jsonl", ".json")
 SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".arrow")
@@ -54,7 +54,7 @@ class RecordFile(Protocol):
         ...
 
     def raw(self, index: int, block: Any = None) -> Any:
-        """Return a record as it is stored, in a file with blocks from its block.
+        """Return a record as it is stored; in a file with blocks, `block` is the record's block.
 
         Raises:
             ValueError: the file has become shorter.
@@ -71,10 +71,10 @@ class RecordFile(Protocol):
 
 
 class JsonRecords(RecordFile):
-    """A JSON file of a record on each line, or of one list of records; its content decides which.
+    """A JSON file with a record on each line, or with one list of records, whichever its content shows.
 
-    Only the places of the records are kept in memory, and several processes may read one object. The file is opened for
-    each record, because a data set may have more files than a process may keep open.
+    Only the positions of the records are kept in memory, and several processes may use the same object. The file is
+    opened for each record, because a data set may have more files than a process may keep open.
 
     Args:
         path: the file.
@@ -153,8 +153,8 @@ def _line_places(content: mmap.mmap) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 def _list_places(path: Path, content: mmap.mmap) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return start, end and line of each element of a JSON list."""
-    # One character for each byte, so that places in the text are places in the file. Only strings have other bytes than
-    # those of ASCII, and what is in a string does not matter here.
+    # One character for each byte, so that positions in the text are positions in the file. Only strings have bytes that
+    # are not ASCII, and the content of strings does not matter here.
     text = content[:].decode("latin-1")
     decoder = json.JSONDecoder()
     places: list[tuple[int, int]] = []
@@ -174,12 +174,13 @@ def _list_places(path: Path, content: mmap.mmap) -> tuple[np.ndarray, np.ndarray
                 raise json.JSONDecodeError("expected , or ]", text, at)
         after = JSON_SPACE.match(text, at + 1).end()  # type: ignore[union-attr]
         if after != len(text):
-            raise json.JSONDecodeError("text behind the list", text, after)
+            raise json.JSONDecodeError("text after the list", text, after)
     except RecursionError as error:
-        raise ValueError(f"{path}: is no JSON list that can be read: the record at line {line} or behind it is nested "
-                         "too deeply") from error
+        raise ValueError(f"{path}: is not a JSON list that can be read: the record at line {line} or after it is "
+                         "nested too deeply") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: is no JSON list: line {error.lineno} column {error.colno}: {error.msg}") from error
+        raise ValueError(f"{path}: is not a JSON list: line {error.lineno} column {error.colno}: {error.msg}"
+                         ) from error
     starts, ends = np.array(places, np.int64).reshape(-1, 2).T
     return starts, ends, np.array(lines, np.int64)
 
@@ -196,7 +197,7 @@ class ParquetRecords(RecordFile):
             raise ValueError(f"{path}: has no record")
 
     def _open(self) -> Any:
-        # It takes time to import, and JSON files do not need it.
+        # Importing it takes time, and JSON files do not need it.
         import pyarrow
         from pyarrow import parquet
 
@@ -211,7 +212,7 @@ class ParquetRecords(RecordFile):
     def read_block(self, block: int) -> pyarrow.Table:
         import pyarrow
 
-        # Workers are forks, in which Arrow's threads do not run. Nor is an open file shared with them.
+        # Workers are forks, in which Arrow's threads do not run, and which must not share an open file.
         with self._open() as file:
             try:
                 return file.read_row_group(block, use_threads=False)
@@ -291,7 +292,7 @@ def open_file(path: Path) -> RecordFile:
 
 @cache
 def _open(path: Path, size: int, modified: int) -> RecordFile:
-    """Open a file; its size and the time of its last change are arguments so that a changed one is opened again."""
+    """Open a file. Its size and the time of its last change are arguments, so that a changed file is opened again."""
     kinds: dict[str, type[RecordFile]] = {".parquet": ParquetRecords, ".arrow": ArrowRecords}
     return kinds.get(path.suffix, JsonRecords)(path)  # type: ignore[call-arg]
 
@@ -319,11 +320,11 @@ class FolderImages:
         self.folder = folder
 
     def images(self) -> list[tuple[str, bytes]]:
-        """Return nothing: a record has the images that it names."""
+        """Return nothing, because a record has only the images that it names."""
         return []
 
     def videos(self) -> list[tuple[str, Video]]:
-        """Return nothing: a record has the videos that it names."""
+        """Return nothing, because a record has only the videos that it names."""
         return []
 
     def load(self, place: Any, kind: str = "image") -> tuple[str, bytes]:
@@ -379,11 +380,11 @@ class FolderImages:
                 if path.is_file():
                     return name, path
             except OSError:
-                pass  # too long for the name of a file, of which `load` tells
+                pass  # too long for a file name, which `load` reports
         return self.load(place, "video")
 
     def hint(self, place: str) -> str:
-        """Name a folder near by that has a missing image, for the end of a message. It may take seconds."""
+        """Return the end of a message that names a nearby folder with a missing image. It may take seconds."""
         if not place:
             return ""
         name = Path(place.removeprefix("file://"))
@@ -411,7 +412,7 @@ class StoreImages(FolderImages):
         self._base, self._cache = base.rstrip("/"), cache
 
     def load_video(self, place: Any) -> tuple[str, Video]:
-        # Its content, because the file in the cache may be deleted before it is decoded.
+        # Returns the content, because the file in the cache may be deleted before it is decoded.
         return self.load(place, "video")
 
     def _read(self, place: str, kind: str) -> bytes:

@@ -21,7 +21,7 @@ from mimo.rl.prompts import Normalisation, Prompt
 
 
 class ConversationPrompts:
-    """One split; a `mimo.rl.prompts.FinitePromptSet` and `ImagePromptSet`. Every pass has an order of its own.
+    """One split; a `mimo.rl.prompts.FinitePromptSet` and `ImagePromptSet`. Every pass has another order.
 
     Attributes:
         end_token_id: ends a completion.
@@ -44,7 +44,7 @@ class ConversationPrompts:
         flag, path = path_of(config, split)
         sources = sources_of(config, split)
         if len(sources) > 1:
-            raise ValueError(f"{flag} {path}: mixes {len(sources)} data sets, and train_rl.py reads one file or folder")
+            raise ValueError(f"{flag} {path}: mixes {len(sources)} data sets, but train_rl.py reads one file or folder")
         self._flag = flag
         (source,) = sources
         self._reader, self._images = RecordReader(source, None), images_of(source.images, source.cache)
@@ -85,7 +85,7 @@ class ConversationPrompts:
         try:
             found = conversation_of_record(file.parse(self._reader[number]["raw"]), self._images, self._columns)
             if found.videos:
-                raise ValueError("has a video; prompts of train_rl.py may have images, no videos")
+                raise ValueError("has a video; prompts of train_rl.py may have images, but no videos")
             *before, last = found.messages or [{}]
             if not before or last.get("role") != "assistant":
                 raise ValueError("has no answer at its end, against which completions are scored")
@@ -107,7 +107,7 @@ class ConversationPrompts:
         return f"{file.path} {file.name(place)}"
 
     def _pictures(self, images: Sequence[tuple[str, bytes]]) -> list[np.ndarray]:
-        """Return the images as the encoder takes them, in 8 bits, uint8 `[height, width, channels]` each."""
+        """Return the images at the encoder's sizes, uint8 `[height, width, channels]` each."""
         return [tile for name, data in images for tile in self._encoder.pictures(name, data)]
 
 

@@ -1,7 +1,7 @@
 """Conversations in files as people publish them, with images and videos: JSONL, JSON, Parquet, folders of `datasets`.
 
-The files become Energon data sets of their own kind (`data.conversation_files.sources`), so that lanes, packing, bad
-samples and checkpoints are those of shards.
+The files become Energon data sets (`data.conversation_files.sources`), so that lanes, packing, bad samples and
+checkpoints work as with shards.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Config(energon.Config):
     """Folder or URL to which the names of images and videos are relative. Default: --data-path if it is a folder, or
     else the folder of the file."""
     data_columns: tuple[str, ...] = ()
-    """Names of the records' own columns, as KEY=COLUMN: `question=prompt answer=response image=img`."""
+    """Columns of the records with other names than expected, as KEY=COLUMN: `question=prompt answer=response
+    image=img`."""
     data_cache: str = ""
     """Folder on the node's disk for copies of files at URLs. Default: mimo-hetero in $XDG_CACHE_HOME or ~/.cache."""
     data_cache_gib: float = 100.0
@@ -46,7 +47,7 @@ class ConversationsProvider(energon.EnergonProvider):
     def validate(self, config: Any, request: DataRequest) -> None:
         """Raise ValueError, with flags, files and lines, for flags or files that cannot work.
 
-        The first records of each data set are read with their images until one can be used, which one of them must.
+        The first records of each data set are read with their images until one can be used. One of them must be usable.
         """
         energon.check(config, request)
         # Energon and torch take seconds to import, and --help needs neither of them.
@@ -60,14 +61,14 @@ class ConversationsProvider(energon.EnergonProvider):
                             takes_images=request.tokens.image_token_id >= 0)
 
     def stream_fields(self, config: Any) -> dict[str, Any]:
-        """Return the fields that decide the samples. Files count by their sizes, and not by where they are."""
+        """Return the fields that decide the samples. Files count by their sizes, not by their location."""
         from data.conversation_files.sources import digest
 
         fields = {name: value for name, value in energon.streamed_flags(config).items() if name not in NOT_STREAMED}
         return fields | {"data_path": digest(config), "tokenizer": energon.tokenizer_digest(config)}
 
     def write_shards(self, config: Any, out: Path, samples_per_shard: int) -> str:
-        """Write all splits as shards and return what was written, for people; see `mimo.commands.convert_data`."""
+        """Write all splits as shards and return a description of them; see `mimo.commands.convert_data`."""
         from data.conversation_files.convert import convert
 
         return convert(config, out, samples_per_shard)

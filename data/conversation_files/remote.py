@@ -1,9 +1,8 @@
 """Files on object stores and web servers, read through fsspec (`s3://`, `gs://`, `https://`, `msc://`), with a cache.
 
-The cache is a folder on the node's disk that all processes share. Files of records stay there, because they are read at
-any place during the whole run. Images are deleted, the least recently read first, when they take more than the limit.
-A file gets its name when it is complete, so a process that is killed leaves at most a partial file, which a later one
-deletes.
+The cache is a folder on the node's disk that all processes share. Files of records stay there, because the whole run
+reads them. Images are deleted, the least recently read first, when they take more than the limit. A file gets its name
+when it is complete, so a killed process leaves at most a partial file, which a later process deletes.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from typing import Any
 
 URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://")
 GIB = 1 << 30
-# What stores say of a file that changes with its content; each has names of its own.
+# Properties of a file that change with its content. Each kind of store has other names for them.
 VERSION_KEYS = ("size", "ETag", "etag", "mtime", "LastModified", "Last-Modified", "last_modified", "updated", "md5Hash")
 GONE = (404, 410)
 RETRIES = 5
-# Part of the limit that a process writes before it looks at the size of the whole cache. A node may have a hundred, and
-# together they exceed the limit by this much each.
+# Part of the limit that a process writes before it checks the size of the whole cache. A node may have a hundred
+# processes, and each of them may exceed the limit by this much.
 SWEEP_PART = 0.002
 # Part of the limit that is in use after files were deleted.
 KEPT_PART = 0.9
@@ -37,7 +36,7 @@ PARTIAL_S = 3600.0
 
 
 def is_url(name: str) -> bool:
-    """Whether a name is that of a file elsewhere."""
+    """Return whether a name is the URL of a remote file."""
     return URL.match(name) is not None
 
 
@@ -58,7 +57,7 @@ class Cache:
 
     Attributes:
         folder: the folder, on a disk of this node.
-        max_bytes: bytes of images at most, about.
+        max_bytes: approximate limit for the bytes of images.
     """
 
     folder: Path
@@ -138,7 +137,7 @@ class Cache:
 
 
 class _locked:
-    """Context of a lock between the processes of a node, which ends with its process. Says whether it was taken."""
+    """Lock between the processes of a node, which ends with its process. Its context says whether it was taken."""
 
     def __init__(self, path: Path, *, wait: bool = True) -> None:
         self._path, self._mode = path, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)
@@ -181,7 +180,7 @@ def _described(url: str) -> dict[str, Any]:
 
 
 def _retried(url: str, read: Callable[[Any, str], Any]) -> Any:
-    """Read from the file system of a URL, again after errors that may pass.
+    """Read from the file system of a URL, with further attempts after errors that may be temporary.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -199,7 +198,7 @@ def _retried(url: str, read: Callable[[Any, str], Any]) -> Any:
         except (ImportError, ValueError) as error:
             raise OSError(f"{url}: fsspec cannot read it: {error}") from error
         except (OSError, aiohttp.ClientError, BotoCoreError, RetryableError, RuntimeError) as error:
-            # The file system for HTTP calls every failure a missing file.
+            # fsspec's file system for HTTP raises FileNotFoundError for every failure.
             cause = error.__cause__
             is_missing = not isinstance(cause, aiohttp.ClientError) or (
                 isinstance(cause, aiohttp.ClientResponseError) and cause.status in GONE)

@@ -1,4 +1,4 @@
-"""Files of conversations as data sets of Energon, which decides who reads what, and in which order."""
+"""Files of conversations as data sets of Energon, which decides which worker reads which records, in which order."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ logger = logging.getLogger("mimo.data")
 FIRST_RECORDS = 16
 # Slices of the records that a worker reads side by side, as Energon's own data sets do.
 PARALLEL_SLICES = 16
-# Slices that a worker has at least, if it has as many records, so that no two passes have the same order.
+# Fewest slices of a worker that has enough records, so that no two passes have the same order.
 SHUFFLED_SLICES = 1000
 # Blocks of a file that a worker reads side by side and keeps in memory. A block may have hundreds of megabytes.
 PARALLEL_BLOCKS = 4
@@ -52,12 +52,12 @@ METADATA = ("dataset_info.json", "dataset_infos.json")
 SAVED_METADATA = ("dataset_dict.json", "state.json")
 # End of the name of a part of a data set, as in train-00000-of-00005.parquet or train-00000-of-00005-0a1b2c.parquet.
 PART = re.compile(r"-\d+-of-(\d+)(-[0-9a-f]+)?$")
-# Records among which each column of --data-columns has to be.
+# First records, one of which must have each column of --data-columns.
 COLUMN_RECORDS = 256
 COLUMN_KEYS = (*FORMS, "answer", "answers", "image", "images", *VIDEO_KEYS, "system", "tools")
-# Keys of bounding boxes, which models write in ways of their own. The last one is ms-swift's.
+# Keys of bounding boxes, which each model writes differently. The last one is ms-swift's.
 BOX_KEYS = ("bbox", "bboxes", "boxes", "bounding_box", "bounding_boxes", "objects")
-# Records without their images, among these, that show that the folder is another one.
+# This many of the first records without their images show that the image folder is wrong.
 MISSING_IMAGES = 4
 SPLIT_NAMES = {"train": "train", "valid": "val"}
 # Words in the names of files and folders that tell the split.
@@ -76,9 +76,9 @@ class Source:
     Attributes:
         path: the file or folder that the user named.
         files: the files of records.
-        images: folder, or as a str the URL, to which the names of images are relative.
-        cache: cache of files that are elsewhere.
-        columns: the record's own name of a key that is read under another one.
+        images: folder, or URL as a str, to which the names of images are relative.
+        cache: cache of remote files.
+        columns: key that is read -> the records' own name of it.
         weight: share of the samples, relative to the other sources; None if all sources are read equally often.
         repetitions: how often the samples come in one pass over all sources; None for weights.
     """
@@ -113,7 +113,7 @@ def sources_of(config: Config, split: str) -> list[Source]:
 
 
 def cache_of(config: Config) -> Cache:
-    """Return the cache of files that are elsewhere. Raises ValueError for a limit that cannot work."""
+    """Return the cache of remote files. Raises ValueError for a limit that cannot work."""
     if not config.data_cache_gib > 0:
         raise ValueError(f"--data-cache-gib {config.data_cache_gib}: must be above 0")
     return Cache(Path(config.data_cache) if config.data_cache else remote.default_cache(),
@@ -121,7 +121,7 @@ def cache_of(config: Config) -> Cache:
 
 
 def columns_of(config: Config) -> dict[str, str]:
-    """Return the record's own name of each key that --data-columns names. Raises ValueError."""
+    """Return the records' own name of each key in --data-columns. Raises ValueError if the flag cannot be read."""
     columns = {}
     for text in (piece for each in config.data_columns for piece in each.split(",")):
         key, _, column = text.partition("=")
@@ -135,8 +135,8 @@ def columns_of(config: Config) -> dict[str, str]:
 def _check_columns(columns: Mapping[str, str], where: str) -> None:
     unknown = [key for key in columns if key not in COLUMN_KEYS]
     if unknown:
-        raise ValueError(f"{where}: {', '.join(map(str, unknown))} is none of the keys that are read: "
-                         f"{', '.join(COLUMN_KEYS)}; write KEY=COLUMN, such as question=prompt")
+        raise ValueError(f"{where}: unknown key {', '.join(map(str, unknown))}; known are {', '.join(COLUMN_KEYS)}. "
+                         "Write KEY=COLUMN, such as question=prompt")
 
 
 def _image_folder(given: str, place: str) -> Path | str:
@@ -181,7 +181,7 @@ def _files_of(path: Path, split: str | None) -> tuple[Path, ...]:
 
     Args:
         path: the file or folder.
-        split: `train` or `val`; None: `val`, or data of which nothing says a split, which the user named for this.
+        split: `train` or `val`; None: `val`, or files without the name of a split, which the user named for this.
 
     Raises:
         ValueError: there are none, or it is unclear which ones are meant.
@@ -221,7 +221,7 @@ def _metadata(path: Path, key: str) -> list[Any]:
 
 
 def _files_by_name(path: Path, split: str | None) -> tuple[Path, ...]:
-    """Return the files of a split in a folder whose names tell the split, as on the Hugging Face hub."""
+    """Return the files of a split in a folder whose file names tell the split, as on the Hugging Face hub."""
     folders = [path, *(path / name for name in ("data", *SPLIT_WORDS) if (path / name).is_dir())]
     by_split: dict[str, list[Path]] = {}
     for file in sorted(file for folder in folders for file in folder.iterdir()):
@@ -244,7 +244,7 @@ def _files_by_name(path: Path, split: str | None) -> tuple[Path, ...]:
 
 
 def _only[T](found: Sequence[T], wanted: str, names: Sequence[str]) -> Sequence[T]:
-    """Return what was found of a split. Raises ValueError unless it is one data set."""
+    """Return `found` if it is one data set of a split. Raises ValueError otherwise."""
     if not found and wanted == "val":
         raise NoSplitError("has no file of a val split (val or validation in its name); name held-out samples with "
                            "--valid-data-path, or leave out --eval-iters")
@@ -315,11 +315,11 @@ def _entry(folder: Path | str, number: int, entry: Any, split: str, config: Conf
 
 
 class RecordReader:
-    """Reads records by number, in the place of Energon's readers of tar files.
+    """Reader of records by number, which replaces Energon's readers of tar files.
 
     Args:
         source: the files.
-        order: number of the record in each place; None: as they are stored.
+        order: number of the record at each index; None: the stored order.
     """
 
     def __init__(self, source: Source, order: np.ndarray | None) -> None:
@@ -336,7 +336,7 @@ class RecordReader:
         return str(self._source.path)
 
     def place(self, index: int) -> tuple[RecordFile, int]:
-        """Return the file of a record, and its number there."""
+        """Return the file of a record, and its number in the file."""
         record = index if self._order is None else int(self._order[index])
         number = int(np.searchsorted(self._starts, record, side="right")) - 1
         return self._files[number], record - self._starts[number]
@@ -357,14 +357,14 @@ class RecordReader:
         if not file.block_starts:
             return None
         block = int(np.searchsorted(file.block_starts, number, side="right")) - 1
-        place = file.path, block
-        if place not in self._blocks:
-            # One more than are in use, because the one that was left last is not the one that was used least recently.
+        key = file.path, block
+        if key not in self._blocks:
+            # One more than are in use, because a block that is no longer in use may have been used more recently.
             while len(self._blocks) > PARALLEL_BLOCKS:
                 self._blocks.popitem(last=False)
-            self._blocks[place] = file.read_block(block)
-        self._blocks.move_to_end(place)
-        return self._blocks[place]
+            self._blocks[key] = file.read_block(block)
+        self._blocks.move_to_end(key)
+        return self._blocks[key]
 
     def close(self) -> None:
         """Forget the blocks. The files stay open for other readers of the process."""
@@ -396,9 +396,9 @@ class RecordFiles(BaseCoreDatasetFactory[ParsedSample], Sharder):
         return self._count
 
     def build(self, worker_rotation_offset: int = 0) -> SavableDataset[ParsedSample]:
-        # Energon shuffles slices of neighbours in each pass. Where any record is quickly found, all are shuffled before
-        # the first, and a small file has small slices. Blocks that are read as a whole are slices, and the records of
-        # each are shuffled once.
+        # Energon shuffles slices of neighbouring records in each pass. If records can be read one by one, all of them
+        # are also shuffled before the first pass, and a small file has small slices. If they are read in blocks, each
+        # block is a slice, and its records are shuffled once.
         rng = np.random.default_rng([self._worker_config.seed_offset % 2**32, self._count])
         has_blocks = any(file.block_starts for file in self._files)
         sizes = [size for file in self._files for size in np.diff(file.block_starts)] if has_blocks else [self._count]
@@ -440,7 +440,7 @@ def parsed(images: FolderImages, columns: Mapping[str, str], sample: RawSampleDa
     try:
         return ParsedSample(**basic_sample_keys(record), conversation=conversation_of_record(content, images, columns))
     except OSError as error:
-        # The record is not at fault: the run ends.
+        # The record is not at fault, so the run ends.
         raise FatalSampleError(f"{record['__shard__']} {record['__key__']}: {error}") from error
 
 
@@ -450,7 +450,7 @@ def conversation_of_record(record: Any, images: FolderImages, columns: Mapping[s
         raise ValueError(f"is {type(record).__name__}, expected an object")
     record = _renamed(record, columns)
     for key in BOX_KEYS:
-        # ms-swift's `objects` belong to marks in the texts; elsewhere it is a column like others.
+        # ms-swift's `objects` belong to marks in the texts. Without such marks, it is an ordinary column.
         has_marks = key == "objects" and any(mark in str(record) for mark in ("<ref-object>", "<bbox>"))
         if record.get(key) and (has_marks or key != "objects" and record.get("question") is not None):
             raise ValueError(f"{key} {str(record[key])[:80]!r}: bounding boxes are not read; write them into the texts "
@@ -468,7 +468,7 @@ def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[s
     """Return a record with its own columns under the keys that are read."""
     if not columns:
         return record
-    # Keys that decide the form of a record, or list its images, count only under the names of the flag.
+    # Keys that decide the form of a record, or list its images, count only under the names that the flag gives.
     hidden = {*columns.values(), *columns}
     for keys in (FORMS, ("image", "images"), VIDEO_KEYS, ("answer", "answers")):
         if not columns.keys().isdisjoint(keys):
@@ -518,11 +518,12 @@ def check_first_records(config: Config, split: str, encode: Callable[[ParsedSamp
     Args:
         config: the data set's flags.
         split: `train` or `valid`.
-        encode: makes tokens of a record. Raises ValueError if it cannot be used.
+        encode: tokenises a record. Raises ValueError if it cannot be used.
         takes_images: whether the run has an encoder.
 
     Raises:
-        ValueError: none of the records can be used, or one has an image and the run no encoder; names file and line.
+        ValueError: none of the records can be used, or one has an image but the run has no encoder. The message names
+            file and line.
     """
     flag = path_of(config, split)[0]
     for source in sources_of(config, split):
@@ -562,7 +563,7 @@ def check_first_records(config: Config, split: str, encode: Callable[[ParsedSamp
 
 
 def check_named_columns(flag: str, source: Source, reader: RecordReader) -> None:
-    """Refuse columns that none of the first records has: a mistyped one of images would leave them out in silence."""
+    """Refuse columns that none of the first records has, because a typo could silently leave out all images."""
     absent = dict(source.columns)
     number = 0
     while absent and number < min(COLUMN_RECORDS, len(reader)):
@@ -585,7 +586,7 @@ def _with_hint(place: str, error: ValueError | OSError, images: FolderImages) ->
 
 
 def digest(config: Config) -> str:
-    """Return a digest of the training files: their names, sizes and shares. They may be too large to be read."""
+    """Return a digest of the training files' names, sizes and shares. The files may be too large to be read."""
     parts = [[[file.name, file.stat().st_size] for file in source.files] + [[source.weight, source.repetitions]]
              + ([dict(source.columns)] if source.columns else []) for source in sources_of(config, "train")]
     return f"files {hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}"

@@ -81,8 +81,8 @@ def conversation_of(sample: EnergonSample) -> Conversation:
     if isinstance(sample, TextSample):
         return Conversation(document=sample.text)
     raise ValueError(
-        f"{type(sample).__name__} is no sample type that is read here: CaptioningSample, VQASample, InterleavedSample, "
-        "TextSample, or a CrudeWebdataset"
+        f"sample type {type(sample).__name__} is not supported; supported are CaptioningSample, VQASample, "
+        "InterleavedSample, TextSample and CrudeWebdataset"
     )
 
 

@@ -39,8 +39,8 @@ OPEN_ERRORS = (AssertionError, AttributeError, OSError, ValueError, KeyError, Ty
 # Number of parts in Energon's index that are examined for images.
 CHECKED_PARTS = 10_000
 SPLIT_NAMES = {"train": "train", "valid": "val"}
-# Number of shards that stay open over all sources of a blend: in a worker process, and for a lane that is read in the
-# training process. Each needs a file handle, and processes often have 1024.
+# Shards that stay open over all sources of a blend, in a worker process and for a lane that is read in the training
+# process. Each needs a file handle, and a process may often have only 1024.
 OPEN_SHARDS, OPEN_SHARDS_IN_PROCESS = 512, 32
 
 
@@ -74,9 +74,9 @@ def check_prepared(config: Config, split: str) -> None:
         return
     flag, path = path_of(config, split)
     with naming(flag, path, split):
-        place = EPath(path)
-        kind = get_dataset_type(place)
-        exists = place.is_file() or place.is_dir()
+        location = EPath(path)
+        kind = get_dataset_type(location)
+        exists = location.is_file() or location.is_dir()
     if not exists:
         raise ValueError(f"{flag} {path}: does not exist")
     if kind in (EnergonDatasetType.INVALID, EnergonDatasetType.FILESYSTEM):
@@ -84,7 +84,7 @@ def check_prepared(config: Config, split: str) -> None:
                          "YAML: it has no .nv-meta/.info.json")
     if kind is not EnergonDatasetType.JSONL:
         return
-    if not place.with_suffix(IJSONL_SUFFIX).is_file():
+    if not location.with_suffix(IJSONL_SUFFIX).is_file():
         raise ValueError(f"{flag} {path}: is not indexed; run `energon prepare {path}`")
     # Energon returns the whole file for every split, so the run would validate on its training samples.
     if split == "valid" and not config.valid_data_path:
@@ -94,7 +94,7 @@ def check_prepared(config: Config, split: str) -> None:
 
 
 def leaves(dataset: SavableDataset) -> Iterator[WebdatasetSampleLoaderDataset]:
-    """Return the data sets at the bottom of a tree of wrappers, which read shards."""
+    """Yield the data sets at the bottom of a tree of wrappers, which read shards."""
     if isinstance(dataset, WebdatasetSampleLoaderDataset):
         yield dataset
     elif isinstance(dataset, BaseWrapperDataset):
@@ -103,9 +103,9 @@ def leaves(dataset: SavableDataset) -> Iterator[WebdatasetSampleLoaderDataset]:
 
 
 class OpenShards(dict[int, Any]):
-    """Open tar files of a reader.
+    """Open tar files of a reader, each of which forgets the members that it has read.
 
-    Each forgets the members that it has read, because that list would grow with every pass.
+    Otherwise their lists of members would grow with every pass.
     """
 
     def __getitem__(self, shard: int) -> Any:

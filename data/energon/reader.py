@@ -21,7 +21,7 @@ from mimo.protocols import DataRequest, Sample
 logger = logging.getLogger("mimo.data")
 FORMAT = "energon"
 SHOWN_ERRORS = 3
-# Flags that must stay the same, so that a worker can resume where it was.
+# Flags that must stay the same for a worker to resume where it was.
 STATE_FLAGS = ("packing_buffer_size", "packing_balance", "shuffle_buffer_size", "max_samples_per_sequence", "shuffle")
 
 
@@ -32,7 +32,7 @@ class Encoding:
     Attributes:
         encoder: Energon's task encoder; its rows have `worker`, the global worker id, and `skipped`, messages.
         on_error: called in a worker with (error, sample, sources) for a sample that cannot be encoded.
-        to_sample: a row as the trainer takes it.
+        to_sample: converts a row for the trainer.
     """
 
     encoder: TaskEncoder
@@ -66,9 +66,9 @@ class EnergonReader:
 
     Args:
         config: the data set's flags.
-        request: what the run asks of it.
+        request: the run's model and sizes.
         lanes: lane numbers.
-        encoding: what the workers make of samples.
+        encoding: how the workers turn samples into rows.
 
     Raises:
         ValueError: the data cannot be opened, or has too few samples for the workers.
@@ -133,8 +133,11 @@ class EnergonReader:
         return self._router.mark()
 
     def state_dict(self, mark: Mark) -> dict[int, dict[str, Any]]:
-        """Return the state of each lane at one of the last marks: how many rows each worker had delivered, and an
-        earlier state of Energon. Queued rows are not part of it, because they are read again."""
+        """Return the state of each lane at one of the last marks.
+
+        It has the rows that each worker had delivered, and an earlier state of Energon. Queued rows are not part of it,
+        because they are read again.
+        """
         return {lane: self._lane_state(lane, mark) for lane in self._lanes}
 
     def _lane_state(self, lane: int, mark: Mark) -> dict[str, Any]:
@@ -179,12 +182,12 @@ class EnergonReader:
     def _check(self, lane: int, state: Mapping[str, Any]) -> None:
         if state.get("format") != FORMAT:
             raise ValueError(
-                f"--dataset-provider energon: the checkpoint's data state of lane {lane} is of another data set "
-                f"(it holds {', '.join(sorted(map(str, state)))}); --no-load-data starts the data anew"
+                f"--dataset-provider energon: the checkpoint's data state of lane {lane} belongs to another data set "
+                f"(it has {', '.join(sorted(map(str, state)))}); --no-load-data starts the data anew"
             )
         check_workers(state, self._request.num_lanes, self._num_workers)
         flags = self._state_flags()
-        # Older states do not say that there was no context parallelism.
+        # Older states lack llm_cp, because there was no context parallelism.
         stored = {"llm_cp": 1} | state["flags"]
         changed = [f"--{name.replace('_', '-')} {value}: the checkpoint's data was read with {stored.get(name)}"
                    for name, value in flags.items() if stored.get(name) != value]

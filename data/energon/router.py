@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-# Rows for each worker that one read of a lane may take from a loader. torch's loader asks its workers in turn, so one
-# is enough unless something is wrong.
+# Most rows of each worker that one read of a lane may take from a loader. torch's loader asks its workers in turn, so
+# one is enough unless something is wrong.
 PULLS_PER_WORKER = 4
 
 
@@ -49,12 +49,12 @@ class Arrival:
 
 
 class Source(Protocol):
-    """Interface of what runs workers."""
+    """A loader that runs some workers."""
 
     workers: range
 
     def pull(self, worker: int) -> Arrival:
-        """Return the next row of any of its workers, if it can choose of `worker`."""
+        """Return the next row of any of its workers; of `worker` if it can choose."""
         ...
 
 
@@ -65,7 +65,7 @@ class WorkerPosition:
     Attributes:
         count: rows delivered since the start of the run.
         skipped: bad samples that were skipped before them.
-        checkpoints: states to continue from, oldest first; the first is not after any mark that may still be needed.
+        checkpoints: states to continue from, oldest first. The first precedes every mark that may still be needed.
     """
 
     count: int = 0
@@ -103,7 +103,7 @@ class Router:
     """Deliver rows lane by lane.
 
     Args:
-        sources: what runs the workers of these lanes.
+        sources: the loaders that run the workers of these lanes.
         workers_per_lane: global worker `w` belongs to lane `w // workers_per_lane`.
         kept_marks: number of marks whose checkpoints are kept.
 
@@ -180,7 +180,7 @@ class Router:
 
     def mark(self) -> Mark:
         """Return the current position of all workers."""
-        mark = Mark({worker: (place.count, place.skipped) for worker, place in self.positions.items()})
+        mark = Mark({worker: (position.count, position.skipped) for worker, position in self.positions.items()})
         self._marks.append(mark)
         return mark
 

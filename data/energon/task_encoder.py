@@ -1,9 +1,9 @@
 """Turn WebDataset samples into rows, in Energon's workers.
 
-When a sample is read, it is parsed, written as a conversation and tokenised, and only the headers of its images are
-read, for their sizes, and the packets and first frames of its videos. Other pixels are decoded when a sample becomes
-part of a row. So a packing buffer holds compressed images, and each image is decoded once. An entry of a buffer depends
-only on its sample, because Energon restores it by key.
+When a sample is read, it is parsed, written as a conversation and tokenised. For the sizes, only the headers of its
+images and the packets and first frames of its videos are read. Other pixels are decoded when the sample becomes part of
+a row. So a packing buffer holds compressed images, and each image is decoded once. An entry of a buffer depends only on
+its sample, because Energon restores it by key.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class Row(EnergonSample):
     Attributes:
         tokens: int64 `[T]`, one placeholder for each image or tile, and for each video or temporal patch of one.
         target_mask: bool `[T]`.
-        image_sizes: height and width in pixels of each image or tile, and sizes of videos, as the placeholders come.
+        image_sizes: height and width in pixels of each image or tile, and sizes of videos, in the placeholders' order.
         images: `[C, height, width]` of each image, `[frames, C, height, width]` of each video; uint8 with a
             `normalisation`, float32 without.
         lengths: in a pack, the number of tokens of each sample; empty without packing.
         skipped: bad samples since the worker's last row.
-        unbalanced_image_tokens: in a balanced pack, the image tokens of the pack in its place without balancing.
+        unbalanced_image_tokens: in a balanced pack, the image tokens that the pack would have without balancing.
         normalisation: how the encoder's rank normalises the images.
         worker: global worker id.
     """
@@ -134,7 +134,7 @@ def to_sample(row: Row) -> Sample:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedVideo:
-    """A video whose frames are chosen and not decoded: its name, content, header and frames."""
+    """A video whose frames are chosen but not yet decoded: its name, content, header and frames."""
 
     name: str
     content: Video
@@ -151,7 +151,7 @@ class EncodedSample(EnergonSample):
         target_mask: bool `[T]`.
         images: name and compressed bytes of each image.
         videos: the videos.
-        image_sizes: sizes of images or tiles and of videos, as the placeholders come.
+        image_sizes: sizes of images or tiles and of videos, in the placeholders' order.
         length: tokens once images are expanded.
         image_tokens: how many of them are tokens of images and videos.
     """
@@ -260,8 +260,8 @@ class VlmTaskEncoder(TaskEncoder):
     def _planned(self, name: str, content: Video) -> PlannedVideo:
         """Choose the frames of a video, from its header."""
         if self._video is None and self._request.tokens.video_token_id >= 0:
-            raise ValueError(f"has video {name}, and the model's video processor cannot be followed; with --video-fps "
-                             "2 the start says why")
+            raise ValueError(f"has video {name}, but the model's video processor is not supported; a start with "
+                             "--video-fps 2 says why")
         if self._video is None:
             raise ValueError(f"has video {name}, but the model takes no videos; --model-provider qwen2_5_vl and "
                              "qwen3_vl do")
@@ -270,7 +270,7 @@ class VlmTaskEncoder(TaskEncoder):
         if info.height * info.width > limit:
             raise ValueError(f"video {name} has frames of {info.height}x{info.width} pixels, more than "
                              f"--max-image-pixels {limit}")
-        # One worker of the run says so, once.
+        # One worker of the run logs it once.
         if info.has_sound and not self._sound_is_told and WorkerConfig.active_worker_config is not None:
             self._sound_is_told = True
             if global_worker_id() == 0:
@@ -283,7 +283,7 @@ class VlmTaskEncoder(TaskEncoder):
         return PlannedVideo(name, content, info, plan)
 
     def _frame_list_info(self, name: str, video: FrameList) -> VideoInfo:
-        """Describe a video of images, which have to be of one size."""
+        """Describe a video that is given as images, which must have the same size."""
         sizes = {oriented_size(open_image(*frame)) for frame in video.frames}
         if len(sizes) > 1:
             raise ValueError(f"video {name}: the images have different sizes, such as "
@@ -328,7 +328,7 @@ class VlmTaskEncoder(TaskEncoder):
         )
 
     def _as_shown[T](self, tokens: np.ndarray, images: Sequence[T], videos: Sequence[T]) -> list[T]:
-        """Return something for each image and each part of a video in the order of the placeholders in `tokens`."""
+        """Merge values for each image and for each part of a video, in the order of the placeholders in `tokens`."""
         spec, left = self._request.tokens, (iter(images), iter(videos))
         return [next(left[token == spec.video_token_id]) for token in tokens.tolist()
                 if token in (spec.image_token_id, spec.video_token_id) and token >= 0]
@@ -397,7 +397,6 @@ class VlmTaskEncoder(TaskEncoder):
         return [[samples[index] for index in pack] for pack in packs], unbalanced
 
     def select_samples_to_pack(self, samples: list[EncodedSample]) -> list[list[EncodedSample]]:
-        """Choose the samples of each pack."""
         return self.select_packs(samples)[0]
 
     @stateless
@@ -440,7 +439,7 @@ class VlmTaskEncoder(TaskEncoder):
 
 
 def without_tolerance(dataset: Any) -> None:
-    """Keep every stage of a pipeline from ending a worker for bad samples in a row. Energon's readers allow 100."""
+    """Keep every stage of a pipeline from ending a worker after many bad samples in a row. Energon allows 100."""
     if isinstance(dataset, MapDataset):
         compat.tolerate_any_failure(dataset)
     if isinstance(dataset, BaseWrapperDataset):
@@ -449,10 +448,10 @@ def without_tolerance(dataset: Any) -> None:
 
 
 class PackedRows(PackingDataset):
-    """Energon's packing, without its progress bar, recording what each pack was before balancing.
+    """Energon's packing without its progress bar, which records what each pack would be without balancing.
 
-    Energon reads the next buffer while it delivers the packs of this one. Bad samples are reported with the packs of
-    the buffer for which they were read, because the run has not skipped them before.
+    Energon reads the next buffer while it delivers the packs of the current one. Bad samples are reported with the
+    packs of the buffer for which they were read, because the run has not skipped them before.
     """
 
     _savable_fields = (*compat.PACKING_STATE, "_unbalanced", "_skipped", "_skipped_ahead")
@@ -503,7 +502,7 @@ class PackedRows(PackingDataset):
     def __iter__(self) -> Iterator[Row]:
         for row in super().__iter__():
             if self._unbalanced:
-                # The packs that are left are at the end.
+                # The remaining packs are at the end.
                 row.unbalanced_image_tokens = self._unbalanced[-1 - compat.packs_left(self)]
             row.skipped = (*self._skipped, *row.skipped)
             self._skipped = []

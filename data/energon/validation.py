@@ -28,7 +28,7 @@ class ValidReader:
 
     Args:
         config: the data set's flags, without packing.
-        request: what the run asks of it.
+        request: the run's model and sizes.
         lanes: lane numbers.
         encoding: how samples become rows.
 
@@ -44,7 +44,7 @@ class ValidReader:
         )
         self._datasets = valid_datasets(config, self._worker_config, encoding.encoder)
         self._leaves = [leaf for dataset in self._datasets for leaf in leaves(dataset)]
-        assert len(self._leaves) == len(self._datasets), "one data set a source"
+        assert len(self._leaves) == len(self._datasets), "one data set for each source"
         self._ranges = [leaf_range(leaf) for leaf in self._leaves]
         self._starts = [0, *accumulate(len(samples) for samples in self._ranges)]
         if not self._starts[-1]:
@@ -58,7 +58,7 @@ class ValidReader:
         self._positions = dict.fromkeys(sorted(lanes), 0)
 
     def start(self) -> None:
-        """Do nothing: there is no worker to start."""
+        """Do nothing, because there is no worker to start."""
 
     def read(self, lane: int) -> Sample:
         """Return the next row of a lane. Raises ValueError for a shard that cannot be read, or too many bad samples."""
@@ -73,11 +73,11 @@ class ValidReader:
     def _row(self, index: int) -> Any:
         """Return the row of a sample, or None if it cannot be used or the split excludes it."""
         source = bisect_right(self._starts, index) - 1
-        place = self._ranges[source].start + index - self._starts[source]
+        position = self._ranges[source].start + index - self._starts[source]
         leaf = self._leaves[source]
         # Its single worker reads a slice with this one sample.
         leaf.reset_state_own()
-        leaf.slice_offsets = (place, place + 1)
+        leaf.slice_offsets = (position, position + 1)
         with ONE_WORKER:
             self._worker_config.worker_activate(index)
             try:
@@ -106,7 +106,7 @@ class ValidReader:
             if state.get("format") != FORMAT:
                 raise ValueError(f"not the state of a validation split: it holds {', '.join(sorted(map(str, state)))}")
             if state["lanes"] != self._request.num_lanes:
-                raise ValueError(f"--llm-dp {self._request.num_lanes}: the state is of {state['lanes']} lanes")
+                raise ValueError(f"--llm-dp {self._request.num_lanes}: the state belongs to {state['lanes']} lanes")
         for lane in self._positions:
             self._positions[lane] = int(states[lane]["position"])
 

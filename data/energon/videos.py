@@ -1,4 +1,4 @@
-"""The flags of videos: those left out come from the model's video processor."""
+"""The video flags of the data set, of which those left out come from the model's video processor."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ OPEN = (None, "auto", ())
 
 
 def with_video_flags(config: Config, find: Callable[[], Sequence[VideoProcessing]]) -> Config:
-    """Return the flags with the settings of videos that they leave to the model filled in.
+    """Return the flags with the video settings filled in that they leave to the model.
 
     Args:
         config: the flags.
-        find: returns what the model's files specify, one entry a folder; empty for a model that takes no videos.
+        find: returns the processing of each of the model's folders; empty for a model that takes no videos.
 
     Raises:
         ValueError: the model takes no videos and there are such flags, two folders disagree, or `find` raised it.
@@ -79,7 +79,7 @@ def video_processing_of(config: Config, tokens: TokenSpec) -> VideoProcessing | 
     if tokens.video_token_id < 0 or tokens.image_token_id < 0 or rule == "auto":
         return None
     if (rule == "qwen3_vl") != bool(tokens.placeholder_frames):
-        raise ValueError(f"--video-processing {rule}: the model has placeholders as the other family; leave it out")
+        raise ValueError(f"--video-processing {rule}: the model has the placeholders of the other family; leave it out")
     values = {name: vars(config)[f"video_{name}"] for name in FIELDS}
     for name, value in values.items():
         if value in OPEN:

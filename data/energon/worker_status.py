@@ -1,4 +1,4 @@
-"""Status of each Energon worker in memory that the trainer reads, to name a worker that stalls or dies."""
+"""Status lines of Energon workers in shared memory, by which the trainer names a worker that stalls or dies."""
 
 from __future__ import annotations
 
@@ -37,35 +37,37 @@ class DamagedSampleError(ValueError):
 
 
 class WorkerStatusTable:
-    """One line of text a worker, in memory that forks share. A line being written may be read half: it is for people.
+    """One line of text for each worker, in memory that forks share.
+
+    A line may be read while it is being written, which does not matter to the people who read it.
 
     Args:
         workers: global worker ids.
     """
 
     def __init__(self, workers: Iterable[int]) -> None:
-        self._places = {worker: place * SLOT_BYTES for place, worker in enumerate(workers)}
-        self._memory = mmap.mmap(-1, SLOT_BYTES * len(self._places))
+        self._offsets = {worker: number * SLOT_BYTES for number, worker in enumerate(workers)}
+        self._memory = mmap.mmap(-1, SLOT_BYTES * len(self._offsets))
 
     def write(self, worker: int, text: str) -> None:
-        """Note what `worker`, which is this process, does from now on."""
+        """Report what `worker`, which is this process, does from now on."""
         data = text.encode()[: SLOT_BYTES - HEADER.size]
-        place = self._places[worker]
-        HEADER.pack_into(self._memory, place, os.getpid(), time.monotonic(), len(data))
-        self._memory[place + HEADER.size : place + HEADER.size + len(data)] = data
+        start = self._offsets[worker]
+        HEADER.pack_into(self._memory, start, os.getpid(), time.monotonic(), len(data))
+        self._memory[start + HEADER.size : start + HEADER.size + len(data)] = data
 
     def read(self, worker: int) -> tuple[int, float, str]:
-        """Return process id, seconds since the last note, and the note; the process id is 0 before the first one."""
-        place = self._places[worker]
-        pid, noted, size = HEADER.unpack_from(self._memory, place)
+        """Return process id, seconds since the last report, and its text; before the first one, the process id is 0."""
+        start = self._offsets[worker]
+        pid, written_s, size = HEADER.unpack_from(self._memory, start)
         if not pid:
             return 0, 0.0, "not started"
-        data = self._memory[place + HEADER.size : place + HEADER.size + size]
-        return pid, time.monotonic() - noted, data.decode(errors="replace")
+        data = self._memory[start + HEADER.size : start + HEADER.size + size]
+        return pid, time.monotonic() - written_s, data.decode(errors="replace")
 
 
 class WorkerStatus:
-    """The line of whichever worker runs in this process.
+    """The line of the worker that runs in this process.
 
     Attributes:
         worker: global worker id, set when its iteration starts; -1 before.
@@ -84,11 +86,11 @@ class WorkerStatus:
 
 
 class WatchedReader:
-    """Shard reader that notes what it reads, and whose errors name the shard.
+    """Shard reader that reports what it reads, and whose errors name the shard.
 
     Args:
         reader: Energon's reader of one data set's shards.
-        status: where it writes notes.
+        status: line on which it reports.
     """
 
     def __init__(self, reader: Any, status: WorkerStatus) -> None:
@@ -148,10 +150,10 @@ class WatchedReader:
         return sample
 
 
-def pass_over_damage(leaf: WebdatasetSampleLoaderDataset) -> None:
-    """Let a data set report the samples of a damaged shard as bad ones and continue. Energon would end.
+def skip_damaged_samples(leaf: WebdatasetSampleLoaderDataset) -> None:
+    """Let a data set report the samples of a damaged shard as bad ones and continue, where Energon would end.
 
-    A sample that a checkpoint's buffer holds cannot be skipped: restoring it raises an error as before.
+    A sample in the buffer of a checkpoint cannot be skipped, so restoring it still raises an error.
     """
     readers = leaf.join_readers
 
@@ -173,31 +175,31 @@ def _key_of(sample: Any) -> str:
     return str(sample.__key__) if hasattr(sample, "__key__") else type(sample).__name__
 
 
-def _noting(function: Callable[[Any], Any], status: WorkerStatus) -> Callable[[Any], Any]:
-    def noted(sample: Any) -> Any:
+def _reporting(function: Callable[[Any], Any], status: WorkerStatus) -> Callable[[Any], Any]:
+    def report_and_call(sample: Any) -> Any:
         status.write(f"encoding {_key_of(sample)}")
         return function(sample)
 
-    return noted
+    return report_and_call
 
 
 def watch(dataset: SavableDataset, status: WorkerStatus) -> None:
-    """Make every shard reader and every encoder of a tree of wrappers write a note before it works."""
+    """Have every shard reader and every encoder of a tree of wrappers report before it works."""
     if isinstance(dataset, WebdatasetSampleLoaderDataset):
         dataset.join_readers = [WatchedReader(reader, status) for reader in dataset.join_readers]
-        pass_over_damage(dataset)
+        skip_damaged_samples(dataset)
     if isinstance(dataset, BaseWrapperDataset):
         for inner in dataset.datasets:
             watch(inner, status)
     if isinstance(dataset, PackingDataset) and dataset.sample_encoder is not None:
-        dataset.sample_encoder = _noting(dataset.sample_encoder, status)
-    # The innermost map gets the raw sample, which the reader has just noted.
+        dataset.sample_encoder = _reporting(dataset.sample_encoder, status)
+    # The innermost map gets the raw sample, which the reader has just reported.
     elif isinstance(dataset, MapDataset) and not isinstance(dataset.dataset, WebdatasetSampleLoaderDataset):
         # Energon checks whether a mapping is a generator function. A wrapper of one is not.
         if not inspect.isgeneratorfunction(dataset.map_fn):
-            dataset.map_fn = _noting(dataset.map_fn, status)
+            dataset.map_fn = _reporting(dataset.map_fn, status)
 
 
 def is_bad_data(error: BaseException) -> bool:
-    """Whether the data is at fault, rather than the program."""
+    """Return whether the data is at fault, rather than the program."""
     return isinstance(error, (SampleException, *READ_ERRORS))

@@ -1,9 +1,9 @@
 """Run Energon's worker processes, whose data set is read, saved and restored worker by worker.
 
 Energon's own savable loader asks its workers for their state when a checkpoint is written. It waits until each of them
-is between two rows, and after a restore it forgets the rows that it skipped. Here a worker sends its state along with
+is between two rows, and after a restore it forgets the rows that it skipped. Here, a worker sends its state along with
 every few rows, and the trainer keeps the states that it may still need. So a checkpoint does not wait, and it is exact
-right after a restore too. The data set, its seeds, its shards and its order are Energon's.
+even right after a restore. The data set, its seeds, its shards and its order are Energon's.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
 
 @dataclass(frozen=True)
 class Failure:
-    """Last message of a worker, in place of a row.
+    """Last message of a worker, which it sends instead of a row.
 
     Attributes:
         worker: global worker id.
@@ -82,7 +82,7 @@ class RowStream(IterableDataset):
     Args:
         dataset: Energon's data set, whose worker configuration names the workers.
         starts: starting points by global worker id; a worker without one begins at the beginning.
-        status: where a worker notes what it does.
+        status: the line on which a worker reports what it does.
     """
 
     def __init__(self, dataset: SavableDataset, starts: Mapping[int, Start], status: WorkerStatus) -> None:
@@ -147,16 +147,17 @@ class RowStream(IterableDataset):
 
 
 def _init_worker(parent: int, _: int) -> None:
-    """Make a fork of the trainer a worker, which ends with the trainer but not by signals meant for the trainer."""
+    """Turn a fork of the trainer into a worker, which ends with the trainer but ignores signals meant for it."""
     # Schedulers send SIGTERM to every process. The trainer then finishes its step and ends its workers itself.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also if it is killed while this one waits for a disk
+    # The kernel ends this process with the trainer, even if the trainer is killed while this one waits for a disk.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
-    WorkerConfig.active_worker_config = None  # of a thread of the trainer at the time of the fork
+    WorkerConfig.active_worker_config = None  # a thread of the trainer may have set it at the time of the fork
     gc_init_worker(0)  # keeps the trainer's CUDA tensors from being freed here
     gc.freeze()
 
@@ -217,17 +218,14 @@ class WorkerProcesses:
         atexit.register(self.close)
 
     def name(self, worker: int) -> str:
-        """Describe a worker for messages: its id, lane and process, and what it did last."""
+        """Describe a worker for messages: its id, lane and process, and its last report."""
         pid, seconds, text = self._statuses.read(worker)
         rows = self._rows  # another thread may close it
         pid = pid if pid or rows is None else compat.worker_processes(rows)[worker - self.workers.start].pid
         return f"worker {worker} (lane {worker // self._workers_per_lane}, pid {pid}), for {seconds:.0f} s: {text}"
 
     def holds_up(self, worker: int) -> int:
-        """Return the worker that `pull` waits for.
-
-        Rows come in turn, so this may be another worker than the wanted one.
-        """
+        """Return the worker that `pull` waits for, which may differ from `worker` because rows come in turn."""
         rows = self._rows
         if rows is None:
             return worker
@@ -251,12 +249,12 @@ class WorkerProcesses:
             dead = self._dead()
             raise RuntimeError("; ".join(dead) if dead else f"{type(error).__name__}: {error}") from error
         if isinstance(item, Failure):
-            place = f"worker {item.worker} (lane {item.worker // self._workers_per_lane})"
-            raise (ValueError if item.bad_data else RuntimeError)(f"{place}: {item.text}")
+            name = f"worker {item.worker} (lane {item.worker // self._workers_per_lane})"
+            raise (ValueError if item.bad_data else RuntimeError)(f"{name}: {item.text}")
         return item
 
     def _dead(self) -> list[str]:
-        # A broken connection shows before the end of the process, and that shows before its exit code.
+        # A broken connection is seen before the process has ended, and the end before its exit code is known.
         processes = compat.worker_processes(self._rows)
         ended = wait([process.sentinel for process in processes], STOP_S)
         dead = []
@@ -323,5 +321,4 @@ class InProcess:
             return next(self._rows)
 
     def close(self) -> None:
-        """Do nothing: there is no process to end."""
         self._rows = None

@@ -24,11 +24,11 @@ class Bars:
 
     Attributes:
         places: middle of each bar.
-        width: of a bar.
-        counts: of each bar.
-        names: of each bar, shown beside the pointer.
-        axis: what differs from the usual horizontal axis.
-        median: its place and words; None without.
+        width: width of a bar.
+        counts: count of each bar.
+        names: name of each bar, shown beside the pointer.
+        axis: Plotly settings that differ from the usual horizontal axis.
+        median: position and text of the median; None without it.
     """
 
     places: list[float]
@@ -90,11 +90,11 @@ def histogram(title: str, bars: Bars, axis: str, colour: str, unit: str) -> str:
     """Return a histogram.
 
     Args:
-        title: what is shown.
+        title: title of the chart.
         bars: its values.
         axis: title of the horizontal axis.
         colour: variable of the style sheet, such as `text`.
-        unit: what is counted, such as samples.
+        unit: what the bars count, such as samples.
     """
     trace = {"type": "bar", "x": bars.places, "y": bars.counts, "width": 0.92 * bars.width, "hoverinfo": "text",
              "marker": {"color": f"var(--{colour})"},
@@ -121,8 +121,8 @@ def lying_bars(title: str, names: Sequence[str], series: Sequence[Series], most:
     """Return horizontal bars with their values at the ends.
 
     Args:
-        title: what is shown.
-        names: of the rows, from top to bottom, as HTML.
+        title: title of the chart.
+        names: names of the rows, from top to bottom, as HTML.
         series: bars of each row.
         most: value of a bar of full length.
         reference: value and text of a line to compare bars with.

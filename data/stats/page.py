@@ -31,14 +31,14 @@ class Report:
     Attributes:
         config: the data set's flags.
         flags: the flags that say what was read and for which model, as on a command line.
-        model: for which model, in words.
+        model: name of the model for which the samples were read.
         seq_length: tokens of a row.
         patch_size: pixels a side of a patch; 0 for a model that does not say.
         tiling: how images are tiled; None for a model that takes none.
         image_token_id: placeholder of an image.
         collected: what was read.
-        packings: of `pack_all`.
-        figures: of `figures`.
+        packings: result of `pack_all`.
+        figures: result of `figures`.
     """
 
     config: Config
@@ -65,7 +65,7 @@ class Report:
 
 
 def percent(share: float) -> str:
-    """Return a share for people."""
+    """Format a share."""
     return f"{100 * share:.1f} %"
 
 
@@ -90,7 +90,7 @@ def keys_html(report: Report) -> str:
 
 
 def flavors(source: Mapping[str, Any]) -> str:
-    """Return subflavors for people."""
+    """Format subflavors."""
     return ", ".join(f"{name}: {value}" for name, value in source["subflavors"].items())
 
 

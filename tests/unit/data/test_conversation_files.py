@@ -306,10 +306,10 @@ def test_each_kind_of_bad_record_is_passed_over_with_file_and_line(tmp_path, con
 
 def test_a_damaged_list_is_refused_with_its_line(tmp_path, config):
     for text, message in [
-        ('[\n{"text": "a"},\n{"text": }\n]', r"train.json: is no JSON list: line 3 column 10: Expecting value"),
+        ('[\n{"text": "a"},\n{"text": }\n]', r"train.json: is not a JSON list: line 3 column 10: Expecting value"),
         ('[\n{"text": "a"}\n{"text": "b"}]', r"line 3 column 1: expected , or \]"),
         ('[{"text": "a"}', r"expected , or \]"),
-        ('[\n{"text": "a"},\n' + "[" * 100_000, "the record at line 2 or behind it is nested too deeply"),
+        ('[\n{"text": "a"},\n' + "[" * 100_000, "the record at line 2 or after it is nested too deeply"),
         ('{\n"data": []\n}', "is neither a list of objects nor an object on each line"),
         ("[]", "has no record"),
         ("", "is empty"),
@@ -669,5 +669,5 @@ def test_prompts_have_the_pictures_of_a_record_and_no_videos(config: Config, tmp
     (tmp_path / "images" / "a.mp4").write_bytes(b"video")
     video = [{"role": "user", "content": "<video>What happens?"}, turns[1]]
     write_lines(tmp_path / "train.jsonl", [{"messages": video, "videos": ["a.mp4"]}])
-    with pytest.raises(ValueError, match=r"train.jsonl.* has a video; prompts of train_rl.py may have images, no vid"):
+    with pytest.raises(ValueError, match=r"train.jsonl.* has a video; prompts of train_rl.py may have images, but no vid"):
         prompts.open(config, tokens, "train", 0).prompt(0)

@@ -174,7 +174,7 @@ def test_another_number_of_workers_is_refused_with_one_that_fits(shards, lanes, 
 
 def test_states_of_another_data_set_are_refused(shards, tmp_path):
     config = Config(data_path=shards, num_workers=0)
-    with pytest.raises(ValueError, match=r"lane 0 is of another data set \(it holds consumed, lanes\)"):
+    with pytest.raises(ValueError, match=r"lane 0 belongs to another data set \(it has consumed, lanes\)"):
         open_reader(config, [0], 1, states={0: {"consumed": 4, "lanes": 1}})
     states = (reader := open_reader(config, [0], 1)).state_dict(reader.mark())
     other = text_shards(tmp_path / "other", train=(4,))

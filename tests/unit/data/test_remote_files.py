@@ -168,7 +168,7 @@ def test_columns_of_other_names_are_read(tmp_path, config):
     assert all(map(same, rows, read(replace(config, shuffle=False, data_path=f"{tmp_path}/mix.yaml"), 4)))
     for columns, message in [
         (("question=prompt", "image=imgs"), "--data-columns image=imgs: none of the first 4 records has the column"),
-        (("query=prompt",), "--data-columns: query is none of the keys that are read: messages, conversations"),
+        (("query=prompt",), "--data-columns: unknown key query; known are messages, conversations"),
         (("question",), "--data-columns question: expected KEY=COLUMN, each key once"),
     ]:
         with pytest.raises(ValueError, match=message):
