@@ -123,7 +123,6 @@ class Step:
         """Return the iterations to simulate, shortened if they have many microbatches."""
         lanes, rows, stages = self.sampled.num_lanes, self.config.train.micro_batch_size, self.layout.language.pp
         count = min(self.num_microbatches, max(4 * stages, SHORT_ITERATION))
-        # Samples are repeated if there are too few.
         samples = list(islice(cycle(samples), max(lanes * count * rows, len(samples))))
         found = iterations(samples, num_lanes=lanes, micro_batch_size=rows, num_microbatches=count)
         most = MAX_PASSES // (min(lanes, MAX_LANES) * stages * count)
