@@ -28,7 +28,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
     Args:
         grids: process groups.
         module: the encoder.
-        trace: told about every wait.
+        trace: records every wait.
     """
 
     def __init__(self, grids: Grids, module: str, trace: Trace) -> None:
@@ -48,7 +48,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
     def begin_step(self, source_rows: Rows, destination_rows: Rows) -> None:
         """Give the row counts of every microbatch: this encoder replica's per lane, this lane's per encoder replica."""
         self._source_rows, self._destination_rows, self._index = source_rows, destination_rows, 0
-        self.timer = DeviceTimer()  # of this schedule alone, as that of a bridge between grids
+        self.timer = DeviceTimer()  # measures this schedule alone, as the timer of `Bridge` does
 
     def communicate(self, tensor: torch.Tensor) -> torch.Tensor:
         """Turn the encoder output of this rank's replica `[rows, hidden]` into the rows of this rank's lane.
@@ -74,7 +74,11 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         return position[self.current_rank][0] % self.scale
 
     def gather(self, tensor: torch.Tensor, rows: list[int], what: str) -> torch.Tensor:
-        """Concatenate the siblings' tensors, `rows[i]` rows of sibling i; padded so that the gather is even."""
+        """Concatenate the siblings' tensors, `rows[i]` rows of sibling i.
+
+        An all-gather moves equally many rows of each, so the shorter tensors are padded on the way. `what` names the
+        wait.
+        """
         if not sum(rows):
             return tensor.new_empty((0, tensor.shape[1]))
         height = max(rows)

@@ -1,9 +1,9 @@
 """The bridge between an encoder grid and the language grid on different ranks.
 
-Same six operations as Megatron Core's `BridgeCommunicator`, so Megatron Core's 1F1B schedule drives it. Lifted here:
-shapes come from the step's plan instead of the device, all peers' payloads travel in one batch of P2P operations over
-the links of all tensor-parallel ranks, uneven row counts work in both directions (fan-out and fan-in), a side without
-rows moves nothing, and nothing is summed for a log.
+`Bridge` has the six operations of Megatron Core's `BridgeCommunicator`, so Megatron Core's 1F1B schedule drives it, but
+without that class's limits: shapes come from the step's plan instead of the device, all peers' payloads travel in one
+batch of P2P operations over the links of all tensor-parallel ranks, row counts may be uneven in both directions
+(fan-out and fan-in), a side without rows moves nothing, and nothing is summed for a log.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Peer:
 
     Attributes:
         ranks: its ranks at the bridge, in the order of their positions.
-        number: number of the piece among all that the peer sends at once.
+        number: index of the piece among all that the peer sends at once.
     """
 
     ranks: tuple[int, ...]
@@ -42,7 +42,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Sent:
-    """Messages on their way. Their tensor must stay as it is until they have been received."""
+    """Messages on their way. Nothing may write to their tensor until they have been received."""
 
     works: list[dist.Work]
     peers: tuple[int, ...]
@@ -52,16 +52,18 @@ class Sent:
 class Bridge(BridgeCommunicator):
     """Moves activations of one encoder to the language grid, and gradients back.
 
-    The tensor-parallel ranks of a replica hold equal copies of what it sends, since the same collectives made them. A
-    replica is one of the encoder's last stage, or of the language model's first stage; there each context-parallel rank
-    is one of its own and gets the rows of its own tokens. Each rank sends a part, and the receiving replica completes
-    its copies by an all-gather where needed (`mimo.bridge.slices` says which rank sends what, and why).
+    A replica here is one of the encoder's last stage or of the language model's first stage, where each
+    context-parallel rank is a replica of its own and gets the rows of its own tokens. The tensor-parallel ranks of a
+    replica hold equal copies of what it sends, since the same collectives made them. Each rank sends a part, and the
+    receiving replica completes its copies by an all-gather where needed (`mimo.bridge.slices` says which rank sends
+    what, and why).
 
     An encoder that does not run ahead sends a microbatch and receives the gradient that is due in one batch of P2P
-    operations, which it waits for. One that runs ahead sends microbatches long before the language model takes them.
-    In one batch, or on one communicator, where NCCL runs messages in order, such a send would hold back the gradient
-    that the language model sends before it takes the features, and both sides would wait for ever. So features and
-    gradients then have a communicator each, with a stream of its own on CUDA, and only what is received is waited for.
+    operations, and waits for the batch. One that runs ahead sends microbatches long before the language model takes
+    them. The language model sends a gradient before it takes those features. If features and gradients shared a batch,
+    or a communicator, on which NCCL runs messages in order, the gradient would be held back behind the features, and
+    both sides would wait for ever. So they then have a communicator each, with a stream of its own on CUDA, and each
+    side waits only for what it receives.
 
     Args:
         grids: process groups.
@@ -71,8 +73,8 @@ class Bridge(BridgeCommunicator):
         dtype: dtype of the payload, both ways.
         needs_grad: whether anything of the encoder trains; if not, no gradient is sent back.
         run_ahead: the most microbatches that the encoder encodes beyond those that 1F1B has in flight.
-        watchdog: told about every wait.
-        spans: likewise.
+        watchdog: watches every wait.
+        spans: records every transfer.
 
     Attributes:
         while_waiting: called in every transfer, on all ranks of a replica alike: what is sent is on its way, what is
@@ -133,14 +135,13 @@ class Bridge(BridgeCommunicator):
             self.peers = [Peer(ranks, feeding(lane).index(dp)) for lane in served(dp) for ranks in lanes[lane]]
         elif self.current_rank in language.ranks:
             here, there, self._sends_gradients = language, encoder, True
-            place = language.coordinates(self.current_rank)
-            lane, part = place["dp"], place["cp"]
+            coordinates = language.coordinates(self.current_rank)
+            lane, part = coordinates["dp"], coordinates["cp"]
             self.replica, self.replica_group = lanes[lane][part], grids.collections[LANGUAGE].tp
             self.peers = [Peer(encoders[dp], served(dp).index(lane) * cp + part) for dp in feeding(lane)]
-        sizes = [(grid.dp * grid.tp * grid.cp, grid.tp) for grid in (here, there)]
-        (own_ranks, own_size), (their_ranks, their_size) = sizes
-        self._sends_whole = sends_whole_pieces(own_ranks, their_ranks, their_size, one_host=one_host)
-        self._receives_whole = sends_whole_pieces(their_ranks, own_ranks, own_size, one_host=one_host)
+        own_ranks, their_ranks = (grid.dp * grid.tp * grid.cp for grid in (here, there))
+        self._sends_whole = sends_whole_pieces(own_ranks, their_ranks, there.tp, one_host=one_host)
+        self._receives_whole = sends_whole_pieces(their_ranks, own_ranks, here.tp, one_host=one_host)
         self.while_waiting: Callable[[], None] | None = None
         self.run_ahead = run_ahead
         self._sent: deque[Sent] = deque()
@@ -173,7 +174,7 @@ class Bridge(BridgeCommunicator):
             (order.pin_memory() if self.device.type == "cuda" else order).to(self.device, non_blocking=True)
             for order in orders]
         self._forward_index = self._backward_index = 0
-        # Of this schedule alone: evaluations and policy updates come here too, and nobody asks for their times.
+        # It measures one schedule. Evaluations and policy updates come here too, but nobody asks for their times.
         self.timer = DeviceTimer()
 
     def _next_forward(self) -> list[int]:
@@ -187,7 +188,7 @@ class Bridge(BridgeCommunicator):
     def _exchange(
         self, what: str, sends: tuple[torch.Tensor, list[int]] | None, receives: list[int] | None
     ) -> torch.Tensor | None:
-        """One batch of P2P with all peers: send the pieces of a tensor, receive and concatenate theirs."""
+        """Send the pieces of a tensor to all peers and return theirs, concatenated, in one batch of P2P operations."""
         microbatch = (self._backward_index if what.endswith("backward") else self._forward_index) - 1
         with self.spans.span(Kind.BRIDGE_WAIT, what, microbatch=microbatch):
             return self._transfer(what, sends, receives)
@@ -218,7 +219,7 @@ class Bridge(BridgeCommunicator):
             return None if receives is None or received is None else self._completed(what, received, receives)
 
     def _post(self, what: str, operations: list[dist.P2POp]) -> tuple[list[dist.Work], tuple[int, ...]]:
-        """Start messages. Returns them and the ranks at their other ends."""
+        """Start messages and return them with the ranks at their other ends."""
         if not operations:
             return [], ()
         peers = tuple(sorted({operation.peer for operation in operations}))
@@ -268,11 +269,11 @@ class Bridge(BridgeCommunicator):
 
     @property
     def _parts(self) -> int:
-        """Into how many parts, one for each rank of this replica, a received piece is cut."""
+        """Number of parts, one for each rank of this replica, into which a received piece is cut."""
         return 1 if self._receives_whole else len(self.replica)
 
     def _buffer(self, rows: list[int]) -> torch.Tensor:
-        """Make the buffer of what a replica receives `[parts, rows of a part, hidden]`.
+        """Make the buffer for what a replica receives, `[parts, rows of a part, hidden]`.
 
         A part has the slices of all pieces that one rank receives, each padded to the size of the largest.
         """
@@ -349,9 +350,9 @@ class Bridge(BridgeCommunicator):
     def send_forward_recv_backward(
         self, tensor_to_send: torch.Tensor, grad_shape: tuple[int, ...] | None = None
     ) -> torch.Tensor | None:
-        """`send_forward` and `recv_backward` in one batch.
+        """Do `send_forward` and `recv_backward` in one batch.
 
-        `grad_shape` is Megatron Core's and unused: the plan knows.
+        Megatron Core passes `grad_shape`; the row counts of `begin_step` are used instead.
         """
         if not self.needs_grad:
             self.send_forward(tensor_to_send)
@@ -362,11 +363,11 @@ class Bridge(BridgeCommunicator):
             "send_forward_recv_backward", (self._by_peer(tensor_to_send), rows), self._next_backward()))
 
     def _by_peer(self, output: torch.Tensor) -> torch.Tensor:
-        """Sort the rows of the microbatch that is sent by peer."""
+        """Sort the rows of the microbatch that is being sent so that those of each peer lie together."""
         return output if self._orders is None else output.detach()[self._orders[self._forward_index - 1]]
 
     def _as_encoded(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Put the rows of a received gradient where the encoder's output has them."""
+        """Put the rows of a received gradient in the order of the encoder's output."""
         if self._orders is None or gradient is None:
             return gradient
         return torch.empty_like(gradient).index_copy_(0, self._orders[self._backward_index - 1], gradient)
@@ -374,9 +375,9 @@ class Bridge(BridgeCommunicator):
     def send_backward_recv_forward(
         self, grad_tensor: torch.Tensor | None, forward_shape: tuple[int, ...] | None = None
     ) -> torch.Tensor:
-        """`send_backward` and `recv_forward` in one batch.
+        """Do `send_backward` and `recv_forward` in one batch.
 
-        `forward_shape` is Megatron Core's and unused: the plan knows.
+        Megatron Core passes `forward_shape`; the row counts of `begin_step` are used instead.
         """
         if not self.needs_grad:
             self.send_backward(grad_tensor)

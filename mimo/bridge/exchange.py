@@ -16,7 +16,7 @@ PIXELS, FEATURES, GRADIENTS = "pixels", "features", "gradients"
 
 
 class Exchange:
-    """One message to and from each peer at a time.
+    """Exchanges one message at a time with each peer.
 
     Ranks of the first language stage meet at the same places of their schedules, so their messages to each other are
     posted together and waited for together. A later stage is ahead or behind: it sends features before the first stage
@@ -31,7 +31,7 @@ class Exchange:
         trace: records every wait.
 
     Attributes:
-        timer: the device's time of transfers since the last `begin_step`.
+        timer: measures the device's time in transfers since the last `begin_step`.
     """
 
     def __init__(self, grids: Grids, *, device: torch.device, backend: str, trace: Trace) -> None:
@@ -41,9 +41,9 @@ class Exchange:
         self._together = self._new_group(backend)
         outer = (PIXELS, FEATURES, GRADIENTS) if language.pp > 1 else ()
         self._between = {what: self._new_group(backend) for what in outer}
-        # Peers that this rank has sent to (0) or received from (1), by kind of message.
+        # For each kind of message, the peers that this rank has sent to (0) or received from (1).
         self._linked: dict[tuple[str, int], set[int]] = defaultdict(set)
-        # What was sent and not waited for yet, with its works.
+        # Messages that were sent and not waited for yet, with the tensors that they read.
         self._sent: list[tuple[list[dist.Work], list[torch.Tensor]]] = []
         self.timer = DeviceTimer()
 
@@ -54,15 +54,15 @@ class Exchange:
         return group
 
     def begin_step(self) -> None:
-        """Start measuring anew. `flush` has ended the step before."""
+        """Start measuring anew. The step before must have ended with `flush`."""
         assert not self._sent, "the step before was not flushed"
         self.timer = DeviceTimer()
 
     def link(self, what: str, sends: set[int], receives: set[int]) -> None:
         """Connect this rank with peers of the coming messages. Collective: all ranks call it, in one order of `what`.
 
-        NCCL connects two ranks of a communicator in their first message, and the sender's host waits for the receiver
-        then. Later a stage sends when the receiver may still wait for something else of it.
+        NCCL connects two ranks of a communicator in their first message, and then the sender's host waits for the
+        receiver. Inside the schedule it must not: the receiver may be waiting for another message of that sender.
 
         Args:
             what: as in `staged`.
@@ -83,7 +83,7 @@ class Exchange:
 
         Args:
             what: `FEATURES`, which go to the first language stage, or `PIXELS` or `GRADIENTS`, which come from there.
-            sends: contiguous tensor for each peer; one for this rank itself is copied.
+            sends: contiguous tensor for each peer. One for this rank itself is copied.
             receives: where to put the message of each peer.
         """
         for kind, peers in enumerate((sends, receives)):

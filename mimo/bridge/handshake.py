@@ -17,9 +17,10 @@ from mimo.grid.groups import Grids
 from mimo.grid.spec import GridSpec, Layout, lane_shares, lane_sources
 from mimo.protocols import LANGUAGE
 
-# Per microbatch: (key, token count) of each sample.
+# For each microbatch, (key, token count) of each sample.
 Manifest = list[list[tuple[str, int]]]
-# Per microbatch and served lane, in lane order: the context-parallel rank of each row of an encoder's output, as bytes.
+# For each microbatch and served lane, in lane order, the context-parallel rank of each row of an encoder's output, one
+# byte each.
 Owners = list[list[bytes]]
 
 
@@ -31,7 +32,8 @@ class Handshake:
         micro_batch_size: samples of one lane in one microbatch.
 
     Attributes:
-        owners: of the step, on ranks whose encoder sends over a bridge to context-parallel ranks; empty elsewhere.
+        owners: for each encoder, those of the step, on its ranks that send over a bridge to context-parallel ranks;
+            empty elsewhere.
     """
 
     def __init__(self, grids: Grids, micro_batch_size: int) -> None:
@@ -46,7 +48,7 @@ class Handshake:
         return self._channel.waits_for
 
     def check(self, microbatches: Sequence[Microbatch]) -> None:
-        """Exchange manifests of a step. Called by every rank, in step order.
+        """Exchange the manifests of a step. Every rank calls this, in step order.
 
         Raises:
             ValueError: on the language rank whose lane differs, naming both samples and counts.
@@ -62,13 +64,13 @@ class Handshake:
             self._tell_owners(encoder, microbatches)
 
     def _tell_owners(self, encoder: GridSpec, microbatches: Sequence[Microbatch]) -> None:
-        """Tell the encoder's last stage which context-parallel rank needs each row: it has no whole rows of text."""
+        """Tell the encoder's last stage, which has no text, which context-parallel rank needs each row."""
         layout, rank = self.grids.layout, self.grids.rank
         if rank in layout.language.ranks:
-            place = layout.language.coordinates(rank)
-            if place["tp"] or place["cp"] or place["pp"]:
+            position = layout.language.coordinates(rank)
+            if position["tp"] or position["cp"] or position["pp"]:
                 return
-            for dp, share in lane_sources(encoder.dp, layout.num_lanes, self.micro_batch_size, place["dp"]):
+            for dp, share in lane_sources(encoder.dp, layout.num_lanes, self.micro_batch_size, position["dp"]):
                 message = []
                 for batch in microbatches:
                     assert batch.text is not None and batch.text.part is not None, "language ranks share rows"
@@ -88,14 +90,14 @@ class Handshake:
         self._channel.flush()
 
     def _offer(self, encoder: GridSpec, microbatches: Sequence[Microbatch]) -> dict[tuple[str, int], Manifest]:
-        """Send each lane its manifest; returns those whose receiver is this rank."""
+        """Send each lane its manifest, and return those whose receiver is this rank."""
         if self.grids.rank not in encoder.ranks:
             return {}
-        place = encoder.coordinates(self.grids.rank)
-        if place["tp"] or place["cp"] or place["pp"] != encoder.pp - 1:
+        position = encoder.coordinates(self.grids.rank)
+        if position["tp"] or position["cp"] or position["pp"] != encoder.pp - 1:
             return {}
         layout, own = self.grids.layout, {}
-        shares = lane_shares(encoder.dp, layout.num_lanes, self.micro_batch_size, place["dp"])
+        shares = lane_shares(encoder.dp, layout.num_lanes, self.micro_batch_size, position["dp"])
         for index, share in enumerate(shares):
             manifest = [_lane_manifest(batch, encoder.name, index) for batch in microbatches]
             receiver = layout.language.rank_at(dp=share.lane)
@@ -110,10 +112,10 @@ class Handshake:
         layout = self.grids.layout
         if LANGUAGE not in self.grids.modules:
             return
-        place = layout.language.coordinates(self.grids.rank)
-        if place["tp"] or place["cp"] or place["pp"]:
+        position = layout.language.coordinates(self.grids.rank)
+        if position["tp"] or position["cp"] or position["pp"]:
             return
-        lane = place["dp"]
+        lane = position["dp"]
         for dp, share in lane_sources(encoder.dp, layout.num_lanes, self.micro_batch_size, lane):
             sender = encoder.rank_at(dp=dp, pp=-1)
             theirs = own[encoder.name, lane] if sender == self.grids.rank else self._channel.receive(sender)
@@ -139,12 +141,12 @@ def require_same_samples(ours: Sequence[tuple[str, int]], theirs: Sequence[tuple
         ours: those that the language side reads.
         theirs: those that the encoder side reads.
         module: the encoder.
-        sender: its rank.
-        lane: of the samples.
+        sender: its rank that sent them.
+        lane: lane of the samples.
         microbatch: index in the iteration.
 
     Raises:
-        ValueError: they differ; names the first sample that does, and both counts.
+        ValueError: they differ. The message names the first such sample, and both keys or both counts.
     """
     place = f"lane {lane}, microbatch {microbatch}"
     for (key, count), (their_key, their_count) in zip(ours, theirs, strict=True):
@@ -156,12 +158,9 @@ def require_same_samples(ours: Sequence[tuple[str, int]], theirs: Sequence[tuple
                              f"makes {their_count} of its images")
 
 
-# How many rows of encoder output move where, for every microbatch of a step, from the data both sides already hold.
-#
-# Megatron Core sends shapes over the device before each payload, which makes the host wait for the GPU at every
-# transfer. Both sides of a lane know the token counts of their samples, so nothing has to be sent: they are only
-# compared, once a step, over the host (`mimo.bridge.handshake`).
-
+# The functions below say how many rows of encoder output move where, for every microbatch of a step. Megatron Core
+# sends shapes over the device before each payload, which makes the host wait for the GPU at every transfer. Here both
+# sides of a lane know the token counts of their samples, which `Handshake` has compared, so no shape has to be sent.
 
 # rows[microbatch][peer]: rows of encoder output, in the order in which peers are concatenated.
 Rows = list[list[int]]
@@ -176,7 +175,7 @@ def rows_to_lanes(batch: EncoderBatch) -> list[int]:
 def rows_from_sources(text: TextBatch, module: str, encoder: GridSpec, layout: Layout, lane: int) -> list[int]:
     """Count the rows of one lane's microbatch that each encoder data-parallel rank feeds, in sample order.
 
-    Of a context-parallel rank these are the rows of its own tokens.
+    On a context-parallel rank these are only the rows of its own tokens.
     """
     ends = np.cumsum([0, *text.token_counts[module]])
     if text.part is not None:
@@ -217,12 +216,12 @@ def sources_of(encoder: GridSpec, layout: Layout, rank: int, micro_batch_size: i
 
 
 def source_rows(module: str, microbatches: Sequence[Microbatch]) -> Rows:
-    """`rows_to_lanes` of every microbatch of a step."""
+    """Return `rows_to_lanes` of every microbatch of a step."""
     return [rows_to_lanes(batch.encoders[module]) for batch in microbatches]
 
 
 def destination_rows(module: str, layout: Layout, rank: int, microbatches: Sequence[Microbatch]) -> Rows:
-    """`rows_from_sources` of every microbatch of a step, for the lane of language rank `rank`."""
+    """Return `rows_from_sources` of every microbatch of a step, for the lane of language rank `rank`."""
     lane = layout.grids[LANGUAGE].coordinates(rank)["dp"]
     rows = []
     for batch in microbatches:

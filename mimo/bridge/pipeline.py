@@ -60,7 +60,7 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
         config: Megatron config whose `pipeline_dtype` is the dtype of activations.
         bridges: one per encoder, in module order.
         language_shapes: shapes of the language model's hidden states as in `FixedShapeP2P`.
-        schedule_spans: told where a backward pass begins and ends.
+        schedule_spans: records where a backward pass begins and ends.
 
     Attributes:
         after_backward: called after every backward pass, before its gradient is sent.
@@ -94,8 +94,11 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
 
     @property
     def current_stage(self) -> int:
-        """Stage of this rank in the whole chain, from which the schedule derives how many passes come before the first
-        backward pass. An encoder that runs ahead has more of them, as if it were so many stages earlier."""
+        """Stage of this rank in the whole chain.
+
+        The schedule derives from it how many forward passes come before the first backward pass. An encoder that runs
+        ahead has more of them, as if it were that many stages earlier.
+        """
         stage: int = super().current_stage
         ahead = 0 if LANGUAGE in self.rank_module_map else max(bridge.run_ahead for bridge in self.bridges)
         return stage - ahead
@@ -105,34 +108,39 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
         """Whether this rank holds the first stage of a module of its own.
 
         Megatron Core means the first stage of the whole chain, and its schedule starts overlapped gradient reduction in
-        the last microbatch only there; so language ranks never overlapped. Every module's first stage has no later work
-        to hide its reduction behind, hence each starts early. The schedule uses this property for nothing else here.
+        the last microbatch only there, so language ranks would never overlap. The first stage of every module has no
+        later work behind which its reduction could hide, so each starts early. The schedule uses this property for
+        nothing else here.
         """
         return any(info.pp_rank == 0 for info in self.rank_module_map.values())
 
-    # Megatron Core's schedule runs a backward pass between these; in between it calls nothing else of this object.
+    # Megatron Core's schedule runs a backward pass after one of the first two methods and before one of the last two,
+    # and calls nothing else of this object in between.
 
     def send_forward_recv_backward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """Do as Megatron Core does; a backward pass follows."""
+        """Do as Megatron Core does, and record that a backward pass begins."""
         gradients: dict[str, torch.Tensor] = super().send_forward_recv_backward(*args, **kwargs)
         self.schedule_spans.begin_backward()
         return gradients
 
     def recv_backward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """Do as Megatron Core does; a backward pass follows. Its schedule has such calls only while it drains."""
+        """Do as Megatron Core does, and record that a backward pass begins.
+
+        The schedule calls this only while the pipeline drains.
+        """
         self.before_backward()
         gradients: dict[str, torch.Tensor] = super().recv_backward(*args, **kwargs)
         self.schedule_spans.begin_backward()
         return gradients
 
     def send_backward(self, *args: Any, **kwargs: Any) -> None:
-        """Do as Megatron Core does; a backward pass is over."""
+        """Record that a backward pass has ended, then do as Megatron Core does."""
         self.schedule_spans.end_backward()
         self.after_backward()
         super().send_backward(*args, **kwargs)
 
     def send_backward_recv_forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """Do as Megatron Core does; a backward pass is over."""
+        """Record that a backward pass has ended, then do as Megatron Core does."""
         self.schedule_spans.end_backward()
         self.after_backward()
         received: dict[str, torch.Tensor] = super().send_backward_recv_forward(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Which rank of a sending replica sends which rows to which rank of a receiving one.
 
-The tensor-parallel ranks of a replica hold equal copies of what it sends, and all need what it receives. So every pair
-of ranks has a link to offer. Both sides compute the same messages from counts that both know.
+The tensor-parallel ranks of a replica hold equal copies of what it sends, and all need what it receives. So the links
+of all pairs of ranks can be used. Both sides compute the same messages from counts that both know.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Message:
 
 
 def slice_rows(rows: int, parts: int) -> int:
-    """Rows of each part of a piece that is cut into equal parts; the last ones may have fewer, or none."""
+    """Return the rows of each part of a piece that is cut into equal parts. The last parts may have fewer, or none."""
     return -(-rows // parts)
 
 
@@ -35,7 +35,7 @@ def sends_whole_pieces(num_senders: int, num_receivers: int, replica_size: int, 
     Inside a host, a GPU's link has the same speed whomever it talks to, so the busiest GPU decides. Let each receiver
     need n bytes, T be the ranks of a receiving replica, and r >= 1 the receivers for each sender. With whole pieces the
     busiest sender sends r n. With slices it sends r n / T, and then the all-gather moves n (T - 1) / T to each
-    receiver, which makes n (1 + (r - 1) / T). That is less, unless r = 1: then both take as long, and whole pieces
+    receiver, so together n (1 + (r - 1) / T). That is less, unless r = 1: then both take equally long, and whole pieces
     need no all-gather. (For T = 1 nothing is gathered, and slices come from all senders at once.)
 
     Between hosts, the links between the replicas are the slow ones. Slices move each byte over them once, whole pieces
@@ -51,17 +51,16 @@ def sends_whole_pieces(num_senders: int, num_receivers: int, replica_size: int, 
 
 
 def piece_messages(rows: int, senders: int, receivers: int, number: int, *, whole: bool) -> list[Message]:
-    """List the messages that move a piece from one replica to another; none is empty.
+    """List the messages that move a piece from one replica to another. No message is empty.
 
-    Slices are exact and disjoint: each sender sends an equal part of the rows, each receiver gets an equal part, and
-    every row moves once.
+    In slices every row moves once: each sender sends an equal part of the rows, and each receiver gets an equal part.
 
     Args:
         rows: rows of the piece.
         senders: ranks of the sending replica.
         receivers: ranks of the receiving replica.
-        number: number of the piece among those that the sending replica sends at once. Whole pieces of different
-            numbers come from different senders, as far as there are enough.
+        number: index of the piece among those that the sending replica sends at once. Whole pieces with different
+            indices come from different senders, as far as there are enough.
         whole: see `sends_whole_pieces`.
     """
     if not rows:

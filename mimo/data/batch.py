@@ -47,7 +47,7 @@ class ContextPart:
     """The tokens of a microbatch that one context-parallel rank computes.
 
     Attributes:
-        index: int64 `[s / cp]`, places of the tokens in their row, in the order of the rank's hidden states.
+        index: int64 `[s / cp]`, positions of the tokens in their row, in the order of the rank's hidden states.
         rows: for each encoder module, int64: the rows of the lane's encoder output that belong to these tokens.
         slots: for each encoder module, int64: where each of `rows` goes, an index into `[s / cp * b]`.
         owners: for each encoder module, uint8: the context-parallel rank that has the token of each row of the lane's
@@ -185,14 +185,12 @@ class Microbatch:
         return map_tensors(self, torch.Tensor.pin_memory)
 
 
-# Microbatches on the device, each copied while the one before it is computed.
-
-
 def on_device(microbatches: Sequence[Microbatch], device: torch.device) -> Iterator[Microbatch]:
     """Yield the microbatches on `device`, in order.
 
-    On a GPU, the next microbatch is copied from page-locked memory on a stream of its own, so that neither the copy nor
-    the kernels wait for the other. At most two microbatches are on the device at a time.
+    On a GPU, each microbatch is copied from page-locked memory while the one before it is computed, on a stream of its
+    own, so that neither the copy nor the kernels wait for the other. At most two microbatches are on the device at a
+    time.
     """
     if device.type != "cuda":
         for batch in microbatches:

@@ -1,4 +1,4 @@
-"""Makes tensors of samples: the language side and the encoder side of a microbatch.
+"""Turns samples into tensors: the language side and the encoder side of a microbatch.
 
 Both sides count image tokens with the model provider's `num_image_tokens` from the declared image sizes, so they agree
 without communication. Whatever a data set can get wrong is refused here, with the key of the sample.
@@ -29,13 +29,8 @@ from mimo.visual import (
     num_pictures,
 )
 
-# Inputs of an encoder: the images of each lane as tensors, and all lanes of a rank as one batch.
-#
-# The tables give the axis on which the lanes' tensors are concatenated, field by field. Shapes cannot tell: two tensors
-# that happen to be equally long could just as well be stacked.
-
-
-# Fields of `EncoderBatch.inputs` -> axis.
+# For each field of `EncoderBatch.inputs`, the axis on which the tensors of several lanes are concatenated. Shapes
+# cannot tell it, because tensors that happen to be equally long could also be stacked.
 WHOLE_IMAGES = {"pixel_values": 0}
 PACKED_PATCHES = {"pixel_values": 1, "imgs_sizes": 0}
 PACKED_SEQ_PARAMS = "packed_seq_params"
@@ -128,7 +123,7 @@ def merge_inputs(lanes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Concatenate the inputs of several lanes, in lane order. Lanes without images are empty.
 
     Raises:
-        TypeError: a field is in no table above, or the lanes do not have the same fields.
+        TypeError: there is no rule for a field, or the lanes do not have the same fields.
     """
     present = [lane for lane in lanes if lane]
     if not present:
@@ -188,21 +183,22 @@ def join_images(pixels: Sequence[torch.Tensor], sizes: Sequence[tuple[int, int]]
 
 # (encoder module, *ImageSize) -> language tokens.
 TokenCounter = Callable[..., int]
-# The same arguments -> these tokens as a grid.
+# The same arguments -> the same tokens as a grid.
 GridFinder = Callable[..., TokenGrid]
 
 
 @dataclass(frozen=True)
 class Placeholders:
-    """How the images and videos of a model become tokens in the places of their placeholders.
+    """How the images and videos of a model become tokens, and which token ids stand for them.
 
     Attributes:
-        modules: encoder names and their placeholder ids of images; empty for a text model.
+        modules: for each encoder, the id of its placeholder for images; empty for a text model.
         num_image_tokens: counts the tokens that a module makes of an image or a video.
         num_channels: channels of an image.
         patches: how encoders take images as packed patches; None if they take whole images.
-        token_grid: returns the same tokens as a grid, for a decoder that rotates three axes; None for one.
-        video_ids: encoder names and their placeholder ids of videos, of those that take any.
+        token_grid: returns the same tokens as a grid, for a decoder that rotates three axes; None for a decoder that
+            rotates one.
+        video_ids: for each encoder that takes videos, the id of its placeholder for them.
     """
 
     modules: dict[str, int]
@@ -249,7 +245,7 @@ def image_owners(sample: Sample, images: Placeholders) -> list[str]:
             )
         return []
     if not images.video_ids and any(isinstance(size, VideoSize) for size in sample.image_sizes):
-        # Which the family refuses, by its name.
+        # Counting the tokens of a video raises the family's own error, which names the family.
         image_token_counts(sample, [next(iter(images.modules))] * len(sample.image_sizes), images.num_image_tokens)
     ids = [*images.modules.values(), *images.video_ids.values()]
     found = sample.tokens[np.isin(sample.tokens, ids)].tolist()
@@ -281,7 +277,7 @@ def image_token_counts(sample: Sample, owners: Sequence[str], num_image_tokens: 
 
 
 def described(position: int, size: ImageSize) -> str:
-    """Name an image or a video of a sample, for messages."""
+    """Describe an image or a video of a sample, for messages."""
     pixels = f"{size[0]}x{size[1]} pixels"
     if isinstance(size, VideoSize):
         return f"video {position} of {size.frames} frames of {pixels}"
@@ -342,7 +338,11 @@ class Expanded:
 
 
 def expand_images(sample: Sample, images: Placeholders) -> Expanded:
-    """Repeat each image placeholder once for each token of its image. Raises ValueError as the functions above."""
+    """Repeat each image placeholder once for each token of its image.
+
+    Raises:
+        ValueError: as `image_owners` and `image_token_counts`; or the lengths of a pack do not fit its tokens.
+    """
     owners = image_owners(sample, images)
     counts = image_token_counts(sample, owners, images.num_image_tokens)
     repeats = np.ones(len(sample.tokens), np.int64)
@@ -388,7 +388,7 @@ def collate_text(
         sequence_multiple: the samples of a pack are padded to multiples of this, each at its end.
 
     Raises:
-        ValueError: naming the sample, for anything wrong with it.
+        ValueError: something is wrong with a sample, which the message names.
     """
     if pad_token_id in images.modules.values():
         raise ValueError(f"--image-token-id {pad_token_id}: is the padding token; the two have to differ")
@@ -426,7 +426,7 @@ def collate_text(
         labels=torch.from_numpy(labels),
         loss_mask=torch.from_numpy(loss_mask),
         position_ids=position_ids,
-        # In sample order, as indices into a sequence-first tensor.
+        # In sample order, as indices into a tensor whose first axis is the sequence.
         placeholders={module: torch.from_numpy(np.concatenate([
             np.empty(0, np.int64), *(row.places(module) * len(rows) + index for index, row in enumerate(rows))]))
             for module in images.modules},
@@ -441,12 +441,12 @@ def collate_text(
 
 
 def _aligned(row: Expanded, multiple: int, seq_length: int, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return where each sample of a pack ends once it is padded to a multiple, and the place of each token in the row.
+    """Pad the samples of a pack; return where each then ends, and the position of each token in the row.
 
     Causal layers never show padding at the end of a sample to its tokens.
 
     Raises:
-        ValueError: the padded samples are longer than the row; names the pack.
+        ValueError: the padded samples are longer than the row. The message names the pack.
     """
     lengths = np.diff(row.ends, prepend=0)
     stops = np.cumsum(-(-lengths // multiple) * multiple)
@@ -540,7 +540,8 @@ def collate_encoder(
         pixels: False on pipeline stages after the first, which receive activations instead of pixels.
 
     Raises:
-        ValueError: names the sample; an image is missing or differs from its declaration or from the others.
+        ValueError: an image is missing, or differs from its declaration or from the others. The message names its
+            sample.
     """
     assert sum(lane_sizes) == len(samples), (lane_sizes, len(samples))
     token_counts, lanes = [], []

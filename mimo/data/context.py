@@ -2,7 +2,7 @@
 
 A causal token attends to all tokens before it, so the end of a sequence costs more than its start. Each sequence is
 therefore cut into `2 * cp` chunks, and rank r takes chunk r and chunk `2 * cp - 1 - r`. Megatron Core's rotary
-positions and Transformer Engine's attention expect this order, with the sequences of a packed row one behind the other.
+positions and Transformer Engine's attention expect this order, with the sequences of a packed row one after the other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mimo.data.batch import ContextPart, TextBatch
 
 
 def positions(stops: Sequence[int], cp: int, rank: int) -> torch.Tensor:
-    """Return the places of a context-parallel rank's tokens in their row, int64 `[stops[-1] / cp]`.
+    """Return the positions of a context-parallel rank's tokens in their row, int64 `[stops[-1] / cp]`.
 
     Args:
         stops: where each sequence of the row ends; each has a multiple of `2 * cp` tokens.
@@ -47,8 +47,8 @@ def with_part(text: TextBatch, cp: int, rank: int) -> TextBatch:
         owner[positions(stops, cp, other)] = other
     rows, slots, owners = {}, {}, {}
     for module, placeholders in text.placeholders.items():
-        places = local[placeholders // samples]
-        rows[module] = (places >= 0).nonzero().flatten()
-        slots[module] = (places * samples + placeholders % samples)[rows[module]]
+        own = local[placeholders // samples]
+        rows[module] = (own >= 0).nonzero().flatten()
+        slots[module] = (own * samples + placeholders % samples)[rows[module]]
         owners[module] = owner[placeholders // samples]
     return replace(text, part=ContextPart(index, rows, slots, owners))

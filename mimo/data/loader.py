@@ -43,8 +43,8 @@ class StepLoader:
         seq_length: tokens per sample after image expansion and padding.
         pad_token_id: fills the end of short samples.
         dtype: dtype of pixel values.
-        pin_memory: return tensors in page-locked memory, from which copies to a GPU do not block the host.
         prefetch: prepare the next iteration in a background thread while the current one is used.
+        pin_memory: return tensors in page-locked memory, from which copies to a GPU do not block the host.
 
     Attributes:
         consumed_samples: samples of all lanes that `next_step` has handed out.
@@ -209,7 +209,7 @@ class StepLoader:
         return self._source.describe()
 
     def status(self) -> LoaderStatus:
-        """Describe what the loader does now. Another thread asks."""
+        """Describe what the loader does now. The watchdog's thread calls this."""
         pending = self._pending
         # While `next_step` waits, `_pending` is None.
         busy = self._closing or self._broken or (pending is not None and not pending.ready())
@@ -219,7 +219,7 @@ class StepLoader:
         """Stop the background thread. `next_step` raises from then on. A second call does nothing.
 
         Args:
-            failed: the run ends because of an error, here or elsewhere, so wait for no other rank.
+            failed: whether the run ends because of an error, here or elsewhere. Then this waits for no other rank.
         """
         if self._closed:
             return
@@ -291,9 +291,9 @@ def open_loader(layout: Layout, rank: int, *, model_provider: ModelProvider, mod
         seq_length: tokens per sample after image expansion and padding.
         seed: seed of the sample order.
         split: `train` or `valid`.
-        lane_loader: as `open_source`.
-        host: as `open_source`.
-        tag: as `open_source`.
+        lane_loader: see `open_source`.
+        host: see `open_source`.
+        tag: see `open_source`.
         loader: more arguments of `StepLoader`.
 
     Raises:

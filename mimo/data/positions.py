@@ -50,17 +50,18 @@ def multimodal_positions(lengths: Sequence[int], images: Sequence[tuple[int, Tok
     left = list(reversed(images))
     start = 0
     for length in lengths:
-        cursor, place, stop = 0, start, start + length
-        while place < stop:
+        position, index, stop = 0, start, start + length
+        while index < stop:
+            # Text up to the next image of the sequence, then the image.
             first = left[-1][0] if left and left[-1][0] < stop else stop
-            row[:, place:first] = cursor + np.arange(first - place)
-            cursor, place = cursor + first - place, first
+            row[:, index:first] = position + np.arange(first - index)
+            position, index = position + first - index, first
             if first < stop:
                 grid = left.pop()[1]
-                row[:, first : first + grid.size] = cursor + grid_positions(grid)
-                place = first + grid.size
-                cursor = int(row[:, first:place].max()) + 1
-        assert place == stop, f"an image ends at {place}, its sequence at {stop}"
+                row[:, first : first + grid.size] = position + grid_positions(grid)
+                index = first + grid.size
+                position = int(row[:, first:index].max()) + 1
+        assert index == stop, f"an image ends at {index}, its sequence at {stop}"
         start = stop
     assert not left, f"images {left} lie behind the last sequence"
     return row
@@ -68,7 +69,7 @@ def multimodal_positions(lengths: Sequence[int], images: Sequence[tuple[int, Tok
 
 def grid_positions(grid: TokenGrid) -> np.ndarray:
     """Return time, row and column of the tokens of a grid, from 0, int64 `[3, tokens]`: frame by frame, row by row."""
-    # In float64 from the exact product, because the engines' rounding decides some positions otherwise.
+    # In float64, where the product is exact. Rounded to float32 first, some times would floor to another position.
     times = np.floor(np.arange(grid.frames) * grid.frame_step).astype(np.int64)
     return np.stack([axis.ravel() for axis in np.meshgrid(
         times, np.arange(grid.rows), np.arange(grid.columns), indexing="ij")])

@@ -1,4 +1,4 @@
-"""Sources of a rank's samples: its own streams, lanes that it reads, or another rank's reader.
+"""Sources of a rank's samples: its own streams, lanes that it reads itself, or the reader on another rank.
 
 The samples of an iteration are `{(module, lane): [samples of each microbatch]}`. Each list has the share of the lane
 that the module needs on this rank.
@@ -56,7 +56,7 @@ class Source(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop the workers. Nothing is read any more."""
+        """Stop the workers. Nothing is read afterwards."""
         ...
 
 
@@ -140,7 +140,7 @@ class StreamSource:
         return samples
 
     def mark(self) -> Any:
-        # The states themselves are small enough.
+        # The states are so small that taking them all is cheap.
         return {name: stream.state_dict() for name, (_, stream) in self._streams.items()}
 
     def state_dict(self, mark: Any) -> dict[str, Any]:
@@ -209,11 +209,15 @@ class ReaderSource:
         return {f"{SHARED_STREAM}/{lane}": state for lane, state in self._reader.state_dict(mark).items()}
 
     def load_state_dict(self, streams: Mapping[str, Any]) -> None:
-        """Continue from the lanes of a checkpoint. Raises ValueError if the state is of another kind of data set."""
+        """Continue from the lanes of a checkpoint.
+
+        Raises:
+            ValueError: the state comes from an indexed data set.
+        """
         other = [name for name in streams if not name.startswith(f"{SHARED_STREAM}/")]
         if other:
-            raise ValueError(f"the checkpoint's data state ({', '.join(other)}) is of an indexed data set, this one is "
-                             "read by lanes; --no-load-data starts the data anew")
+            raise ValueError(f"the checkpoint's data state ({', '.join(other)}) is of an indexed data set, but this "
+                             "data set is read by lanes; --no-load-data starts the data anew")
         self._reader.load_state_dict({int(name.split("/")[1]): state for name, state in streams.items()})
 
     def describe(self) -> str:
@@ -282,7 +286,7 @@ class RoutedSource:
         self._channel.flush()  # at most one iteration's messages are under way
         try:
             rows = local.read_lanes()
-        except Exception as error:  # whatever it is, the others wait for samples that will not come
+        except Exception as error:  # whatever it is, the others must learn that their samples will not come
             for other in self._to:
                 self._channel.send(other, ([], f"{type(error).__name__}: {error}"))
             self._channel.flush()
@@ -324,9 +328,7 @@ def _lanes(needs: Sequence[Need]) -> str:
     return f"lane{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
-# A run ends if it has skipped too many bad samples.
-
-# Skipped samples that the error names.
+# Number of skipped samples that the error about too many of them names.
 SHOWN = 3
 
 
@@ -353,7 +355,7 @@ def check_bad_samples(parts: TrainerParts, dataset: DataProvider | RoutedDataPro
         microbatches: this rank's side of the last iteration.
 
     Raises:
-        ValueError: on the first rank; names the flag, its value and the last skipped samples.
+        ValueError: on the first rank. The message names the flag, its value and the last skipped samples.
         ReportedElsewhereError: on the other ranks.
     """
     if not isinstance(dataset, SkippingDataProvider):
