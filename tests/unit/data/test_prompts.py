@@ -134,7 +134,7 @@ def test_a_template_that_takes_only_content_parts_is_given_them(tmp_path):
 
 def test_a_template_that_writes_the_last_answer_differently_is_refused_by_name(tmp_path):
     template = CHATML.replace("message['content'] +", "('' if loop.last else 'Earlier: ') + message['content'] +")
-    with pytest.raises(ValueError, match=f"--tokenizer {tmp_path}.*turn 2 behind its own.*another --prompt-format"):
+    with pytest.raises(ValueError, match=f"--tokenizer {tmp_path}.*turn 2 after its own.*another --prompt-format"):
         templated(tmp_path, template)
 
 
@@ -449,8 +449,8 @@ def test_a_document_without_special_tokens_still_has_a_first_token_that_is_no_ta
         (["hello", TALK[2]], [], "turn 1 is str"),
         ([{"role": "user", "content": None}, TALK[2]], [], "content is NoneType"),
         ([{"role": "user", "content": [{"type": "audio"}]}, TALK[2]], [], "neither text nor image"),
-        ([{"role": "user", "content": [{"type": "image", "image": "/etc/x.png"}]}, TALK[2]], [1], "type image alone"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, TALK[2]], [1], "type image alone"),
+        ([{"role": "user", "content": [{"type": "image", "image": "/etc/x.png"}]}, TALK[2]], [1], "may only have type"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, TALK[2]], [1], "may only have type"),
     ],
 )
 def test_the_fault_of_a_conversation_is_named(folder, talk, tiles, message):
