@@ -5,18 +5,20 @@ What goes through vLLM's loader travels in groups of whole tensors, because vLLM
 of a module has changed, all of them travel.
 
 Every rank of the trainer keeps the checksum of each of its blocks as it was last sent, 8 bytes for each. For a delta
-refit it computes them again, announces which have changed, and sends those alone. Workers and ranks read the same
-announcements and select the same operations from the same plan. In the end each worker proves that its live parameters
-have the trainer's weights: it reads the checksum of every block of them back, sent or not. Tensors that went through
-vLLM's loader have no blocks to read; refits that send everything and are verified prove those.
+refit it computes them again, announces to each worker which of its blocks have changed, and sends those alone. Both
+read the same announcement and select the same operations from the same plan. In the end each worker proves that its
+live parameters have the trainer's weights: it reads the checksum of every block of them back, sent or not. Tensors
+that went through vLLM's loader have no blocks to read; refits that send everything and are verified prove those.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from mimo.boxes import Box
 from mimo.refit.plan import Op, SendOp
@@ -52,36 +54,36 @@ def cut[Planned: Op](operations: Iterable[Planned], entries: Sequence[TensorMeta
 
 @dataclass(frozen=True)
 class Announcement:
-    """Announcement of one trainer rank before a delta refit.
+    """Announcement of one trainer rank to one worker before a delta refit.
 
     Attributes:
-        loader: entries of which some box for a loader has changed.
-        changed: worker -> for each operation to it, whether the box has changed.
-        sums: worker -> checksum of each of these boxes.
+        changed: for each operation between the two, whether its box has changed.
+        sums: checksum of each of these boxes.
     """
 
-    loader: frozenset[int]
-    changed: dict[int, list[bool]]
-    sums: dict[int, list[int]]
+    changed: list[bool]
+    sums: list[int]
 
-    def as_json(self) -> dict[str, Any]:
-        """Return plain data. Flags of a worker are the binary digits of a number, the first operation's last."""
-        flags = {str(worker): f"{sum(1 << place for place, each in enumerate(own) if each):x}"
-                 for worker, own in self.changed.items()}
-        return {"loader": sorted(self.loader), "changed": flags,
-                "sums": {str(worker): own for worker, own in self.sums.items()}}
+    def packed(self) -> bytes:
+        """Return the checksums, 8 bytes each, and then the flags, one bit each."""
+        flags = sum(1 << place for place, each in enumerate(self.changed) if each)
+        return struct.pack(f"<{len(self.sums)}q", *self.sums) + flags.to_bytes(-(-len(self.changed) // 8), "little")
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Self:
-        sums = {int(worker): list(own) for worker, own in value["sums"].items()}
-        digits = {int(worker): int(text, 16) for worker, text in value["changed"].items()}
-        return cls(frozenset(value["loader"]),
-                   {worker: [bool(digits[worker] >> place & 1) for place in range(len(own))]
-                    for worker, own in sums.items()}, sums)
+    def unpacked(cls, data: bytes, count: int) -> Self:
+        """Read what `packed` made of an announcement of `count` operations."""
+        sums = list(struct.unpack_from(f"<{count}q", data))
+        flags = int.from_bytes(data[8 * count:], "little")
+        return cls([bool(flags >> place & 1) for place in range(count)], sums)
+
+
+def key(rank: int, worker: int) -> str:
+    """Return the key under which a trainer rank's announcement to a worker lies in the store."""
+    return f"delta/{rank}/{worker}"
 
 
 def announce(by_worker: dict[int, list[SendOp]], loaders: dict[int, frozenset[str]], sums: dict[int, list[int]],
-             before: dict[int, list[int]]) -> Announcement:
+             before: dict[int, list[int]]) -> tuple[frozenset[int], dict[int, Announcement]]:
     """Compare the checksums of a rank's blocks with those of the last refit.
 
     Args:
@@ -89,24 +91,28 @@ def announce(by_worker: dict[int, list[SendOp]], loaders: dict[int, frozenset[st
         loaders: names that go through each worker's loader.
         sums: checksums of the operations' boxes.
         before: checksums as they were last sent.
+
+    Returns:
+        The entries of which some box for a loader has changed, which concern everybody, and the announcement to each
+        worker.
     """
     changed = {worker: [now != then for now, then in zip(own, before[worker], strict=True)]
                for worker, own in sums.items()}
     loader = frozenset(operation.entry for worker, operations in by_worker.items()
                        for operation, is_changed in zip(operations, changed[worker], strict=True)
                        if is_changed and operation.name in loaders[worker])
-    return Announcement(loader, changed, sums)
+    return loader, {worker: Announcement(changed[worker], own) for worker, own in sums.items()}
 
 
-def changed_entries(announcements: Iterable[Announcement], groups: Sequence[Sequence[int]]) -> frozenset[int]:
+def changed_entries(changed: Iterable[Iterable[int]], groups: Sequence[Sequence[int]]) -> frozenset[int]:
     """Return the entries that a worker's loader has to get.
 
     Args:
-        announcements: those of all trainer ranks.
+        changed: entries for loaders that have changed, of all trainer ranks.
         groups: entries that the worker's loader has to get together.
     """
-    changed = frozenset().union(*(each.loader for each in announcements))
-    return frozenset(entry for group in groups if not changed.isdisjoint(group) for entry in group)
+    entries = frozenset(itertools.chain.from_iterable(changed))
+    return frozenset(entry for group in groups if not entries.isdisjoint(group) for entry in group)
 
 
 def select[Planned: Op](operations: Sequence[Planned], changed: Sequence[bool], loader: frozenset[str],

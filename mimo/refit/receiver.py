@@ -409,10 +409,11 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         live = self._live()
         rendezvous.arrive(scope, "ready")
         rendezvous.wait_for(scope, "ready", self._everybody)
-        changes = self._changes(scope, update_info) if update_info.is_delta else None
+        changes: dict[int, delta.Announcement] | None = None
         chunks, layers = self._chunks, self._loader_layers
-        if changes is not None:
-            chunks, layers = self._changed_chunks(changes)
+        if update_info.is_delta:
+            entries, changes = self._changes(scope, update_info)
+            chunks, layers = self._changed_chunks(entries, changes)
         self._loading = LoaderSession(self.model, self.model_config, layers)
         report = {"wire_bytes": 0, "direct_bytes": 0, "install_s": 0.0}
         try:
@@ -436,33 +437,36 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         rendezvous.publish(f"{scope}/report/{self._worker}", report)
         self.guard.received(update_info.sync)
 
-    def _changes(self, scope: str, update_info: UpdateInfo) -> dict[int, delta.Announcement]:
-        """Return what each trainer rank says has changed since the sync before.
+    def _changes(self, scope: str, update_info: UpdateInfo) -> tuple[frozenset[int], dict[int, delta.Announcement]]:
+        """Return the entries that the loader has to get, and what each rank says has changed of what it sends here.
 
         Raises:
-            RefitError: this worker does not have the weights of that sync.
+            RefitError: this worker does not have the weights of the sync before.
         """
         assert self._rendezvous is not None
         if self._held != update_info.sync - 1:
             raise RefitError(f"worker {self._worker}: only changes since sync {update_info.sync - 1} are sent, and its "
                              f"weights are {'not of a sync' if self._held is None else f'of sync {self._held}'}")
-        return {rank: delta.Announcement.from_json(
-            self._rendezvous.read(f"{scope}/delta/{rank}", scope, f"the changes of trainer rank {rank}"))
-            for rank in range(self._num_trainers)}
+        everyone = [self._rendezvous.read(f"{scope}/delta/{rank}", scope, f"the changes of trainer rank {rank}")
+                    for rank in range(self._num_trainers)]
+        packed = self._rendezvous.read_bytes([delta.key(sender, self._worker) for sender in self._by_sender])
+        changes = {sender: delta.Announcement.unpacked(data, len(operations))
+                   for data, (sender, operations) in zip(packed, self._by_sender.items(), strict=True)}
+        return delta.changed_entries(everyone, [numbers for numbers, _ in self._groups]), changes
 
-    def _changed_chunks(self, changes: dict[int, delta.Announcement]) -> tuple[list[list[_Part]], tuple[str, ...]]:
+    def _changed_chunks(self, entries: frozenset[int],
+                        changes: dict[int, delta.Announcement]) -> tuple[list[list[_Part]], tuple[str, ...]]:
         """Return the messages of a delta refit, and the paths of the modules that are loaded again."""
-        entries = delta.changed_entries(changes.values(), [numbers for numbers, _ in self._groups])
         layers = {path for numbers, own in self._groups if not entries.isdisjoint(numbers) for path in own}
         chunks = self._chunks_of({
-            sender: delta.select(operations, changes[sender].changed[self._worker], self._loader_names, entries)
+            sender: delta.select(operations, changes[sender].changed, self._loader_names, entries)
             for sender, operations in self._by_sender.items()})
         return chunks, tuple(path for path in self._loader_layers if path in layers)
 
     def _compare_blocks(self, changes: dict[int, delta.Announcement], live: dict[str, torch.Tensor]) -> None:
         """Prove that every block of live parameters is the trainer's, whether it was sent or not. Raises RefitError."""
         for sender, operations in self._by_sender.items():
-            pairs = [(each, told) for each, told in zip(operations, changes[sender].sums[self._worker], strict=True)
+            pairs = [(each, told) for each, told in zip(operations, changes[sender].sums, strict=True)
                      if each.name not in self._loader_names]
             views = Views([each.target for each, _ in pairs], [each.box.sizes for each, _ in pairs]).of(live)
             found = checksums(views).tolist() if views else []

@@ -13,7 +13,7 @@ import socket
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from hmac import compare_digest
@@ -155,6 +155,18 @@ class Rendezvous:
         """
         self.until(scope, lambda: self.store.check([key]), lambda: f"{self.who} waits for {what}")
         return json.loads(zlib.decompress(self.store.get(key)))
+
+    def publish_bytes(self, values: Mapping[str, bytes]) -> None:
+        """Publish bytes under several keys, in one call of the store."""
+        if values:
+            self.store.multi_set(list(values), list(values.values()))
+
+    def read_bytes(self, keys: Sequence[str]) -> list[bytes]:
+        """Return bytes that have been published. Others announce by another key that they are there."""
+        try:
+            return [bytes(value) for value in self.store.multi_get(list(keys))] if keys else []
+        except RuntimeError as error:
+            raise self._lost(error) from error
 
     def glimpse(self, key: str, within_s: float) -> Any:
         """Wait a moment for plain data, even after a failure; None if it does not come."""

@@ -353,13 +353,15 @@ class WeightSender:
     def _changed_chunks(self, scope: str, before: dict[int, list[int]],
                         sums: dict[int, list[int]]) -> list[list[_Part]]:
         """Announce which blocks have changed, and return the messages that carry them."""
-        own = delta.announce(self._by_worker, self._loaders, sums, before)
-        self._rendezvous.publish(f"{scope}/delta/{self.trainer.rank}", own.as_json())
-        everyone = [delta.Announcement.from_json(
-            self._rendezvous.read(f"{scope}/delta/{rank}", scope, f"the changes of trainer rank {rank}"))
-            for rank in range(self.trainer.world_size)]
+        loader, own = delta.announce(self._by_worker, self._loaders, sums, before)
+        # A worker reads its own part under a key that the next sync writes again, once it knows that it is there.
+        self._rendezvous.publish_bytes({delta.key(self.trainer.rank, worker): each.packed()
+                                        for worker, each in own.items()})
+        self._rendezvous.publish(f"{scope}/delta/{self.trainer.rank}", sorted(loader))
+        everyone = [self._rendezvous.read(f"{scope}/delta/{rank}", scope, f"the changes of trainer rank {rank}")
+                    for rank in range(self.trainer.world_size)]
         return self._chunks_of({
-            worker: delta.select(operations, own.changed[worker], self._loaders[worker],
+            worker: delta.select(operations, own[worker].changed, self._loaders[worker],
                                  delta.changed_entries(everyone, self._groups[worker]))
             for worker, operations in self._by_worker.items()})
 

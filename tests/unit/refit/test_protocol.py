@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from mimo.refit import messages as checksums
 from mimo.refit import plan as planning
+from mimo.refit.delta import Announcement
 from mimo.refit.rendezvous import RefitError, Rendezvous
 from mimo.refit.sender import WINDOW, Trainer, WeightSender
 from mimo.refit.transport.p2p import Wire
@@ -148,6 +149,14 @@ def test_a_delta_refit_sends_the_blocks_that_have_changed_and_no_others(world_si
     report = ranks.send("all")[0]
     assert report.is_delta and everything.wire_bytes <= report.wire_bytes <= 1.2 * everything.wire_bytes
     assert is_right(engine, 1)
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 9])
+def test_an_announcement_takes_eight_bytes_and_a_bit_for_each_block(count: int) -> None:
+    sums = [(-1) ** place << 62 for place in range(count)]
+    announced = Announcement([place % 3 == 0 for place in range(count)], sums)
+    packed = announced.packed()
+    assert len(packed) == 8 * count + (count + 7) // 8 and Announcement.unpacked(packed, count) == announced
 
 
 def test_a_delta_refit_after_one_that_failed_sends_everything() -> None:
