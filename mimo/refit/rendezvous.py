@@ -159,7 +159,8 @@ class Rendezvous:
     def publish_bytes(self, values: Mapping[str, bytes]) -> None:
         """Publish bytes under several keys, in one call of the store."""
         if values:
-            self.store.multi_set(list(values), list(values.values()))
+            # torch's stubs lack this method.
+            self.store.multi_set(list(values), list(values.values()))  # type: ignore[attr-defined]
 
     def read_bytes(self, keys: Sequence[str]) -> list[bytes]:
         """Return bytes that have been published. Others announce by another key that they are there."""
