@@ -357,14 +357,15 @@ def _gap_words(found: Difference) -> str:
     every = len(gap) == found.num_shared
     which = f"{len(gap):,} iterations {'that both have' if every else 'in which both are finite'}"
     if not gap.any():
-        return f"Equal to the last digit in {'all' if every else 'the'} {which}."
+        return f"They are equal to the last digit in {'all' if every else 'the'} {which}."
     place = int(np.abs(gap).argmax())
     mean, same = float(np.abs(gap).mean()), ""
     share = mean / (float(np.abs(found.one).mean()) or 1.0)
     if found.first_unequal is not None and found.first_unequal > found.iterations[0]:
         same = f" They are equal to the last digit before iteration {found.first_unequal:,}."
-    return (f"Over the {which}, they differ by {rounded(mean)} in the mean ({rounded(100 * share)} %) and by "
-            f"{rounded(float(abs(gap[place])))} at most (iteration {int(found.iterations[place]):,}).{same}")
+    what = "rewards" if found.key == "reward" else "losses"
+    return (f"Over the {which}, their {what} differ by {rounded(mean)} on average ({rounded(100 * share)} %), and "
+            f"by at most {rounded(float(abs(gap[place])))} (iteration {int(found.iterations[place]):,}).{same}")
 
 
 def compare_section(runs: Sequence[Run]) -> str:
@@ -383,7 +384,7 @@ def compare_section(runs: Sequence[Run]) -> str:
         rows = [[f"{int(at):,}", number(first), number(second), number(second - first),
                  f"{rounded(100 * (second - first) / first)} %" if first else ""]
                 for at, first, second in np.stack([found.iterations, found.one, found.two], 1)[places].tolist()]
-        blocks.append(table(["iteration", f"A: {what}", f"B: {what}", "B minus A", "of A"], rows, wide=False))
+        blocks.append(table(["iteration", f"A: {what}", f"B: {what}", "B minus A", "share of A"], rows, wide=False))
         intro = " ".join(filter(None, [_gap_words(found), _one_sided_words(found)]))
     blocks.append(_flags(*runs))
     if intro and not any(blocks):  # two runs with equal flags and nothing to compare: the sentence is all there is

@@ -42,7 +42,7 @@ def test_equal_runs(usual: Run) -> None:
     found = difference(usual, usual)
     assert found is not None and found.first_unequal is None
     html = page([usual, usual])
-    assert "Equal to the last digit in all 50 iterations" in html
+    assert "They are equal to the last digit in all 50 iterations" in html
     assert "B minus A</h3>" not in html, "nothing to draw"
 
 
@@ -59,8 +59,8 @@ def test_a_loss_that_one_run_has_and_the_other_not_is_a_difference(tmp_path: Pat
     whole, broken = broken_run(tmp_path / "a", set()), broken_run(tmp_path / "b", {6, 7, 8, 9, 10})
     html = page([whole, broken])
     headings(html)
-    assert ("Equal to the last digit in the 5 iterations in which both are finite. In 5 of the 10 iterations that both "
-            "have, only one run's figure is finite, first in iteration 6 (B's is not).") in html
+    assert ("They are equal to the last digit in the 5 iterations in which both are finite. In 5 of the 10 iterations "
+            "that both have, only one run's figure is finite, first in iteration 6 (B's is not).") in html
     assert "B minus A</h3>" not in html, "nothing to draw"
     assert difference(whole, broken).first_unequal == difference(broken, whole).first_unequal == 6
     assert "first in iteration 6 (A's is not)" in page([broken, whole])
@@ -74,7 +74,7 @@ def test_the_first_unequal_iteration_is_the_earlier_of_both_kinds(tmp_path: Path
     both = broken_run(tmp_path / "c", {7})
     assert difference(both, run_of(tmp_path / "d", records)).first_unequal == 4
     assert difference(both, both).first_unequal is None, "not finite in both"
-    assert "Equal to the last digit in the 9 iterations in which both are finite.</p>" in page([both, both])
+    assert "They are equal to the last digit in the 9 iterations in which both are finite.</p>" in page([both, both])
 
 
 def test_runs_without_a_common_finite_loss(tmp_path: Path) -> None:
