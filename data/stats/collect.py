@@ -1,4 +1,4 @@
-"""Read samples of a data set as training does, and record what they give the model."""
+"""Read samples of a data set as training does, and record the sizes of their text, images and videos."""
 
 from __future__ import annotations
 
@@ -41,13 +41,21 @@ class ImageRecord:
     tokens: int
 
     def patches(self, patch_size: int) -> int:
-        """Patches of all its tiles."""
+        """Return the number of patches of all its tiles."""
         return sum((height // patch_size) * (width // patch_size) for height, width in self.tiles)
 
 
 @dataclass(frozen=True)
 class VideoRecord:
-    """A video: size of its frames before and after, frames in it and frames sampled, and the tokens they become."""
+    """A video.
+
+    Attributes:
+        size: height and width of its frames in pixels.
+        resized: the same as the model gets them.
+        num_frames: number of its frames.
+        sampled: number of frames that the model gets.
+        tokens: language tokens that these become.
+    """
 
     size: Size
     resized: Size
@@ -61,7 +69,7 @@ class Record:
     """One sample's share of the model's input.
 
     Attributes:
-        source: data set that it is from: path, and subflavors as JSON.
+        source: path of its data set, and subflavors as JSON.
         name: shard and key.
         text_tokens: tokens without placeholders.
         image_tokens: language tokens that images and videos become.
@@ -92,7 +100,7 @@ class Collected:
         sizes: samples in one pass over each source.
         records: good samples, in the order of training.
         rows: the first few rows of each source, with the index of their record.
-        bad: (shard and key, reason) of bad samples, and how often each was met.
+        bad: how often each bad sample was met, by (shard and key, reason).
     """
 
     sizes: list[int]
@@ -102,12 +110,12 @@ class Collected:
 
     @property
     def num_read(self) -> int:
-        """Good and bad samples."""
+        """Number of samples read, good and bad."""
         return len(self.records) + self.bad.total()
 
 
 class BadSampleLog(ErrorLog):
-    """Records bad samples instead of ending a run that has too many; ends the reading once enough were read."""
+    """Records bad samples instead of ending a run that has too many, and stops reading after enough samples."""
 
     def __init__(self, collected: Collected, wanted: int, advance: Callable[[], object]) -> None:
         super().__init__(wanted)
@@ -117,7 +125,8 @@ class BadSampleLog(ErrorLog):
         """Record a bad sample.
 
         Raises:
-            FatalSampleError: as many samples as wanted were read, none of which may be good.
+            FatalSampleError: as many samples as wanted were read. It is raised here because the reader does not return
+                before a good sample, and there may be none.
         """
         if isinstance(exception, AssertionError) or isinstance(sample, list):
             raise exception
@@ -150,14 +159,14 @@ class RecordingEncoder(VlmTaskEncoder):
             image_tokens=sample.image_tokens,
             target_tokens=int(sample.target_mask.sum()),
             images=tuple(self._image(size) for size in images),
-            videos=tuple(self._film(video) for video in sample.videos),
+            videos=tuple(self._video(video) for video in sample.videos),
         ))
         rows = self._collected.rows.setdefault(source, [])
         if len(rows) < KEPT_ROWS:
             rows.append((len(self._collected.records) - 1, row))
         return row
 
-    def _film(self, video: PlannedVideo) -> VideoRecord:
+    def _video(self, video: PlannedVideo) -> VideoRecord:
         plan = video.plan
         return VideoRecord((video.info.height, video.info.width), plan.sizes[0][:2], video.info.num_frames,
                            len(plan.indices), sum(self._num_image_tokens(*size) for size in plan.sizes))
@@ -188,17 +197,17 @@ def collect(config: Config, request: DataRequest, samples: int, advance: Callabl
     Args:
         config: the data set's flags.
         request: what the model asks of the data set, in one lane.
-        samples: how many, bad ones included; at most one pass over the data set.
-        advance: called after each.
+        samples: number of samples to read, bad ones included; at most one pass over the data set is read.
+        advance: called after each sample.
 
     Raises:
-        ValueError: naming flags and values, for what cannot work.
+        ValueError: flags do not fit each other or the model. The message names them and their values.
     """
     check(config, request)
     collected = Collected(split_sizes(config, "train"))
     wanted = min(samples, sum(collected.sizes))
     errors = BadSampleLog(collected, wanted, advance)
-    # Single samples: packing is tried out later, with several sizes of its buffer.
+    # Single samples are read. Packing is tried out later, with several sizes of its buffer.
     config = replace(config, num_workers=0, packing_buffer_size=0, packing_balance=False)
     encoder = RecordingEncoder(config, request, errors, collected)
     reader = EnergonReader(config, request, [0], Encoding(encoder, errors.handler, lambda row: row))

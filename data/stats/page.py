@@ -19,8 +19,8 @@ from mimo.report.summary import number
 
 MAX_BAD_ROWS = 100
 IMBALANCE_NOTE = (
-    "Imbalance: image tokens of the pack that has most, over the mean of the packs of its buffer. 1 is even; lanes "
-    "whose packs have fewer image tokens wait for the one that has most."
+    "Imbalance: the image tokens of the pack with the most of them, divided by the mean over the packs of its buffer. "
+    "1 is even. Lanes whose packs have fewer image tokens wait for the one with the most."
 )
 
 
@@ -30,10 +30,10 @@ class Report:
 
     Attributes:
         config: the data set's flags.
-        flags: the flags that say what was read and for which model, as on a command line.
+        flags: the command-line flags that determine what was read and for which model.
         model: name of the model for which the samples were read.
         seq_length: tokens of a row.
-        patch_size: pixels a side of a patch; 0 for a model that does not say.
+        patch_size: pixels along a side of a patch; 0 for a model that does not declare it.
         tiling: how images are tiled; None for a model that takes none.
         image_token_id: placeholder of an image.
         collected: what was read.
@@ -65,7 +65,7 @@ class Report:
 
 
 def percent(share: float) -> str:
-    """Format a share."""
+    """Format a share from 0 to 1 as a percentage."""
     return f"{100 * share:.1f} %"
 
 
@@ -95,7 +95,7 @@ def flavors(source: Mapping[str, Any]) -> str:
 
 
 def sources_html(report: Report) -> str:
-    """List the data sets of a blend, with their samples."""
+    """List the data sets of a blend, with their numbers of samples and tokens."""
     sources = report.figures["sources"]
     has_flavors = any(source["subflavors"] for source in sources)
     heads = ["data set", *(["subflavors"] if has_flavors else []), "good samples", "share", "tokens"]

@@ -20,22 +20,22 @@ NUM_SHOWN = 8
 MAX_IMAGES = 12  # of a sample
 MAX_TOKENS = 2000  # of a sample
 MAX_FRAMES = 6  # of a video
-# So many tokens may share a character: one for each of its bytes, at most four, and some around them.
+# Most tokens that may share a character: one for each of its bytes, at most four, and some around them.
 MAX_SHARED = 8
-# Pixels on the page: the least of the shorter side, unless the longer one gets too long; the most of the longer side;
-# the height of a thumbnail.
+# Pixels on the page. Small images are enlarged until the shorter side has SMALLEST, as long as the longer side stays
+# within LARGEST. THUMBNAIL is a height.
 SMALLEST, LARGEST, THUMBNAIL = 96, 320, 160
-LOSSLESS_SIDE = 128
+LOSSLESS_SIDE = 128  # images up to this side are PNG, larger ones JPEG
 REPLACEMENT = chr(0xFFFD)
 
 
 def chosen_rows(collected: Collected) -> list[tuple[Record, Row]]:
     """Return the samples to show: the first ones of each source, sources in turn."""
     shown: list[tuple[Record, Row]] = []
-    for place in range(max(map(len, collected.rows.values()), default=0)):
+    for turn in range(max(map(len, collected.rows.values()), default=0)):
         for rows in collected.rows.values():
-            if place < len(rows) and len(shown) < NUM_SHOWN:
-                index, row = rows[place]
+            if turn < len(rows) and len(shown) < NUM_SHOWN:
+                index, row = rows[turn]
                 shown.append((collected.records[index], row))
     return shown
 
@@ -70,7 +70,7 @@ def image_html(position: int, image: ImageRecord, tiles: Sequence[np.ndarray], t
         image: its sizes.
         tiles: `[C, height, width]` each.
         tiling: how it was tiled.
-        tokens: image tokens of it.
+        tokens: language tokens that it becomes.
     """
     height, width = tiles[0].shape[1:]
     rows, cols = fixed_grid(*image.size, tiling) if tiling.kind == "fixed" else (1, 1)
@@ -100,7 +100,7 @@ def video_html(position: int, video: VideoRecord, frames: Sequence[np.ndarray], 
         frames: `[C, height, width]` each.
         tiling: how images are normalised.
     """
-    shown = [frames[round(place)] for place in np.linspace(0, len(frames) - 1, min(len(frames), MAX_FRAMES))]
+    shown = [frames[round(index)] for index in np.linspace(0, len(frames) - 1, min(len(frames), MAX_FRAMES))]
     scale = min(THUMBNAIL / video.resized[0], 1)
     cells = "".join(_tile(frame, tiling, scale) for frame in shown)
     grid = f'<div class="tiles" style="grid-template-columns:repeat({len(shown)},max-content)">{cells}</div>'
@@ -111,7 +111,7 @@ def video_html(position: int, video: VideoRecord, frames: Sequence[np.ndarray], 
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """Yield the text of each token; tokens that share a character are one piece, with their number."""
+    """Yield the text of each token with 1, or of several tokens that share a character, with their number."""
     start = 0
     before: list[int] = []
     for end in range(1, len(ids) + 1):
@@ -137,21 +137,22 @@ def text_html(tokenizer: Any, row: Row, record: Record, image_token_id: int) -> 
     special = set(tokenizer.all_special_ids)
     parts: list[str] = []
     counts = [len(image.tiles) for image in record.images]
-    at = image = 0
-    while at < len(ids):
-        if ids[at] == image_token_id:
+    start = image = 0
+    while start < len(ids):
+        if ids[start] == image_token_id:
             image += 1
-            at += counts[image - 1]
+            start += counts[image - 1]
             parts.append(f'<span class="image">image {image}'
                          + (f" &middot; {counts[image - 1]} tiles" if counts[image - 1] > 1 else "") + "</span>")
             continue
-        end = at
+        end = start
         while end < len(ids) and ids[end] != image_token_id:
             end += 1
-        for text, count in pieces(tokenizer, ids[at:end]):
-            css = ["token"] + ["target"] * any(targets[at : at + count]) + ["special"] * (ids[at] in special)
-            parts.append(_token(text, ids[at : at + count], " ".join(css)))
-            at += count
+        for text, count in pieces(tokenizer, ids[start:end]):
+            stop = start + count
+            css = ["token"] + ["target"] * any(targets[start:stop]) + ["special"] * (ids[start] in special)
+            parts.append(_token(text, ids[start:stop], " ".join(css)))
+            start = stop
     if len(row.tokens) > MAX_TOKENS:
         parts.append(f'<span class="more">and {number(len(row.tokens) - MAX_TOKENS)} more tokens</span>')
     return f'<div class="tokens">{"".join(parts)}</div>'
