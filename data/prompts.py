@@ -104,7 +104,8 @@ class Tokenizer:
         self._tags = IMAGE_TAGS[image_tag_type]
         self._image_id = tokens.image_token_id
         self._image_text = ""
-        self._video_id, self._video_text = tokens.video_token_id, ""
+        # Stays empty if conversations cannot show videos.
+        self._video_id, self.video_text = tokens.video_token_id, ""
         self._stand_ins: dict[str, tuple[Any, str, int]] = {}
         self._document_tags = self._tags
         self._template_is_own = prompt_format == "tokenizer" or not PROMPT_FORMATS[prompt_format].template
@@ -114,7 +115,7 @@ class Tokenizer:
             if self._image_id in self._hf.added_tokens_decoder:
                 self._image_text = self._hf.added_tokens_decoder[self._image_id].content
             self._check_images(image_tag_type)
-            self._video_text = self._find_video_token()
+            self.video_text = self._find_video_token()
         elif max(self._hf.get_vocab().values()) >= tokens.vocab_size:
             raise ValueError(too_small(folder, self._hf, tokens))
         self._renderer = self._find_renderer(folder, prompt_format, append_eos=append_eos)
@@ -154,7 +155,7 @@ class Tokenizer:
         if append_eos and not eos:
             raise ValueError(f"--append-eos: --tokenizer {folder} has no end-of-sequence token")
         return ConversationRenderer(
-            self._template, self._image_text, [*ends, eos], video_token=self._video_text,
+            self._template, self._image_text, [*ends, eos], video_token=self.video_text,
             eos_token=eos if append_eos else "", marks=marks
         )
 
@@ -229,13 +230,11 @@ class Tokenizer:
         return tokens, mask
 
     def encode_question(self, messages: Sequence[Mapping[str, Any]], tiles: Sequence[int] = (),
-                        tools: Sequence[Any] | None = None) -> tuple[np.ndarray, tuple[int, ...]]:
+                        tools: Sequence[Any] | None = None, videos: Sequence[Sequence[str]] = (),
+                        ) -> tuple[np.ndarray, tuple[int, ...]]:
         """Tokenise a conversation up to where the model answers, as `encode` writes it before an answer.
 
-        Args:
-            messages: turns before the answer; see `encode`.
-            tiles: number of placeholders of each image, in order.
-            tools: tools that the conversation offers.
+        Arguments are those of `encode`, with the turns before the answer as messages.
 
         Returns:
             Tokens int64 `[T]`, and the tokens that end an answer, the one of the template first.
@@ -243,7 +242,7 @@ class Tokenizer:
         Raises:
             ValueError: the conversation cannot be used; the message says why.
         """
-        tokens, mask = self.encode([*messages, {"role": "assistant", "content": PROBE_ANSWER}], tiles, tools)
+        tokens, mask = self.encode([*messages, {"role": "assistant", "content": PROBE_ANSWER}], tiles, tools, videos)
         targets = np.flatnonzero(mask)
         # Earlier answers are targets too, and text of the user is between them and this one.
         before = np.flatnonzero(~mask[:targets[-1]])
@@ -268,7 +267,7 @@ class Tokenizer:
         literal = "".join(part for part in parts if isinstance(part, str))
         if not literal.strip():
             raise ValueError("no text")
-        if Medium.VIDEO in parts or (self._video_text and self._video_text in literal):
+        if Medium.VIDEO in parts or (self.video_text and self.video_text in literal):
             raise ValueError("a text without turns shows a video; write it as a turn of `messages`")
         self._check_count(parts.count(Medium.IMAGE), tiles)
         marker = unused_word(literal)
@@ -303,7 +302,7 @@ class Tokenizer:
     def _check_videos(self, markers: int, videos: Sequence[Sequence[str]]) -> None:
         if markers != len(videos):
             raise ValueError(f"{markers} video markers but {len(videos)} videos")
-        if videos and not self._video_text:
+        if videos and not self.video_text:
             raise ValueError(f"has {len(videos)} videos, which the chat template of {self.name} does not write with "
                              f"the model's video token {self._video_id}; --prompt-format tokenizer takes them with "
                              "the model's own tokenizer")
@@ -358,8 +357,8 @@ class Tokenizer:
 
     def _video_placeholders(self, texts: Sequence[str]) -> str:
         """Return the placeholders of a video. Those with a text before them are each within the template's tags."""
-        before, after = self._template.video_text.split(self._video_text)
-        return "".join(f"{text}{before}{self._video_text}{after}" if text else self._video_text for text in texts)
+        before, after = self._template.video_text.split(self.video_text)
+        return "".join(f"{text}{before}{self.video_text}{after}" if text else self.video_text for text in texts)
 
     def _image_token(self, text: str, *, has_images: bool) -> tuple[Any, str, int]:
         """Return a tokenizer for a text, the name of the image token in the text, and its id.

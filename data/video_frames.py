@@ -31,38 +31,42 @@ class VideoPlan:
 
     Attributes:
         indices: number of each frame in the file, ascending; the last is repeated up to a whole temporal patch.
+        num_sampled: frames without these repetitions.
         sizes: size of each placeholder's part of the video.
         texts: text before each placeholder.
     """
 
     indices: tuple[int, ...]
+    num_sampled: int
     sizes: tuple[VideoSize, ...]
     texts: tuple[str, ...]
 
 
-def plan_video(info: VideoInfo, processing: VideoProcessing, size_multiple: int, *, sampled: bool = False) -> VideoPlan:
+def plan_video(info: VideoInfo, processing: VideoProcessing, size_multiple: int, *,
+               is_sampled: bool = False) -> VideoPlan:
     """Choose the frames of a video and their size.
 
     Args:
         info: size, length and rate of the video.
         processing: the model's video processing.
         size_multiple: divides height and width of a frame.
-        sampled: whether all frames are taken, because they have been chosen before.
+        is_sampled: whether all frames are taken, because they have been chosen before.
 
     Raises:
         ValueError: the video is too short, or its frames are too narrow.
     """
-    indices = list(range(info.num_frames)) if sampled else sample_frames(info.num_frames, info.rate, processing)
+    indices = list(range(info.num_frames)) if is_sampled else sample_frames(info.num_frames, info.rate, processing)
     height, width = frame_size(len(indices), info.height, info.width, processing, size_multiple)
     patch = processing.temporal_patch_size
     # transformers takes the rate of the sampled frames before the last one is repeated.
-    frame_seconds = 1 / (len(indices) / info.num_frames * info.rate)
+    sampled = len(indices)
+    frame_seconds = 1 / (sampled / info.num_frames * info.rate)
     indices += [indices[-1]] * (-len(indices) % patch)
     if not processing.timestamps:
-        return VideoPlan(tuple(indices), (VideoSize(height, width, len(indices), frame_seconds),), ("",))
+        return VideoPlan(tuple(indices), sampled, (VideoSize(height, width, len(indices), frame_seconds),), ("",))
     times = [index / info.rate for index in indices]
     middles = [(times[at] + times[at + patch - 1]) / 2 for at in range(0, len(times), patch)]
-    return VideoPlan(tuple(indices), (VideoSize(height, width, patch),) * len(middles),
+    return VideoPlan(tuple(indices), sampled, (VideoSize(height, width, patch),) * len(middles),
                      tuple(f"<{middle:.1f} seconds>" for middle in middles))
 
 

@@ -56,8 +56,8 @@ class Normalisation:
         return scaled
 
     def apply(self, picture: np.ndarray) -> np.ndarray:
-        """Convert uint8 `[height, width, channels]` to float32 `[channels, height, width]`."""
-        return self.normalise(np.ascontiguousarray(picture.transpose(2, 0, 1)))
+        """Convert uint8 `[..., height, width, channels]` to float32 `[..., channels, height, width]`."""
+        return self.normalise(np.ascontiguousarray(np.moveaxis(picture, -1, -3)))
 
 
 @dataclass(frozen=True)
@@ -244,6 +244,25 @@ class ImageProcessorProvider(Protocol):
             folder: folder of the model's config.json.
             mean: mean of each channel.
             std: standard deviation of each channel.
+        """
+        ...
+
+
+@runtime_checkable
+class VideoProcessorProvider(Protocol):
+    """A model provider that can write the video processor of its models for a rollout engine, too."""
+
+    def write_video_processor(self, config: Any, folder: Path, processing: VideoProcessing, tokenizer: Any) -> None:
+        """Write the processor of videos whose frames have been chosen and resized before.
+
+        Args:
+            config: the family's flags.
+            folder: folder of the model's config.json, in which `write_processor` has written.
+            processing: normalisation of the frames, and limits of their pixels that no video exceeds.
+            tokenizer: Hugging Face tokenizer of the prompts, which writes the times of frames.
+
+        Raises:
+            ValueError: the tokenizer has other special tokens than the model.
         """
         ...
 

@@ -1,14 +1,14 @@
 """Prompts `conversations`: the files of the data set of that name, without each record's last answer.
 
 The last answer of a record is the answer against which completions are scored. Everything before it is the prompt,
-written as in supervised training, with its images.
+written as in supervised training, with its images and videos.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -16,17 +16,22 @@ from data.conversation_files import provider as files
 from data.conversation_files.provider import Config
 from data.energon.provider import path_of
 from data.indexed import ShuffledRecords
-from mimo.protocols import DataRequest, ImageProcessing, TokenSpec
-from mimo.rl.prompts import Normalisation, Prompt
+from mimo.protocols import DataRequest, ImageProcessing, TokenSpec, VideoProcessing
+from mimo.rl.prompts import Normalisation, Prompt, PromptVideo
+
+if TYPE_CHECKING:
+    from data.energon.task_encoder import PlannedVideo
 
 
 class ConversationPrompts:
-    """One split; a `mimo.rl.prompts.FinitePromptSet` and `ImagePromptSet`. Every pass has another order.
+    """One split; a `mimo.rl.prompts.FinitePromptSet` and `VideoPromptSet`. Every pass has another order.
 
     Attributes:
         end_token_id: ends a completion.
         pad_token_id: fills rows.
         normalisation: mean and deviation of pictures, as in supervised training.
+        video_processing: how videos become pixels, as in supervised training; None if model or chat template take none.
+        tokenizer: the Hugging Face tokenizer.
     """
 
     def __init__(self, config: Config, tokens: TokenSpec, split: str, seed: int) -> None:
@@ -38,7 +43,7 @@ class ConversationPrompts:
         # Energon and torch take seconds to import, and --help needs neither of them.
         from data.conversation_files.files import images_of
         from data.conversation_files.sources import RecordReader, check_named_columns, sources_of
-        from data.energon.task_encoder import ErrorLog, VlmTaskEncoder
+        from data.energon.task_encoder import ErrorLog, VlmTaskEncoder, video_processing_of
         from data.prompts import load_tokenizer
 
         flag, path = path_of(config, split)
@@ -51,20 +56,22 @@ class ConversationPrompts:
         self._columns = source.columns
         check_named_columns(flag, source, self._reader)
         # Only the model's tokens are read; lengths are checked by the run.
-        request = DataRequest(tokens=tokens, num_image_tokens=lambda height, width: 1, num_lanes=1, micro_batch_size=1,
+        request = DataRequest(tokens=tokens, num_image_tokens=lambda *size: 1, num_lanes=1, micro_batch_size=1,
                               seq_length=1, seed=seed, split=split)
         self._encoder = VlmTaskEncoder(config, request, ErrorLog(config.max_bad_samples))
-        self._tokenizer = load_tokenizer(config.tokenizer)
+        self.tokenizer = load_tokenizer(config.tokenizer)
         channels = tokens.num_channels
         mean, std = (tuple(values) * (channels if len(values) == 1 else 1)
                      for values in (config.image_mean, config.image_std))
         self.normalisation = Normalisation(mean, std)
+        self.video_processing = video_processing_of(config, tokens) if self._encoder.tokenizer.video_text else None
+        self._video_token = tokens.video_token_id
         self._records = ShuffledRecords(len(self._reader), seed, split)
         _, ends = self._encoder.tokenizer.encode_question([{"role": "user", "content": "A"}])
         if not ends:
             raise ValueError(f"--tokenizer {config.tokenizer}: has no token that ends an answer (eos_token)")
         self.end_token_id = ends[0]
-        padding = self._tokenizer.pad_token_id
+        padding = self.tokenizer.pad_token_id
         self.pad_token_id: int = self.end_token_id if padding is None else padding
 
     @property
@@ -84,31 +91,56 @@ class ConversationPrompts:
         file, _ = self._reader.place(number)
         try:
             found = conversation_of_record(file.parse(self._reader[number]["raw"]), self._images, self._columns)
-            if found.videos:
-                raise ValueError("has a video; prompts of train_rl.py may have images, but no videos")
             *before, last = found.messages or [{}]
             if not before or last.get("role") != "assistant":
                 raise ValueError("has no answer at its end, against which completions are scored")
-            question = self._encoder.question(before, found.images, found.tools, pixels=False)
+            films = [self._encoder.planned(name, content) for name, content in found.videos]
+            question = self._encoder.question(before, found.images, found.tools, films, pixels=False)
+            tokens = question.sample.tokens
+            videos = self._prompt_videos(tokens, films)
         except (ValueError, OSError) as error:
             raise ValueError(f"{self._flag} {self._key(number)}: {error}") from error
-        sizes = tuple((size[0], size[1]) for size in question.sample.image_sizes)
-        ids = tuple(question.sample.tokens.tolist())
-        return Prompt(self._key(number), str(self._tokenizer.decode(ids)), ids, _text(last["content"]), {}, sizes,
-                      partial(self._pictures, found.images))
+        ids = tuple(tokens.tolist())
+        return Prompt(self._key(number), str(self.tokenizer.decode(ids)), ids, _text(last["content"]), {},
+                      tuple(question.sample.image_sizes), partial(self._pictures, tokens, found.images, films), videos)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode a completion, without special tokens."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _key(self, number: int) -> str:
         """Return file and place of a record."""
         file, place = self._reader.place(int(number))
         return f"{file.path} {file.name(place)}"
 
-    def _pictures(self, images: Sequence[tuple[str, bytes]]) -> list[np.ndarray]:
-        """Return the images at the encoder's sizes, uint8 `[height, width, channels]` each."""
-        return [tile for name, data in images for tile in self._encoder.pictures(name, data)]
+    def _pictures(self, tokens: np.ndarray, images: Sequence[tuple[str, bytes]],
+                  videos: Sequence[PlannedVideo]) -> list[np.ndarray]:
+        """Return images and parts of videos as the encoder takes them, in 8 bits and with the channels last."""
+        return [np.ascontiguousarray(np.moveaxis(pixels, -3, -1))
+                for pixels in self._encoder.drawn(tokens, images, videos, normalise=False)]
+
+    def _prompt_videos(self, tokens: np.ndarray, videos: Sequence[PlannedVideo]) -> tuple[PromptVideo, ...]:
+        """Find the videos of a prompt among its tokens.
+
+        Raises:
+            ValueError: the tokens are not those that the engine writes for a video, which tokenises each text alone.
+        """
+        places, found = iter(np.flatnonzero(tokens == self._video_token).tolist()), []
+        for video in videos:
+            own = [next(places) for _ in video.plan.sizes]
+            start, stop = own[0], own[-1] + 1
+            if any(video.plan.texts):
+                texts = [self.tokenizer.encode(text, add_special_tokens=False) for text in video.plan.texts]
+                start, stop = start - 1 - len(texts[0]), stop + 1
+                written = [token for text in texts for token in (*text, *tokens[own[0] - 1:own[0] + 2])]
+                if tokens[start:stop].tolist() != written:
+                    raise ValueError(f"video {video.name}: the tokenizer writes {video.plan.texts[0]!r} between other "
+                                     "texts with other tokens than alone, as the rollout engine writes it")
+            # The last frame is repeated to fill a temporal patch.
+            sampled = video.plan.num_sampled
+            found.append(PromptVideo(start, stop, self._video_token, len(own), video.plan.indices[:sampled],
+                                     video.info.num_frames, video.info.rate))
+        return tuple(found)
 
 
 def _text(content: Any) -> str:
@@ -139,6 +171,15 @@ class ConversationPromptsProvider:
     def image_processing(self, config: Config, tokens: TokenSpec) -> ImageProcessing:
         """Return how images become pixels, as in supervised training."""
         return files.provider.image_processing(config, tokens)
+
+    def with_video_processing(self, config: Config, find: Callable[[], Sequence[VideoProcessing]]) -> Config:
+        """Return the flags with the model's values filled in, as in supervised training."""
+        filled: Config = files.provider.with_video_processing(config, find)
+        return filled
+
+    def video_processing(self, config: Config, tokens: TokenSpec) -> VideoProcessing | None:
+        """Return how videos become pixels, as in supervised training; None if the model takes none."""
+        return files.provider.video_processing(config, tokens)
 
     def stream_fields(self, config: Config) -> dict[str, Any]:
         """Return the fields that decide the prompts, as in supervised training."""

@@ -226,18 +226,38 @@ class VlmTaskEncoder(TaskEncoder):
         return tile_sizes(height, width, self._tiling)
 
     def question(self, messages: Sequence[Mapping[str, Any]], images: Sequence[tuple[str, bytes]],
-                 tools: Sequence[Any] | None = None, *, pixels: bool = True) -> Question:
-        """Return the turns before an answer as a question, without its images if `pixels` is False.
+                 tools: Sequence[Any] | None = None, videos: Sequence[PlannedVideo] = (), *,
+                 pixels: bool = True) -> Question:
+        """Return the turns before an answer as a question, without its images and videos if `pixels` is False.
 
         Raises:
             ValueError: the turns or an image cannot be used; the message says why.
         """
         tiles = [self._image_sizes(name, data) for name, data in images]
-        tokens, ends = self.tokenizer.encode_question(messages, [len(sizes) for sizes in tiles], tools)
-        sizes = [size for each in tiles for size in each]
-        drawn = [tile for name, data in images for tile in self.pixels(name, data)] if pixels else None
+        tokens, ends = self.tokenizer.encode_question(messages, [len(sizes) for sizes in tiles], tools,
+                                                      [video.plan.texts for video in videos])
+        sizes = self._sizes_as_shown(tokens, tiles, videos)
+        drawn = self.drawn(tokens, images, videos, normalise=self.normalisation is None) if pixels else None
         return Question(Sample("the question", tokens, np.zeros(len(tokens), np.bool_), sizes, drawn,
                                normalisation=self.normalisation), ends)
+
+    def drawn(self, tokens: np.ndarray, images: Sequence[tuple[str, bytes]], videos: Sequence[PlannedVideo], *,
+              normalise: bool) -> list[np.ndarray]:
+        """Decode images and videos in the order of the placeholders in `tokens`.
+
+        Returns:
+            `[channels, height, width]` of each image or tile and `[frames, channels, height, width]` of each part of a
+            video, float32 if they are normalised and else uint8.
+
+        Raises:
+            ValueError: one of them cannot be decoded.
+        """
+        tiles = [tile for name, data in images for tile in self._tiles(name, data, normalise=normalise)]
+        parts: list[np.ndarray] = []
+        for video in videos:
+            assert self._video is not None, "checked with the plan"
+            parts += video_pixels(self._frames(video), video.plan, self._video, normalise=normalise)
+        return self._as_shown(tokens, tiles, parts)
 
     def pictures(self, name: str, data: Any) -> list[np.ndarray]:
         """Decode the tiles of an image, uint8 `[height, width, channels]` each. Raises ValueError if that fails."""
@@ -245,7 +265,10 @@ class VlmTaskEncoder(TaskEncoder):
 
     def pixels(self, name: str, data: Any) -> list[np.ndarray]:
         """Decode the tiles of an image as rows have them, `[channels, height, width]` each. Raises as `pictures`."""
-        if self.normalisation is None:
+        return self._tiles(name, data, normalise=self.normalisation is None)
+
+    def _tiles(self, name: str, data: Any, *, normalise: bool) -> list[np.ndarray]:
+        if normalise:
             return self._decoded(tile_image, name, data)
         return [np.ascontiguousarray(picture.transpose(2, 0, 1)) for picture in self.pictures(name, data)]
 
@@ -257,8 +280,8 @@ class VlmTaskEncoder(TaskEncoder):
         except UNDECODABLE as error:
             raise ValueError(f"undecodable image {name}: {reason_of(error)}") from error
 
-    def _planned(self, name: str, content: Video) -> PlannedVideo:
-        """Choose the frames of a video, from its header."""
+    def planned(self, name: str, content: Video) -> PlannedVideo:
+        """Choose the frames of a video, from its header. Raises ValueError if it cannot be used."""
         if self._video is None and self._request.tokens.video_token_id >= 0:
             raise ValueError(f"has video {name}, but the model's video processor is not supported; a start with "
                              "--video-fps 2 says why")
@@ -277,7 +300,7 @@ class VlmTaskEncoder(TaskEncoder):
                 logger.info("videos have sound, such as %s: it is not read", name)
         try:
             plan = plan_video(info, self._video, self._request.tokens.size_multiple,
-                              sampled=isinstance(content, FrameList))
+                              is_sampled=isinstance(content, FrameList))
         except ValueError as error:
             raise ValueError(f"video {name}: {error}") from error
         return PlannedVideo(name, content, info, plan)
@@ -296,7 +319,7 @@ class VlmTaskEncoder(TaskEncoder):
         """Tokenise a sample and read the headers of its images. Raises ValueError if it cannot be used."""
         conversation = conversation_of(sample)
         tiles = [self._image_sizes(name, data) for name, data in conversation.images]
-        videos = [self._planned(name, content) for name, content in conversation.videos]
+        videos = [self.planned(name, content) for name, content in conversation.videos]
         counts = [len(sizes) for sizes in tiles]
         if conversation.messages is not None:
             tokens, mask = self.tokenizer.encode(conversation.messages, counts, conversation.tools,
@@ -305,8 +328,7 @@ class VlmTaskEncoder(TaskEncoder):
             if videos:
                 raise ValueError("a text without turns has a video; write it as a turn of `messages`")
             tokens, mask = self.tokenizer.encode_document(conversation.document, counts)
-        parts: list[ImageSize] = [size for video in videos for size in video.plan.sizes]
-        image_sizes = tuple(self._as_shown(tokens, [size for sizes in tiles for size in sizes], parts))
+        image_sizes = tuple(self._sizes_as_shown(tokens, tiles, videos))
         image_tokens = sum(self._request.num_image_tokens(*size) for size in image_sizes)
         length = len(tokens) - len(image_sizes) + image_tokens
         if length > self._request.seq_length:
@@ -326,6 +348,12 @@ class VlmTaskEncoder(TaskEncoder):
             length=length,
             image_tokens=image_tokens,
         )
+
+    def _sizes_as_shown(self, tokens: np.ndarray, tiles: Sequence[Sequence[tuple[int, int]]],
+                        videos: Sequence[PlannedVideo]) -> list[ImageSize]:
+        """Return the sizes of images and of parts of videos in the order of the placeholders in `tokens`."""
+        parts: list[ImageSize] = [size for video in videos for size in video.plan.sizes]
+        return self._as_shown(tokens, [size for sizes in tiles for size in sizes], parts)
 
     def _as_shown[T](self, tokens: np.ndarray, images: Sequence[T], videos: Sequence[T]) -> list[T]:
         """Merge values for each image and for each part of a video, in the order of the placeholders in `tokens`."""
@@ -348,15 +376,8 @@ class VlmTaskEncoder(TaskEncoder):
     @stateless
     def postencode_sample(self, sample: EncodedSample) -> Row:
         """Decode the images and videos of a sample. Raises ValueError if one cannot be decoded."""
-        images: list[torch.Tensor] = []
-        for name, data in sample.images:
-            images += [torch.from_numpy(tile) for tile in self.pixels(name, data)]
-        videos: list[torch.Tensor] = []
-        for video in sample.videos:
-            assert self._video is not None
-            videos += map(torch.from_numpy, video_pixels(self._frames(video), video.plan, self._video,
-                                                         normalise=self.normalisation is None))
-        images = self._as_shown(sample.tokens, images, videos)
+        images = [torch.from_numpy(pixels) for pixels in self.drawn(
+            sample.tokens, sample.images, sample.videos, normalise=self.normalisation is None)]
         shapes = [tuple(image.shape) for image in images]
         expected = [pixel_shape(size, self._request.tokens.num_channels) for size in sample.image_sizes]
         assert shapes == expected, (sample.__key__, shapes, expected)

@@ -225,6 +225,11 @@ class Placeholders:
                    partial(find_grid, provider, config) if isinstance(provider, TokenGridProvider) else None,
                    {name: video_ids[name] for name in names if name in video_ids})
 
+    @property
+    def ids(self) -> set[int]:
+        """Placeholder ids of images and videos."""
+        return {*self.modules.values(), *self.video_ids.values()}
+
     def counts_of(self, tokens: int, size: ImageSize) -> list[int]:
         """Divide the tokens of an image or a video among what the encoder takes as images."""
         pictures = num_pictures(size, self.patches.temporal_patch_size if self.patches else 1)
@@ -362,10 +367,10 @@ def expand_images(sample: Sample, images: Placeholders) -> Expanded:
     return Expanded(tokens, np.repeat(sample.target_mask, repeats), lengths, ends, owners, starts, counts)
 
 
-def image_grids(sample: Sample, row: Expanded, token_grid: GridFinder) -> list[tuple[int, TokenGrid]]:
+def image_grids(sizes: Sequence[ImageSize], row: Expanded, token_grid: GridFinder) -> list[tuple[int, TokenGrid]]:
     """Return the first token's index and the grid of each image of an expanded row, in order."""
     return [(int(start), token_grid(module, *size))
-            for start, module, size in zip(row.starts, row.owners, sample.image_sizes, strict=True)]
+            for start, module, size in zip(row.starts, row.owners, sizes, strict=True)]
 
 
 def collate_text(
@@ -417,7 +422,7 @@ def collate_text(
         # Padding behind a single sample continues its positions, because nothing attends to it.
         lengths = [seq_length] if packed is None else packed.cu_seqlens.diff().tolist()
         position_ids = torch.from_numpy(np.stack(
-            [multimodal_positions(lengths, image_grids(sample, row, images.token_grid))
+            [multimodal_positions(lengths, image_grids(sample.image_sizes, row, images.token_grid))
              for sample, row in zip(samples, rows, strict=True)], axis=1))
     return TextBatch(
         keys=tuple(sample.key for sample in samples),

@@ -1,4 +1,4 @@
-"""Images of prompts: requests to the engine, image tokens, and the encoder's side of microbatches.
+"""Images and videos of prompts: requests to the engine, their tokens, and the encoder's side of microbatches.
 
 Each encoder rank builds the pixels of its completions from the prompt set, which is a pure function of seed, split and
 index. Only encoder windows send them: the reader of a lane builds those of its lane.
@@ -13,32 +13,65 @@ import numpy as np
 import torch
 
 from mimo.data.batch import EncoderBatch
-from mimo.data.collate import Placeholders, collate_encoder, expand_images, image_grids
+from mimo.data.collate import Expanded, Placeholders, collate_encoder, expand_images, image_grids
 from mimo.data.positions import multimodal_positions
 from mimo.grid.lanes import Need, lanes_read_by, needs_of
 from mimo.grid.spec import Layout
 from mimo.observability.trackers import MAX_SHOWN_SIDE
-from mimo.protocols import LANGUAGE, Sample, VideoSize
-from mimo.rl.prompts import ImagePromptSet, Prompt, PromptSet
+from mimo.protocols import LANGUAGE, ImageSize, Sample
+from mimo.rl.prompts import ImagePromptSet, Normalisation, Prompt, PromptSet, VideoPromptSet
 
 if TYPE_CHECKING:
     from mimo.rl.rollouts import Completion
 
 
-def as_request(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt as a request of vLLM: its tokens, and its images as PIL images."""
-    request: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
-    if prompt.image_sizes:
-        from PIL import Image
+def as_request(prompt: Prompt, tail: Sequence[int] = ()) -> dict[str, Any]:
+    """Return a prompt as a request of vLLM: its tokens with one placeholder a video, PIL images, and frames of videos.
 
-        request["multi_modal_data"] = {"image": [Image.fromarray(picture) for picture in prompt.pictures()]}
+    Args:
+        prompt: the prompt.
+        tail: tokens behind it.
+
+    Raises:
+        ValueError: pictures and videos of the prompt do not match.
+    """
+    ids = [*prompt.token_ids, *tail]
+    for video in reversed(prompt.videos):
+        ids[video.start:video.stop] = [video.placeholder]
+    request: dict[str, Any] = {"prompt_token_ids": ids}
+    if not prompt.image_sizes:
+        return request
+    from PIL import Image
+
+    pictures = prompt.pictures()
+    images = [Image.fromarray(picture) for picture in pictures if picture.ndim == 3]
+    parts = [picture for picture in pictures if picture.ndim == 4]
+    declared = sum(video.num_placeholders for video in prompt.videos)
+    if declared != len(parts):
+        raise ValueError(f"prompt {prompt.key} has frames for {len(parts)} placeholders, and its videos "
+                         f"(Prompt.videos) have {declared}")
+    videos, first = [], 0
+    for video in prompt.videos:
+        last = first + video.num_placeholders
+        # The last frame may be repeated to fill a temporal patch, which the engine does itself.
+        frames = np.concatenate(parts[first:last])[:len(video.frame_indices)]
+        videos.append((frames, {
+            "fps": video.fps, "duration": video.num_frames / video.fps, "total_num_frames": video.num_frames,
+            "frames_indices": list(video.frame_indices), "video_backend": "pyav", "do_sample_frames": False}))
+        first = last
+    request["multi_modal_data"] = ({"image": images} if images else {}) | ({"video": videos} if videos else {})
     return request
 
 
 def reduced(picture: np.ndarray) -> np.ndarray:
-    """Return a picture, uint8 `[height, width, channels]`, with at most `MAX_SHOWN_SIDE` pixels a side."""
+    """Return a picture, uint8 `[height, width, channels]`, with at most `MAX_SHOWN_SIDE` pixels a side.
+
+    A part of a video is shown by its first frame.
+    """
     from PIL import Image
 
+    if picture.ndim == 4:
+        picture = picture[0]
     image = Image.fromarray(picture[..., 0] if picture.shape[2] == 1 else picture)
     image.thumbnail((MAX_SHOWN_SIDE, MAX_SHOWN_SIDE))
     return np.asarray(image).reshape(image.height, image.width, -1)
@@ -48,52 +81,49 @@ class ImageTokens(Placeholders):
     """How the images of prompts become tokens."""
 
     def count(self, prompt: Prompt) -> int:
-        """Count the tokens that a prompt's images become.
+        """Count the tokens that a prompt's images and videos become.
 
         Raises:
-            ValueError: placeholders and images do not match, an image has a size that its encoder cannot take, or there
-                is a video.
+            ValueError: placeholders do not match images and videos, or the encoder cannot take one of them.
         """
-        if any(isinstance(size, VideoSize) for size in prompt.image_sizes):
-            raise ValueError(f"prompt {prompt.key} has a video; prompts of train_rl.py may have images, no videos")
         sample = _sample(prompt.key, prompt.token_ids, prompt.image_sizes)
         return sum(expand_images(sample, self).image_tokens.values())
 
-    def expanded(self, completion: Completion) -> np.ndarray:
-        """Return the prompt's tokens with placeholders repeated for each image token, int64 `[prompt_length]`."""
-        sample = _sample(completion.key, completion.prompt_ids, completion.image_sizes)
-        tokens = expand_images(sample, self).tokens
-        assert len(tokens) == completion.prompt_length, (completion.key, len(tokens), completion.prompt_length)
-        return tokens
+    def expanded(self, completion: Completion) -> Expanded:
+        """Return the tokens of a completion's prompt with placeholders repeated for each image token."""
+        row = expand_images(_sample(completion.key, completion.prompt_ids, completion.image_sizes), self)
+        assert len(row.tokens) == completion.prompt_length, (completion.key, len(row.tokens), completion.prompt_length)
+        return row
 
-    def placeholders(self, prompts: Sequence[np.ndarray], starts: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Find the image tokens of expanded prompts in a packed row, as int64 indices by module.
+    def placeholders(self, prompts: Sequence[Expanded], starts: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return the places of image tokens in a packed row, as int64 indices by module.
 
-        Only prompts are searched: a placeholder that the policy itself has sampled does not stand for an image.
+        They follow from the prompts: a placeholder that the policy itself has sampled does not stand for an image.
 
         Args:
             prompts: prompts of the row's sequences.
             starts: starts of the sequences in the row.
         """
         return {module: torch.from_numpy(np.concatenate(
-            [start + np.flatnonzero(prompt == token) for start, prompt in zip(starts, prompts, strict=True)]))
-            for module, token in self.modules.items()}
+            [start + prompt.places(module) for start, prompt in zip(starts, prompts, strict=True)]))
+            for module in self.modules}
 
-    def positions(self, completions: Sequence[Completion], cu_seqlens: torch.Tensor) -> torch.Tensor | None:
+    def positions(self, completions: Sequence[Completion], prompts: Sequence[Expanded],
+                  cu_seqlens: torch.Tensor) -> torch.Tensor | None:
         """Return the positions of a packed row on three axes, int64 `[3, 1, t]`; None for a decoder with one.
 
         Args:
             completions: sequences of the row, in order.
+            prompts: their prompts.
             cu_seqlens: where each sequence starts, with its own padding behind it; the last entry is `t`. Padding at
                 the end of the row is a sequence of its own.
         """
         if self.token_grid is None:
             return None
-        grids, starts = [], cu_seqlens.tolist()
-        for completion, start in zip(completions, starts, strict=False):
-            sample = _sample(completion.key, completion.prompt_ids, completion.image_sizes)
-            row = expand_images(sample, self)
-            grids += [(start + place, grid) for place, grid in image_grids(sample, row, self.token_grid)]
+        grids = []
+        for completion, prompt, start in zip(completions, prompts, cu_seqlens.tolist(), strict=False):
+            grids += [(start + place, grid)
+                      for place, grid in image_grids(completion.image_sizes, prompt, self.token_grid)]
         return torch.from_numpy(multimodal_positions(cu_seqlens.diff().tolist(), grids))[:, None]
 
     def text_parts(self, completions: Sequence[Completion], count: int) -> (
@@ -129,7 +159,10 @@ class EncoderSide:
     def __init__(self, images: ImageTokens, layout: Layout, rank: int, parts: int, prompts: PromptSet | None,
                  dtype: torch.dtype) -> None:
         self._images, self._count, self._prompts, self._dtype = images, parts, prompts, dtype
-        self._normalisation = prompts.normalisation if isinstance(prompts, ImagePromptSet) else None
+        # 8-bit pixels of a microbatch are normalised together.
+        self._normalisation = None
+        if isinstance(prompts, ImagePromptSet) and prompts.normalisation == _video_normalisation(prompts):
+            self._normalisation = prompts.normalisation
         self._needs: dict[str, list[Need]] = {}
         for need in needs_of(layout, rank, parts):
             if need.module != LANGUAGE:
@@ -166,7 +199,11 @@ class EncoderSide:
             lane_sizes=[need.share.stop - need.share.start for need in needs])
 
     def _pixels(self, completion: Completion, drawn: dict[int, list[np.ndarray]]) -> list[np.ndarray]:
-        """Build the images of a completion's prompt, uint8 `[C, height, width]`, once for a global batch."""
+        """Build the pixels of a completion's prompt once for a global batch.
+
+        They are `[C, height, width]` for each image and `[frames, C, height, width]` for each part of a video, uint8 if
+        all have one normalisation and else float32.
+        """
         if not completion.image_sizes:
             return []
         if completion.index not in drawn:
@@ -178,9 +215,18 @@ class EncoderSide:
                 raise ValueError(f"prompt {completion.index} is {prompt.key} on an encoder rank and differs from the "
                                  f"prompt of completion {completion.key}: a prompt set has to return the same prompt "
                                  "for the same seed, split and index on every rank")
-            drawn[completion.index] = [np.ascontiguousarray(picture.transpose(2, 0, 1))
-                                       for picture in prompt.pictures()]
+            images, videos = self._prompts.normalisation, _video_normalisation(self._prompts)
+            drawn[completion.index] = [
+                np.ascontiguousarray(np.moveaxis(picture, -1, -3)) if images == videos
+                else (images if picture.ndim == 3 else videos).apply(picture) for picture in prompt.pictures()]
         return drawn[completion.index]
+
+
+def _video_normalisation(prompts: ImagePromptSet) -> Normalisation:
+    """Return the normalisation of videos, which may differ from that of images."""
+    if isinstance(prompts, VideoPromptSet) and prompts.video_processing is not None:
+        return Normalisation(prompts.video_processing.mean, prompts.video_processing.std)
+    return prompts.normalisation
 
 
 def needs_pixels(layout: Layout, rank: int) -> bool:
@@ -196,7 +242,7 @@ def cut(completions: Sequence[Completion], count: int) -> list[Sequence[Completi
     return [completions[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
 
 
-def _sample(key: str, token_ids: Sequence[int], image_sizes: Sequence[tuple[int, int]]) -> Sample:
+def _sample(key: str, token_ids: Sequence[int], image_sizes: Sequence[ImageSize]) -> Sample:
     """Return a prompt as a sample without pixels and targets."""
     tokens = np.array(token_ids, np.int64)
     return Sample(key, tokens, np.zeros(len(tokens), np.bool_), list(image_sizes))

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,19 +17,21 @@ from mimo.config.rl_run import RlRunConfig
 from mimo.protocols import ImageProcessorProvider, ModelProvider
 from mimo.refit.options import TRAINER_SCALES, RefitOptions
 from mimo.rl.placement import forwarded, replica_gpus
-from mimo.rl.prompts import ImagePromptSet, Normalisation
+from mimo.rl.prompts import ImagePromptSet, Normalisation, VideoPromptSet
 from mimo.rollout.engine import EngineOptions
 from mimo.rollout.process import EngineLostError, start_processes
 from mimo.rollout.replicas import RolloutClient, one_client
+from mimo.visual import VideoProcessorProvider
 
 # Seconds in which the engine that caused an error may end.
 ENDING_S = 5.0
-# File that shows whether a folder has an image processor.
+# Files that show whether a folder has an image processor, and one for the videos of prompts.
 TOKENIZER = "tokenizer_config.json"
+VIDEO_PROCESSOR = "video_preprocessor_config.json"
 
 
 def write_processor(config: RlRunConfig, provider: ModelProvider, folder: Path) -> None:
-    """Write the processor of a model with an encoder, for the images of the run's prompts.
+    """Write the processor of a model with an encoder, for the images and videos of the run's prompts.
 
     Args:
         config: the run.
@@ -37,6 +40,7 @@ def write_processor(config: RlRunConfig, provider: ModelProvider, folder: Path) 
 
     Raises:
         OSError: the folder cannot be written.
+        ValueError: the prompts' tokenizer has other special tokens than the model.
     """
     if not provider.encoders(config.model_family):
         return
@@ -49,6 +53,13 @@ def write_processor(config: RlRunConfig, provider: ModelProvider, folder: Path) 
     if isinstance(prompts, ImagePromptSet):
         chosen = prompts.normalisation
     provider.write_processor(config.model_family, folder, chosen.mean, chosen.std)
+    videos = prompts.video_processing if isinstance(prompts, VideoPromptSet) else None
+    if videos is not None and isinstance(provider, VideoProcessorProvider):
+        # The engine gets sampled frames of the encoder's size. As many as fit --seq-length stay as they are.
+        area = tokens.size_multiple**2
+        given = replace(videos, fps=0.0, num_frames=0, max_tokens=0, min_pixels=area,
+                        max_pixels=config.train.seq_length * area * videos.temporal_patch_size)
+        provider.write_video_processor(config.model_family, folder, given, prompts.tokenizer)
 
 
 def has_processor(folder: Path) -> bool:
@@ -169,6 +180,7 @@ def engine_options(config: RlRunConfig, folder: Path, replica: int = 0, gpus: Se
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     takes_images = has_processor(folder)
+    takes_videos = (folder / VIDEO_PROCESSOR).is_file()
     return EngineOptions(
         str(folder), engine_dtype(config), tensor_parallel_size=flags.engine_tp, pipeline_parallel_size=flags.engine_pp,
         num_nodes=flags.engine_nodes, enable_expert_parallel=flags.engine_ep, max_model_len=config.train.seq_length,
@@ -176,8 +188,9 @@ def engine_options(config: RlRunConfig, folder: Path, replica: int = 0, gpus: Se
         max_num_seqs=flags.engine_max_num_seqs, seed=config.train.seed + replica,
         # The update needs log-probs of the distribution that is sampled from, temperature included.
         extra={"skip_tokenizer_init": not takes_images, "logprobs_mode": "processed_logprobs",
-               # Prompts have no videos, so the engine keeps no memory for them.
-               **({"limit_mm_per_prompt": {"video": 0}} if takes_images else {}), **_arguments(flags, on_cuda)},
+               # Without videos in prompts, the engine keeps no memory for them.
+               **({"limit_mm_per_prompt": {"video": 0}} if takes_images and not takes_videos else {}),
+               **_arguments(flags, on_cuda)},
         environment=environment)
 
 

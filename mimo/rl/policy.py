@@ -17,6 +17,7 @@ import torch.distributed as dist
 from mimo.config.rl import RlConfig
 from mimo.config.trainer import RunConfig
 from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
+from mimo.data.collate import Expanded
 from mimo.data.context import with_part
 from mimo.grid.lanes import sequence_multiple
 from mimo.grid.spec import Layout
@@ -366,8 +367,9 @@ class PolicyTrainer:
         ids = torch.full((len(completions), width), self.pad_token_id)
         is_token, is_sampled = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
         rollout = torch.zeros(ids.shape)
-        prompts = [np.array(each.prompt_ids) if self.images is None else self.images.expanded(each)
-                   for each in completions]
+        expanded = None if self.images is None else [self.images.expanded(each) for each in completions]
+        prompts = [np.array(each.prompt_ids) for each in completions] if expanded is None else [
+            each.tokens for each in expanded]
         for row, (each, prompt) in enumerate(zip(completions, prompts, strict=True)):
             ids[row, :len(prompt)] = torch.from_numpy(prompt)
             ids[row, len(prompt):each.length] = torch.tensor(each.token_ids)
@@ -376,7 +378,7 @@ class PolicyTrainer:
             rollout[row, len(prompt):each.length] = torch.tensor(each.logprobs)
         packed = pack_rows(ids, is_token, pad_token_id=self.pad_token_id, multiple=self._multiple, align=self._align)
         language = self.parts.grids.layout.language
-        text = with_part(self._text(packed, completions, prompts), language.cp,
+        text = with_part(self._text(packed, completions, expanded), language.cp,
                          language.coordinates(self.parts.grids.rank)["cp"])
         sampled = packed.sampled(is_sampled)
         return PolicyMicrobatch(
@@ -395,17 +397,19 @@ class PolicyTrainer:
         assert text is not None and self._cp_group is not None, "language ranks hold text"
         return whole_rows(text, values[None], self._cp_group)[0]
 
-    def _text(self, packed: PackedRows, completions: Sequence[Completion], prompts: Sequence[np.ndarray]) -> TextBatch:
+    def _text(self, packed: PackedRows, completions: Sequence[Completion],
+              prompts: Sequence[Expanded] | None) -> TextBatch:
         """Return packed rows as the language side of a microbatch. Its labels and loss mask are not used."""
         length, num_tokens = packed.input_ids.shape[1], sum(each.length for each in completions)
         keys: tuple[str, ...] = ("packed",)
         counts: dict[str, tuple[int, ...]] = {}
         image_lengths: dict[str, tuple[int, ...]] = {}
         placeholders: dict[str, torch.Tensor] = {}
-        if self.images is not None:
+        positions = None
+        if self.images is not None and prompts is not None:
             keys, counts, image_lengths = self.images.text_parts(completions, self.parts.config.lane_rows)
             placeholders = self.images.placeholders(prompts, packed.packed.cu_seqlens.tolist()[:len(prompts)])
-        positions = None if self.images is None else self.images.positions(completions, packed.packed.cu_seqlens)
+            positions = self.images.positions(completions, prompts, packed.packed.cu_seqlens)
         return TextBatch(keys, counts, packed.input_ids, packed.labels.clamp(min=0), torch.ones(1, length),
                          packed.position_ids if positions is None else positions, placeholders, num_tokens,
                          # Given even without padding: without a mask, routers assume that every lane has as many

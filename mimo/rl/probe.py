@@ -214,8 +214,7 @@ class RefitProbe:
             except ValueError as problem:
                 error = str(problem)
         raise_on_any_rank(self._grids, error)
-        self._requests = [as_request(prompt) | {"prompt_token_ids": [*prompt.token_ids, *sequence.token_ids]}
-                          for prompt, sequence in drawn]
+        self._requests = [as_request(prompt, sequence.token_ids) for prompt, sequence in drawn]
         self._sequences: list[Completion] = broadcast_object(self._grids, [sequence for _, sequence in drawn])
         self.reports: dict[str, ProbeReport] = {}
 
@@ -258,7 +257,7 @@ class RefitProbe:
     def _with_tails(self, prompts: PromptSet, seq_length: int, vocab_size: int) -> Iterator[tuple[Prompt, Completion]]:
         """Yield training prompts, each with a sequence that continues it with random tokens."""
         images: ImageTokens | None = self._policy.images
-        placeholders = set() if images is None else set(images.modules.values())
+        placeholders = set() if images is None else images.ids
         words = np.array([token for token in range(vocab_size) if token not in placeholders])
         random = np.random.default_rng(0)
         without_room = 0
@@ -294,7 +293,7 @@ class RefitProbe:
         return [by_sequence[index] for index in range(len(self._sequences))]
 
     def _by_sequence(self, batch: PolicyMicrobatch, values: torch.Tensor) -> dict[int, list[float | None]]:
-        images = set() if self._policy.images is None else set(self._policy.images.modules.values())
+        images = set() if self._policy.images is None else self._policy.images.ids
         rows: dict[int, list[float | None]] = {member: [] for member in batch.members}
         whole = (self._policy.whole_row(batch, each).tolist()
                  for each in (batch.sampled.sequence_ids, batch.labels[0], values))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
-from mimo.protocols import TokenSpec
+from mimo.protocols import ImageSize, TokenSpec, VideoProcessing
 from mimo.visual import Normalisation as Normalisation
 
 
@@ -18,18 +18,45 @@ def no_pictures() -> list[np.ndarray]:
 
 
 @dataclass(frozen=True)
+class PromptVideo:
+    """A video among the tokens of a prompt, for the engine, which writes such tokens itself.
+
+    Attributes:
+        start: index in `Prompt.token_ids` of the video's first token. Texts that say the time are tokens of the video.
+        stop: index behind its last token.
+        placeholder: the model's video token, which stands for the whole video in the engine's prompt.
+        num_placeholders: how many placeholders are among its tokens, each with a part of the video.
+        frame_indices: number of each sampled frame in the video file.
+        num_frames: frames in the file.
+        fps: frames a second of the file.
+    """
+
+    start: int
+    stop: int
+    placeholder: int
+    num_placeholders: int
+    frame_indices: tuple[int, ...]
+    num_frames: int
+    fps: float
+
+
+@dataclass(frozen=True)
 class Prompt:
     """Prompt to complete, with the answer against which completions are scored.
 
     Attributes:
         key: name of the prompt, unique in its data set.
         text: text that the model continues, chat template included.
-        token_ids: tokens of the text; at least one. Each image is one placeholder, the model's image token.
+        token_ids: tokens of the text; at least one. Each image is one placeholder, the model's image token. So is each
+            video, or each part of it that has a placeholder of its own, with the model's video token.
         ground_truth: the answer, for the reward.
         metadata: other fields, for the reward.
-        image_sizes: `(height, width)` in pixels of each image, in the order of the placeholders.
-        pictures: makes the images, uint8 `[height, width, channels]` each, of the size that the encoder takes. Called
-            only where pixels are needed; the same at every call.
+        image_sizes: `(height, width)` in pixels of each image and a `VideoSize` for each placeholder of a video, in the
+            order of the placeholders.
+        pictures: makes the pixels of each placeholder, uint8 `[height, width, channels]` for an image and `[frames,
+            height, width, channels]` for a video, of the size that the encoder takes. Called only where pixels are
+            needed; the same at every call.
+        videos: where the videos are among the tokens, in order.
     """
 
     key: str
@@ -37,8 +64,10 @@ class Prompt:
     token_ids: tuple[int, ...]
     ground_truth: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    image_sizes: tuple[tuple[int, int], ...] = ()
+    image_sizes: tuple[ImageSize, ...] = ()
     pictures: Callable[[], list[np.ndarray]] = no_pictures
+    videos: tuple[PromptVideo, ...] = ()
+
 
 
 class PromptSet(Protocol):
@@ -84,6 +113,21 @@ class ImagePromptSet(PromptSet, Protocol):
     @property
     def normalisation(self) -> Normalisation:
         """Normalisation of all pictures of the data set."""
+        ...
+
+
+@runtime_checkable
+class VideoPromptSet(ImagePromptSet, Protocol):
+    """Prompt set whose prompts may have videos, too."""
+
+    @property
+    def video_processing(self) -> VideoProcessing | None:
+        """Processing of all videos of the data set; None if the model takes no videos."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """Hugging Face tokenizer that has written the texts between the parts of a video."""
         ...
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from mimo.config.rl_run import RlRunConfig
 from mimo.observability.trackers import Answer, Generation
+from mimo.protocols import ImageSize
 from mimo.rl.images import ImageTokens, as_request, reduced
 from mimo.rl.prompts import FinitePromptSet, Prompt, PromptSet
 from mimo.rl.rewards.protocol import Reward
@@ -34,8 +35,9 @@ class Completion:
         finish_reason: `stop`, or `length` if the limit cut it.
         reward: score of the completion.
         index: index of the prompt in its data set, by which ranks that encode images find the pixels.
-        image_sizes: `(height, width)` in pixels of each image of the prompt.
-        num_image_tokens: tokens that all its images become; each image has one placeholder among `prompt_ids`.
+        image_sizes: `(height, width)` in pixels of each image of the prompt, and a `VideoSize` for each placeholder of
+            its videos.
+        num_image_tokens: tokens that all these become; each has one placeholder among `prompt_ids`.
     """
 
     key: str
@@ -46,7 +48,7 @@ class Completion:
     finish_reason: str
     reward: float
     index: int = -1
-    image_sizes: tuple[tuple[int, int], ...] = ()
+    image_sizes: tuple[ImageSize, ...] = ()
     num_image_tokens: int = 0
 
     @property
@@ -158,9 +160,10 @@ class RolloutSource:
             length = prompt_length(prompt, self.images)
             for answer in group:
                 if answer.prompt_length not in (None, length):
+                    films = f" and {len(prompt.videos)} videos" if prompt.videos else ""
+                    count = len(prompt.image_sizes) - sum(video.num_placeholders for video in prompt.videos)
                     raise ValueError(f"the engine made {answer.prompt_length} tokens of prompt {prompt.key}, the "
-                                     f"trainer makes {length}: the two process its {len(prompt.image_sizes)} images "
-                                     "differently")
+                                     f"trainer makes {length}: the two process its {count} images{films} differently")
         return Answers(first, prompts, answers, version, seconds)
 
     def score(self, asked: Answers, num_shown: int = 0) -> Rollouts:
@@ -213,11 +216,11 @@ class RolloutSource:
 
 
 def num_image_tokens(prompt: Prompt, images: ImageTokens | None) -> int:
-    """Count the tokens that a prompt's images become. Raises ValueError for images that the model does not take."""
+    """Count the tokens that a prompt's images and videos become. Raises ValueError for what the model does not take."""
     if images is not None:
         return images.count(prompt)
     if prompt.image_sizes:
-        raise ValueError(f"prompt {prompt.key} has {len(prompt.image_sizes)} images, and the model takes none")
+        raise ValueError(f"prompt {prompt.key} has images or videos, and the model takes none")
     return 0
 
 

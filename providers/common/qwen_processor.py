@@ -284,3 +284,18 @@ def write_qwen(config: Any, folder: Path, mean: Sequence[float], std: Sequence[f
                          "Qwen3VL": (Qwen3VLProcessor, Qwen3VLVideoProcessor)}[kind]
     processor(Qwen2VLImageProcessor(**values), made_up_tokenizer(config.vocab_size, special),
               videos(**values)).save_pretrained(folder)
+
+
+def write_qwen_tokenizer(config: Any, folder: Path, tokenizer: Any) -> None:
+    """Save a Hugging Face tokenizer in place of the made-up one.
+
+    Raises:
+        ValueError: its special tokens are not the model's.
+    """
+    known = tokenizer.get_vocab()
+    for token, field in SPECIAL_TOKENS.items():
+        if known.get(token) != getattr(config, field):
+            raise ValueError(f"--{field.replace('_', '-')} {getattr(config, field)}: the rollout engine takes videos "
+                             f"with a tokenizer whose {token} is this token; the prompts' tokenizer "
+                             f"{tokenizer.name_or_path} has {known.get(token, 'none')}")
+    tokenizer.save_pretrained(folder)

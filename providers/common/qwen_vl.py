@@ -20,6 +20,7 @@ from providers.common.qwen_processor import (
     read_qwen_video_processing,
     write_qwen,
     write_qwen_processing,
+    write_qwen_tokenizer,
     write_qwen_video_processing,
 )
 from providers.common.qwen_vision import (
@@ -143,3 +144,10 @@ class QwenVlProvider(VisionLanguageProvider):
     def write_processor(self, config: Any, folder: Path, mean: Sequence[float], std: Sequence[float]) -> None:
         """Write the processor that turns 8-bit images into pixels; see `mimo.protocols`."""
         write_qwen(self.resolved(config), folder, mean, std, self.processor)
+
+    def write_video_processor(self, config: Any, folder: Path, processing: VideoProcessing, tokenizer: Any) -> None:
+        """Write the processor that turns 8-bit frames into pixels, and texts that say the time into tokens."""
+        config = self.resolved(config)
+        write_qwen_video_processing(folder, config, processing)
+        if processing.timestamps:
+            write_qwen_tokenizer(config, folder, tokenizer)

@@ -48,6 +48,7 @@ def expected(pool: WorkerPool) -> Outcome:
 
 # family -> layouts
 FAMILIES = {
+    "qwen2_5_vl": ("fan-out", "pipelines", "colocated-fan-in", "more-microbatches"),
     "qwen3_vl": ("fan-out", "pipelines", "colocated-fan-in", "more-microbatches", "colocated-cp2-pp2"),
     "nemotron-moe-vlm-tiny": ("fan-out", "more-microbatches"),
 }
@@ -56,8 +57,8 @@ FAMILIES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_with_images_of_any_size_take_the_same_step(pool, family):
-    """Positions of three axes and levels of DeepStack, for images of several sizes in one microbatch."""
-    config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=200)
+    """Positions of three axes, levels of DeepStack and videos, for images of several sizes in one microbatch."""
+    config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=400)
     (expected,) = pool.run(vlm_updates.update, ("--layout", "colocated"), 1, config, 0, family, world_size=1)
     ((loss, gradients),) = pool.run(vlm_updates.plain, config, family, world_size=1)
     assert expected.results[0].metrics["loss"] == pytest.approx(loss, rel=TOLERANCE)
@@ -65,8 +66,10 @@ def test_families_with_images_of_any_size_take_the_same_step(pool, family):
     assert {name: error for name, error in errors.items() if not error < TOLERANCE} == {}
     for layout in FAMILIES[family]:
         world_size, flags, budget, _ = LAYOUTS[layout]
-        config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=budget)
+        # Prompts with videos are longer.
+        config = dataclasses.replace(CONFIG, max_tokens_per_microbatch=2 * budget)
         found = pool.run(vlm_updates.update, tuple(flags.split()), world_size, config, 0, family, world_size=world_size)
+        assert not found[0].error
         assert_same_updates(expected, found, found[0].results[0].num_microbatches)
 
 

@@ -1,13 +1,20 @@
-"""`train_rl.py` of vision-language models: encoder and language model on grids of their own, a live engine, images."""
+"""`train_rl.py` of vision-language models: separate grids, a live engine, images and videos in the prompts."""
 
 from __future__ import annotations
 
+import json
 import math
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from tests.support.chat_templates import QWEN2_VL
 from tests.support.launch import broken_off_and_whole, records, torchrun
+from tests.support.small_tokenizer import write_tokenizer
+from tests.support.videos import write_video
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -68,6 +75,46 @@ def test_three_steps_of_models_with_images_of_any_size(tmp_path: Path, model: st
     num_processes, flags = LAYOUTS[layout]
     check_three_steps(tmp_path, num_processes, [*MODELS[model], *PROMPTS[prompts].split(), *flags.split()],
                       max_difference=1e-5)
+
+
+SPECIAL = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>",
+           "vision_end_token": "<|vision_end|>"}
+# Frames of 8 or 16 pixels a side. The last frame of an odd number is repeated.
+VIDEOS = """--dataset-provider conversations --reward tests.support.rl_rewards:length --vocab-size 400 --seq-length 192
+--max-position-embeddings 192 --max-tokens-per-microbatch 640 --video-fps 2 --video-min-frames 2 --video-max-frames 7
+--video-min-pixels 64 --min-patches 4 --max-patches 32 --eval-prompts 4""".split()
+# Pixels of a frame, and of all frames.
+VIDEO_LIMITS = {"qwen2.5-vl": "320", "qwen3-vl": "1600", "qwen3-vl-moe": "1600"}
+
+
+def write_video_records(folder: Path) -> list[str]:
+    """Write prompts with a video, with several and an image, with images alone and of text; return flags for them."""
+    special = ["<|im_start|>", "<|im_end|>", *SPECIAL.values()]
+    write_tokenizer(folder, special=special, chat_template=QWEN2_VL, bos=False)
+    rng = np.random.default_rng(0)
+    for number, (frames, rate) in enumerate(((31, 10), (25, Fraction(25, 2)), (60, Fraction(30000, 1001)))):
+        (folder / f"{number}.mp4").write_bytes(write_video(frames, 40, 24 + 16 * number, rate, seed=number))
+        Image.fromarray(rng.integers(0, 256, (16, 24, 3), np.uint8)).save(folder / f"{number}.png")
+    shown = [("<video>what?", {"videos": ["0.mp4"]}), ("a word", {}),
+             ("is it <image> or <video>, <video>", {"images": ["0.png"], "videos": ["1.mp4", "2.mp4"]}),
+             ("<video><image>a cat?", {"images": ["1.png"], "videos": [[f"{number}.png" for number in range(3)]],
+                                       "fps": 3})]
+    with (folder / "train.jsonl").open("w") as file:
+        for text, media in shown:
+            file.write(json.dumps({"messages": [{"role": "user", "content": text},
+                                                {"role": "assistant", "content": "a red cat"}], **media}) + "\n")
+    return ["--tokenizer", str(folder), "--data-path", str(folder / "train.jsonl"), "--valid-data-path",
+            str(folder / "train.jsonl"), *(f"--{name.replace('_', '-')}-id={3 + special.index(token)}"
+                                           for name, token in SPECIAL.items())]
+
+
+@pytest.mark.parametrize(("model", "layout"), [
+    ("qwen2.5-vl", "colocated"), ("qwen2.5-vl", "fan-out"), ("qwen3-vl", "fan-out"), ("qwen3-vl-moe", "colocated")])
+def test_three_steps_train_on_completions_of_prompts_with_videos(tmp_path: Path, model: str, layout: str) -> None:
+    num_processes, flags = LAYOUTS[layout]
+    check_three_steps(tmp_path / "run", num_processes, [
+        *MODELS[model], *VIDEOS, "--video-max-pixels", VIDEO_LIMITS[model], *write_video_records(tmp_path),
+        *flags.split()], max_difference=1e-5)
 
 
 def check_three_steps(tmp_path: Path, num_processes: int, flags: list[str], max_difference: float = 1e-4) -> None:

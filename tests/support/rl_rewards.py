@@ -19,6 +19,11 @@ def digits(prompt: str, completion: str, ground_truth: str, metadata: Mapping[st
     return sum(character.isdigit() for character in completion) / 12
 
 
+def length(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    """Score the number of characters, for prompts whose tokens are those of texts."""
+    return len(completion) / 12
+
+
 _calls = itertools.count(1)
 
 

@@ -14,14 +14,14 @@ from mimo.config.rl import RlConfig
 from mimo.config.rl_run import RlRunConfig
 from mimo.config.validate import validate
 from mimo.grid.spec import GridSpec, Layout
-from mimo.protocols import LANGUAGE, Sample
+from mimo.protocols import LANGUAGE, ImageSize, Sample, VideoSize
 from mimo.rl.images import ImageTokens, needs_pixels
 from mimo.rl.losses import advantages
 from mimo.rl.policy import PolicyResult, PolicyTrainer
 from mimo.rl.rollouts import Completion
 from tests.support import equality
 from tests.support.global_state import Piece, read_gradients, read_parameters
-from tests.support.picture_prompts import IMAGE_TOKEN, PROMPTS, SIDE, SIZES, PictureSet
+from tests.support.picture_prompts import IMAGE_TOKEN, PROMPTS, SIDE, SIZES, VIDEO_TOKEN, PictureSet
 
 VOCAB_SIZE, TOKENS_OF_IMAGE = 61, 4
 FLAGS = f"""--dataset-provider digits --device cpu --no-bf16 --transformer-impl local
@@ -29,17 +29,22 @@ FLAGS = f"""--dataset-provider digits --device cpu --no-bf16 --transformer-impl 
 --watchdog-timeout-s 60 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2
 --ffn-hidden-size 48 --vocab-size {VOCAB_SIZE} --make-vocab-size-divisible-by 64 --image-token-id {IMAGE_TOKEN}
 --vision-hidden-size 32 --vision-num-attention-heads 4 --vision-ffn-hidden-size 48""".split()
+QWEN_TOKENS = f"--video-token-id {VIDEO_TOKEN} --vision-start-token-id 58 --vision-end-token-id 57".split()
 # Qwen3-VL has levels of DeepStack for layers of both pipeline stages.
 FAMILIES = {
+    "qwen2_5_vl": [*"""--num-layers 4 --mrope-section 2 1 1 --vision-num-layers 4 --vision-patch-size 4
+        --vision-window-size 8 --vision-full-attention-layers 1 3 --vision-tokens-per-second 3""".split(),
+                   *QWEN_TOKENS],
     "llava": f"--num-layers 2 --vision-num-layers 2 --vision-image-size {SIDE} --vision-patch-size 8".split(),
-    "qwen3_vl": """--num-layers 4 --kv-channels 16 --mrope-section 4 2 2 --vision-num-layers 4 --vision-patch-size 4
-        --vision-num-position-embeddings 36 --vision-deepstack-layers 0 1 3 --video-token-id 59
-        --vision-start-token-id 58 --vision-end-token-id 57""".split(),
+    "qwen3_vl": [*"""--num-layers 4 --kv-channels 16 --mrope-section 4 2 2 --vision-num-layers 4 --vision-patch-size 4
+        --vision-num-position-embeddings 36 --vision-deepstack-layers 0 1 3""".split(), *QWEN_TOKENS],
     # Without its balancing loss, which depends on the division into microbatches.
     "nemotron-moe-vlm-tiny": """--hybrid-layer-pattern M*-E --moe-aux-loss-coeff 0 --vision-patch-size 4
         --vision-max-image-size 64""".split(),
 }
 LENGTHS = (9, 4, 1, 12, 6, 15, 3, 7)
+# Frames of videos in turn; a placeholder of Qwen3-VL stands for two.
+FRAMES = {"qwen2_5_vl": (6, 2), "qwen3_vl": (2,)}
 NUM_UPDATES = 2
 
 
@@ -63,28 +68,32 @@ class Outcome:
 
 
 def pictures(family: str = "llava", shift: int = 0) -> PictureSet:
-    """Return prompts with images of the sizes that a family takes."""
-    return PictureSet(((SIDE, SIDE),) if family == "llava" else SIZES, shift=shift)
+    """Return prompts with images of the sizes that a family takes, and with videos if it takes any."""
+    return PictureSet(((SIDE, SIDE),) if family == "llava" else SIZES, shift=shift, frames=FRAMES.get(family, ()))
 
 
-def num_image_tokens(height: int, width: int, family: str) -> int:
-    """Count the tokens of an image."""
-    return TOKENS_OF_IMAGE if family == "llava" else height * width // 64
+def num_image_tokens(size: ImageSize, family: str) -> int:
+    """Count the tokens of an image, or of two frames each of a video."""
+    pictures = size.frames // 2 if isinstance(size, VideoSize) else 1
+    return TOKENS_OF_IMAGE if family == "llava" else pictures * size[0] * size[1] // 64
 
 
 def completions(step: int, family: str = "llava") -> list[Completion]:
-    """Return two completions of each prompt, with log-probs near an untrained model's; some have the image token."""
+    """Return two completions of each prompt, with log-probs near an untrained model's.
+
+    Some have the tokens of images and videos, which are words there.
+    """
     generator, prompts, found = torch.Generator().manual_seed(step), pictures(family), []
     for number, length in enumerate(LENGTHS):
         ids = torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
         if number % 3 == 0:
-            ids[length // 2] = IMAGE_TOKEN
+            ids[length // 2] = IMAGE_TOKEN if number else VIDEO_TOKEN
         log_probs = (-math.log(VOCAB_SIZE) - 0.5 * torch.rand(length, generator=generator)).tolist()
         reward, index = torch.rand((), generator=generator).item(), step * len(PROMPTS) + number // 2
         prompt = prompts.prompt(index)
         found.append(Completion(
             f"{prompt.key}#{number % 2}", number // 2, prompt.token_ids, tuple(ids), tuple(log_probs), "length", reward,
-            index, prompt.image_sizes, sum(num_image_tokens(*size, family) for size in prompt.image_sizes)))
+            index, prompt.image_sizes, sum(num_image_tokens(size, family) for size in prompt.image_sizes)))
     return found
 
 
@@ -178,7 +187,7 @@ def _forward(model: Any, images: ImageTokens, completion: Completion, family: st
     prompts = pictures(family)
     prompt = prompts.prompt(completion.index)
     # A sampled image token is a word among words: it is put where it belongs after images have been.
-    words = [0 if token == IMAGE_TOKEN else token for token in completion.token_ids]
+    words = [0 if token in (IMAGE_TOKEN, VIDEO_TOKEN) else token for token in completion.token_ids]
     tokens = np.array([*prompt.token_ids, *words])
     sample = Sample(completion.key, tokens, np.arange(len(tokens)) >= len(prompt.token_ids), list(prompt.image_sizes),
                     [prompts.normalisation.apply(picture) for picture in prompt.pictures()])

@@ -1,4 +1,4 @@
-"""Tokens, frames, pixels and positions of videos are those of the Qwen-VL families' processors in transformers."""
+"""Tokens, frames, pixels and positions are those of the Qwen-VL families' processors in transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,18 @@ from transformers.video_utils import VideoMetadata
 from data.conversation_files.provider import provider as conversations
 from data.energon.provider import Config as EnergonConfig
 from data.energon.provider import provider as energon
+from data.prompts import load_tokenizer
 from mimo.commands.main import main
-from mimo.config.cli import parse
+from mimo.config.cli import parse, parse_as
+from mimo.config.rl_run import RlRunConfig
 from mimo.data.batch import normalised
 from mimo.data.collate import PatchOrder, Placeholders, collate_text, expand_images, packed_patches
 from mimo.grid.layout import build_layout
 from mimo.protocols import DataRequest, Sample, VideoProcessing
 from mimo.registry import model_provider
+from mimo.rl import launch_engine
+from mimo.rl.images import as_request
+from mimo.rl.prompts import Normalisation
 from mimo.visual import count_tokens
 from providers.common import qwen_processor
 from providers.common.vision_language import VISION
@@ -134,8 +139,8 @@ def positions_of(config: Any, row: Sample) -> np.ndarray:
     return batch.position_ids[:, 0].numpy()
 
 
-def positions_of_transformers(family: str, inputs: Any) -> np.ndarray:
-    """Return what `get_rope_index` of a tiny model gives."""
+@cache
+def tiny_model(family: str) -> Any:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen3VLConfig, Qwen3VLModel
 
     kind, model = {"qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLModel), "qwen3_vl": (Qwen3VLConfig, Qwen3VLModel)}[family]
@@ -143,12 +148,15 @@ def positions_of_transformers(family: str, inputs: Any) -> np.ndarray:
             "intermediate_size": 16, "vocab_size": 400, "head_dim": 8}
     vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 16,
               "tokens_per_second": 2} | ({"deepstack_visual_indexes": [0]} if family == "qwen3_vl" else {})
-    tiny = model(kind(text_config=text, vision_config=vision, **IDS))
-    extra = {"second_per_grid_ts": torch.tensor(inputs["second_per_grid_ts"])} if family == "qwen2_5_vl" else {}
-    positions, _ = tiny.get_rope_index(
-        torch.tensor(inputs["input_ids"]), video_grid_thw=torch.tensor(inputs["video_grid_thw"]),
-        mm_token_type_ids=torch.tensor(inputs["mm_token_type_ids"]),
-        attention_mask=torch.tensor(inputs["attention_mask"]), **extra)
+    return model(kind(text_config=text, vision_config=vision, **IDS))
+
+
+def positions_of_transformers(family: str, inputs: Any) -> np.ndarray:
+    """Return what `get_rope_index` gives for the tokens of one conversation."""
+    names = ("input_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "mm_token_type_ids",
+             "attention_mask")
+    positions, _ = tiny_model(family).get_rope_index(
+        **{name: torch.tensor(inputs[name]) for name in names if name in inputs})
     return positions[:, 0].numpy()
 
 
@@ -194,6 +202,43 @@ def test_videos_become_what_transformers_makes_of_them(tmp_path, family, setting
         other_positions += not np.array_equal(positions, their_positions)
     record_property("videos on whose positions transformers and vLLM disagree", other_positions)
     assert family == "qwen2_5_vl" or not other_positions
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", SETTINGS)
+def test_images_become_what_transformers_makes_of_them(tmp_path, family, count):
+    processor = write_processor(tmp_path, family, SETTINGS[family][0])
+    rng, order = np.random.default_rng(2), PatchOrder(PATCH[family], 2, 2)
+    pictures = [Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8))
+                for size in np.exp(rng.uniform(np.log(12), np.log(300), (count, 2))).astype(int).tolist()]
+    records, start = [], 0
+    while start < count:
+        own = pictures[start : start + int(rng.integers(1, 5))]
+        parts = [part for number in range(len(own))
+                 for part in ({"type": "image"}, {"type": "text", "text": f"picture {number}\n"})]
+        turn = int(rng.integers(2))  # an image or a text comes first
+        records.append((parts[turn:] + parts[:turn], own))
+        for number, picture in enumerate(own, start):
+            picture.save(tmp_path / f"{number}.png")
+        start += len(own)
+    with (tmp_path / "train.jsonl").open("w") as file:
+        numbers = iter(range(count))
+        for parts, own in records:
+            file.write(json.dumps({"messages": asked(parts, "a red cat"),
+                                   "images": [f"{next(numbers)}.png" for _ in own]}) + "\n")
+    config = config_of(family, tmp_path)
+    std = max(processor.image_processor.image_std)
+    for row, (parts, own) in zip(read(config, len(records)), records, strict=True):
+        text = processor.apply_chat_template(asked(parts, "a red cat"), tokenize=False)
+        theirs = processor(text=[text], images=own, return_tensors="np")
+        ours = expand_images(row, placeholders_of(config))
+        assert ours.tokens.tolist() == theirs["input_ids"][0].tolist(), row.key
+        images = [each if row.normalisation is None else row.normalisation.normalise(each) for each in row.images]
+        patches = packed_patches(images, row.image_sizes, order, torch.float32)["pixel_values"][0].numpy()
+        assert patches.shape == theirs["pixel_values"].shape, row.key
+        assert np.abs(patches - theirs["pixel_values"]).max() * 255 * std < 1e-2, row.key
+        positions = positions_of(config, row)[:, : len(ours.tokens)]
+        assert np.array_equal(positions, positions_of_transformers(family, theirs)), row.key
 
 
 SHORT = {"size": {"shortest_edge": 4096, "longest_edge": 40 * 32 * 32}}
@@ -408,3 +453,72 @@ def test_an_export_has_the_processor_of_training(tmp_path, family, setting):
         if theirs.do_sample_frames or key not in ("fps", "num_frames"):
             found, expected = getattr(ours, key, None), getattr(theirs, key, None)
             assert found == expected or (family == "qwen2_5_vl" and not found and not expected), key
+
+
+@pytest.mark.parametrize("family", SETTINGS)
+def test_prompts_show_engine_and_trainer_the_frames_of_training(tmp_path, family):
+    write_processor(tmp_path, family, SETTINGS[family][1])
+    for number in range(2):
+        (tmp_path / f"{number}.mp4").write_bytes(write_video(11 + 20 * number, 60, 90, RATES[number + 4], seed=number))
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)).save(tmp_path / "0.png")
+    (tmp_path / "train.jsonl").write_text(json.dumps({"messages": [
+        {"role": "user", "content": "<video>\nor <image>\nor <video>"}, {"role": "assistant", "content": "a red cat"}],
+        "images": ["0.png"], "videos": ["0.mp4", "1.mp4"]}))
+    config = config_of(family, tmp_path)
+    (row,) = read(config, 1)
+    run = parse_as(RlRunConfig, [
+        "--model-provider", family, "--dataset-provider", "conversations", "--load-hf", str(tmp_path), "--tokenizer",
+        str(tmp_path), "--data-path", str(tmp_path / "train.jsonl"), "--vocab-size", "400", "--seq-length", "2048",
+        *FLAGS], "")
+    provider, engine = model_provider(family), tmp_path / "engine"
+    prompts = run.find_dataset("conversations").open(run.dataset, provider.token_spec(run.model_family), "train", 0)
+    prompt = prompts.prompt(0)
+    assert prompt.token_ids == tuple(row.tokens[:len(prompt.token_ids)].tolist())
+    assert not row.target_mask[:len(prompt.token_ids)].any() and row.target_mask[len(prompt.token_ids)], "the answer"
+    assert list(prompt.image_sizes) == list(row.image_sizes)
+    videos = prompts.video_processing
+    images = [pixels if row.normalisation is None else row.normalisation.normalise(pixels) for pixels in row.images]
+    for picture, size, trained in zip(prompt.pictures(), prompt.image_sizes, images, strict=True):
+        chosen = Normalisation(videos.mean, videos.std) if len(size) > 2 else prompts.normalisation
+        assert np.abs(chosen.apply(picture) - trained).max() < 1e-6
+
+    engine.mkdir()
+    (engine / "config.json").write_text(json.dumps(provider.hf_config(run.model_family)))
+    launch_engine.write_processor(run, provider, engine)
+    request = as_request(prompt, (9, 9))
+    media = request["multi_modal_data"]
+    assert request["prompt_token_ids"].count(IDS["video_token_id"]) == len(media["video"]) == 2
+    processor = AutoProcessor.from_pretrained(engine)
+    assert not processor.video_processor.do_sample_frames
+    # As vLLM calls them.
+    theirs = [processor(text=["<|vision_start|><|video_pad|><|vision_end|>"], videos=[frames], return_tensors="np",
+                        video_metadata=[VideoMetadata(**{key: value for key, value in about.items()
+                                                         if key != "do_sample_frames"})])
+              for frames, about in media["video"]]
+    ours = [image for image, size in zip(images, row.image_sizes, strict=True) if len(size) > 2]
+    pixels = packed_patches(ours, [size for size in row.image_sizes if len(size) > 2],
+                            PatchOrder(PATCH[family], 2, 2), torch.float32)["pixel_values"][0].numpy()
+    assert np.abs(np.concatenate([each["pixel_values_videos"] for each in theirs]) - pixels).max() < 1e-5
+    expanded = request["prompt_token_ids"]
+    if family == "qwen3_vl":
+        for inputs in theirs:
+            first = expanded.index(IDS["video_token_id"])
+            written = inputs["input_ids"][0].tolist()[1:-1]
+            expanded[first:first + 1] = [-1 if token == IDS["video_token_id"] else token for token in written]
+        whole = expand_images(replace(row, tokens=np.array(prompt.token_ids), target_mask=row.target_mask[
+            :len(prompt.token_ids)]), placeholders_of(config)).tokens.tolist()
+        image = expanded.index(IDS["image_token_id"])
+        expanded[image:image + 1] = [IDS["image_token_id"]] * whole.count(IDS["image_token_id"])
+        assert [IDS["video_token_id"] if token < 0 else token for token in expanded] == [*whole, 9, 9]
+    else:
+        for inputs, size in zip(theirs, [size for size in prompt.image_sizes if len(size) > 2], strict=True):
+            assert inputs["second_per_grid_ts"][0] == pytest.approx(2 * size.frame_seconds, rel=1e-12)
+        assert expanded == [*prompt.token_ids, 9, 9]
+
+
+def test_a_prompt_whose_tokenizer_has_other_special_tokens_than_the_model_is_refused(tmp_path):
+    write_processor(tmp_path, "qwen3_vl", SETTINGS["qwen3_vl"][0])
+    provider = model_provider("qwen3_vl")
+    config = replace(config_of("qwen3_vl", tmp_path, "--video-fps=2").model_family, vision_end_token_id=77)
+    with pytest.raises(ValueError, match=r"--vision-end-token-id 77: .* whose <\|vision_end\|> .* has 6"):
+        provider.write_video_processor(config, tmp_path, provider.of_videos, load_tokenizer(str(tmp_path)))

@@ -64,7 +64,7 @@ def test_images_count_as_the_tokens_that_they_become(images):
         count + len(each.prompt_ids) + (TOKENS_OF_IMAGE - 1) * len(each.image_sizes)
         for count, each in zip(LENGTHS, own, strict=True)]
     expanded = [images.expanded(each) for each in own[4:7]]
-    assert [each.tolist() for each in expanded] == [[7, *[IMAGE_TOKEN] * 8]] * 2 + [[11, *[IMAGE_TOKEN] * 4, 12]]
+    assert [each.tokens.tolist() for each in expanded] == [[7, *[IMAGE_TOKEN] * 8]] * 2 + [[11, *[IMAGE_TOKEN] * 4, 12]]
     # In a row the sequences have their completions between them.
     places = images.placeholders(expanded, [0, 30, 60])["vision"]
     assert places.tolist() == [*range(1, 9), *range(31, 39), *range(61, 65)]
@@ -81,7 +81,9 @@ def test_parts_of_a_microbatch_have_keys_and_counts_of_their_own(images):
 @pytest.mark.parametrize(("changes", "expected"), [
     ({"image_sizes": ()}, "prompt 0: 1 image placeholders .* but 0 images"),
     ({"image_sizes": ((8, 8),)}, "prompt 0: image 0 of 8x8 pixels: .* does not fit --vision-image-size 16"),
-    ({"image_sizes": (VideoSize(16, 16, 2),)}, "prompt 0 has a video; prompts of train_rl.py may have images"),
+    ({"image_sizes": (VideoSize(16, 16, 2),)}, "prompt 0: video 0 of 2 frames .* the model takes images and no videos"),
+    # A word of the text with the id of the image token would be an image for the engine, too.
+    ({"token_ids": (IMAGE_TOKEN, 4, IMAGE_TOKEN)}, "prompt 0: 2 image placeholders .* but 1 images"),
 ])
 def test_images_that_the_model_does_not_take_are_refused_by_prompt(images, changes, expected):
     with pytest.raises(ValueError, match=expected):
@@ -134,16 +136,17 @@ def test_positions_of_packed_completions_are_those_of_each_alone():
                       sum(height * width // 784 for height, width in image_sizes))
            for number, (tokens, image_sizes) in enumerate(zip(prompts, sizes, strict=True))]
     total = sum(each.length for each in own)
-    packed = images.positions(own, torch.tensor([0, *np.cumsum([each.length for each in own]), total + 2]))
+    rows = [images.expanded(each) for each in own]
+    packed = images.positions(own, rows, torch.tensor([0, *np.cumsum([each.length for each in own]), total + 2]))
     assert packed.shape == (3, 1, total + 2)
     assert packed[:, 0, total:].tolist() == [[0, 1]] * 3
     start = 0
-    for each in own:
-        alone = images.positions([each], torch.tensor([0, each.length]))
+    for each, row in zip(own, rows, strict=True):
+        alone = images.positions([each], [row], torch.tensor([0, each.length]))
         assert packed[:, 0, start : start + each.length].tolist() == alone[:, 0].tolist()
         start += each.length
     # Text, 2 x 3 tokens, text, an image of one token, and an answer that counts on.
-    first = images.positions(own[:1], torch.tensor([0, own[0].length]))
+    first = images.positions(own[:1], rows[:1], torch.tensor([0, own[0].length]))
     assert first[1, 0].tolist() == [0, 1, 1, 1, 2, 2, 2, 4, 5, 6, 7, 8]
 
 
