@@ -225,11 +225,6 @@ class Placeholders:
                    partial(find_grid, provider, config) if isinstance(provider, TokenGridProvider) else None,
                    {name: video_ids[name] for name in names if name in video_ids})
 
-    @property
-    def ids(self) -> set[int]:
-        """Placeholder ids of images and videos."""
-        return {*self.modules.values(), *self.video_ids.values()}
-
     def counts_of(self, tokens: int, size: ImageSize) -> list[int]:
         """Divide the tokens of an image or a video among what the encoder takes as images."""
         pictures = num_pictures(size, self.patches.temporal_patch_size if self.patches else 1)

@@ -80,6 +80,11 @@ def reduced(picture: np.ndarray) -> np.ndarray:
 class ImageTokens(Placeholders):
     """How the images of prompts become tokens."""
 
+    @property
+    def ids(self) -> set[int]:
+        """Placeholder ids of images and videos."""
+        return {*self.modules.values(), *self.video_ids.values()}
+
     def count(self, prompt: Prompt) -> int:
         """Count the tokens that a prompt's images and videos become.
 
