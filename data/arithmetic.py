@@ -42,7 +42,7 @@ class Config:
     """Share of the answers to learn from (train_hetero.py) that are one too many; held-out ones are right. Completions
     are scored by right answers."""
     tokenizer: str = ""
-    """Folder of a Hugging Face tokenizer. Left out: one token for each character (data/character_tokenizer.py)."""
+    """Folder of a Hugging Face tokenizer. Default: one token for each character (data/character_tokenizer.py)."""
 
 
 def is_held_out(config: Config, first: int, second: int) -> bool:

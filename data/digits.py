@@ -36,9 +36,9 @@ class Config:
     """Data set `digits`: handwritten numbers to read."""
 
     digits_min: int = 1
-    """Fewest digits of a number."""
+    """Smallest number of digits in a number."""
     digits_max: int = 4
-    """Most digits of a number."""
+    """Largest number of digits in a number."""
     digits_strip: bool = False
     """Put all digits of a number side by side in one image, blank after the last. Otherwise each digit has its own
     image."""

@@ -28,9 +28,9 @@ class Config:
     """Data set `mock`: random tokens and images."""
 
     mock_min_length: int = 8
-    """Fewest text tokens of a sample."""
+    """Smallest number of text tokens in a sample."""
     mock_max_length: int = 32
-    """Most text tokens of a sample."""
+    """Largest number of text tokens in a sample."""
     mock_images_max: int = 3
     """Largest number of images in a sample. A sample that has images has at least one. A text model gets none."""
     mock_text_only_fraction: float = 0.25

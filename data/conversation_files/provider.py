@@ -22,8 +22,8 @@ class Config(energon.Config):
     """Data set `conversations`: JSONL, JSON and Parquet files, with images in a folder or in the records."""
 
     data_path: str = ""
-    """A JSONL, JSON or Parquet file, a folder with one or of a Hugging Face data set, or a YAML file that mixes
-    several. A path, or a URL that fsspec reads (s3://, https://, msc://)."""
+    """JSONL, JSON or Parquet file, folder with one, folder of a Hugging Face data set, or YAML file that mixes several:
+    a path, or a URL that fsspec reads (s3://, https://, msc://)."""
     valid_data_path: str = ""
     """Held-out samples, in the same forms. Default: the `val` split of --data-path, if it has one."""
     image_folder: str = ""

@@ -73,7 +73,7 @@ class HybridConfig:
     moe_latent_size: int = 0
     """Latent MoE: project tokens to this width before the routed experts and back after them; 0: no projection."""
     moe_router_enable_expert_bias: bool = True
-    """A float32 bias on the scores that choose experts, moved after every step towards an even load
+    """Add a float32 bias to the scores that choose experts. It moves towards an even load after every step
     (arXiv:2408.15664)."""
     moe_router_bias_update_rate: float = 1e-3
     """Step size of the expert bias; 0 keeps the bias as it is."""

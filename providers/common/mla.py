@@ -70,7 +70,8 @@ class LatentDecoderConfig(DecoderConfig):
     moe_router_score_function: Literal["sigmoid"] = "sigmoid"
     """Score of an expert for a token, from the router's logit."""
     moe_router_enable_expert_bias: bool = True
-    """A bias on the scores that choose experts, moved after every step towards an even load (arXiv:2408.15664)."""
+    """Add a bias to the scores that choose experts. It moves towards an even load after every step
+    (arXiv:2408.15664)."""
     moe_router_bias_update_rate: float = 1e-3
     """Step size of the expert bias; 0 keeps the bias as it is."""
     moe_router_num_groups: int = 8

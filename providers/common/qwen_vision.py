@@ -35,7 +35,7 @@ class QwenVisionConfig:
         "vision_num_layers", "vision_num_attention_heads", "vision_ffn_hidden_size")
 
     vision_patch_size: int = 14
-    """Pixels a side of a patch."""
+    """Side length of a patch, in pixels."""
     vision_temporal_patch_size: int = 2
     """Frames in a patch. An image is repeated this many times."""
     vision_spatial_merge_size: int = 2
