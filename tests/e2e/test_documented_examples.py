@@ -21,7 +21,6 @@ from preflight_checks.job_script import read_job
 from preflight_checks.run_plan import plan
 
 from mimo.config.cli import parse
-from scripts import prepare_digits
 from tests.e2e.test_readme import blocks, commands
 from tests.support.launch import records
 
@@ -91,6 +90,8 @@ def test_shards_of_ones_own_train(tmp_path: Path) -> None:
 
 
 def test_the_blend_is_that_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from scripts import prepare_digits  # imported late: it imports torch
+
     monkeypatch.chdir(tmp_path)
     prepare_digits.main(["digits", "--samples", "4", "--shards", "1"])
     assert blocks(DOCS / "own_data.md", "yaml") == [(tmp_path / "digits/blend.yaml").read_text()]

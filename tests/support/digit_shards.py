@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scripts import prepare_digits
-
 MODEL = """--model-provider llava --device cpu --no-bf16 --transformer-impl local --vision-image-size 8
 --vision-patch-size 4 --vision-num-channels 1 --vision-hidden-size 32 --vision-num-layers 1
 --vision-num-attention-heads 4 --vision-ffn-hidden-size 64 --no-vision-class-token --num-layers 2 --hidden-size 32
@@ -19,6 +17,8 @@ NOTED = ("--dataset-provider", "tests.support.noted_energon:provider")
 
 def write_shards(folder: Path, *flags: str) -> Path:
     """240 samples with images and a few of text in four shards each, by the script that users run."""
+    from scripts import prepare_digits  # imported late: it imports torch
+
     prepare_digits.main([str(folder), "--samples", "240", "--shards", "4", "--image-size", "8", *flags])
     return folder
 

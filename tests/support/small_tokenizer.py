@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 CORPUS = ["what is in the picture?", "a red cat and a blue dog\n\nthe user and the assistant see <image>"] * 4
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -16,6 +15,8 @@ def write_tokenizer(
     folder: Path, *, special: Sequence[str] = (), chat_template: str | None = None, bos: bool = True, eos: bool = True
 ) -> Path:
     """Ids: `<pad>` 0, `<s>` 1, `</s>` 2, then `special`, then bytes and merges."""
+    from transformers import PreTrainedTokenizerFast  # imported late: it imports torch
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
