@@ -66,7 +66,7 @@ LAYOUTS = {
     "llm-cp2-unsharded-optimizer": (3, "--llm-cp 2 --no-use-distributed-optimizer"),
     "colocated-llm-cp2": (2, "--layout colocated --encoder-dp 2 --llm-cp 2"),
     "colocated-llm-cp2-tp2": (4, "--layout colocated --encoder-dp 4 --llm-cp 2 --llm-tp 2 --sequence-parallel "
-                                  "--logits-chunk-size 5"),
+                                  "--logits-chunk-size 12"),
     "colocated-encoder-tp2-dp2-llm-cp2-dp2": (
         4, "--layout colocated --encoder-tp 2 --encoder-dp 2 --llm-cp 2 --llm-dp 2 --encoder-window 1 "
            "--overlap-grad-reduce --overlap-param-gather --logits-chunk-size 3"),

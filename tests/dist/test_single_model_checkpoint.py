@@ -258,4 +258,4 @@ def test_a_runs_own_checkpoint_wins(pool: WorkerPool, sources: Sources, tmp_path
 @pytest.mark.slow
 def test_two_sources_of_the_same_weights_are_refused() -> None:
     with pytest.raises(ValueError, match=r"--load-single-checkpoint a gives .*; --load-vision-from would"):
-        validate(single_model.parse_config((*MOCK, FLAG, "a", "--load-vision-from", "b")), 2)
+        validate(single_model.parse_config(*MOCK, FLAG, "a", "--load-vision-from", "b"), 2)

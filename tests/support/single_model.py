@@ -10,17 +10,18 @@ import pickle
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from mimo.config.validate import validate
 from mimo.protocols import LANGUAGE, MegatronSource
 from providers import deepseek_v3, mock
 from tests.support import deepseek, equality
 from tests.support.damage import COMMON, Bomb, Change, changed, read_index, write_index
+from tests.support.steps import trainer_of
 
 MOCK = (*equality.MODEL, "--model-provider", "tests.support.single_model:mock_provider", "--bf16",
         "--global-batch-size", "4")
@@ -82,25 +83,13 @@ def flag_of(flags: tuple[str, ...]) -> str:
     return "--load-nemotron-checkpoint" if is_nemotron else FLAG
 
 
-def parse_config(flags: tuple[str, ...]) -> Any:
+def parse_config(*flags: str) -> Any:
     """Flags over the small mock model, or over the small DeepSeek's run."""
     is_text = TEXT[1] in flags or NEMOTRON_TEXT[1] in flags
     return deepseek.parse_config(*flags) if is_text else equality.parse_config(*flags)
 
 
-@contextlib.contextmanager
-def trainer(rank: int, flags: tuple[str, ...], world_size: int) -> Iterator[tuple[Any, Any]]:
-    """This rank's trainer and its loader."""
-    config = parse_config(flags)
-    layout = validate(config, world_size)
-    parts = equality.make_trainer(config, layout)
-    loader = equality.make_loader(config, layout, rank)
-    try:
-        yield parts, loader
-    finally:
-        loader.close()
-        parts.watchdog.close()
-        parts.grids.destroy()
+trainer = partial(trainer_of, parse=parse_config)
 
 
 def held(parts: Any) -> Iterator[tuple[str, Any]]:

@@ -40,10 +40,18 @@ def inner_optimizers(module_optimizer: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def trainer_of(rank: int, flags: tuple[str, ...], world_size: int, layout: Layout | None = None
-               ) -> Iterator[tuple[Any, Any]]:
-    """A trainer as in `run_layout`, and its loader, for tests that take their own steps; `layout` if not the flags'."""
-    config = equality.parse_config(*flags)
+def trainer_of(rank: int, flags: tuple[str, ...], world_size: int, layout: Layout | None = None,
+               parse: Callable[..., Any] = equality.parse_config) -> Iterator[tuple[Any, Any]]:
+    """Build a trainer as in `run_layout`, and its loader, for tests that take their own steps.
+
+    Args:
+        rank: this process.
+        flags: arguments of `parse`.
+        world_size: number of processes.
+        layout: the grids, if not those of the flags.
+        parse: makes the configuration.
+    """
+    config = parse(*flags)
     layout = layout or validate(config, world_size)
     parts = equality.make_trainer(config, layout)
     loader = equality.make_loader(config, layout, rank)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from mimo.refit.transport import ipc
 from mimo.refit.transport.base import Transport, open_wire, proxies
 from mimo.refit.transport.ipc import SLOTS, Incoming, TrainerEnd, WorkerEnd
 from mimo.refit.transport.shared_memory import HOST_NAME, make_staging, open_staging
+from tests.support.spawn import forkserver_context
 
 CPU = torch.device("cpu")
 TRAINERS = 2
@@ -207,7 +207,7 @@ def _hold(connection: Any, handle: str = "") -> None:
 @pytest.fixture
 def started() -> Iterator[Callable[..., tuple[Any, str]]]:
     """Start a process that holds memory: the process, and the memory's handle."""
-    context, running = multiprocessing.get_context("spawn"), []
+    context, running = forkserver_context(["mimo.refit.transport.ipc"]), []
 
     def start(*arguments: Any) -> tuple[Any, str]:
         here, there = context.Pipe()
