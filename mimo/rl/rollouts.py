@@ -220,7 +220,7 @@ def num_image_tokens(prompt: Prompt, images: ImageTokens | None) -> int:
     if images is not None:
         return images.count(prompt)
     if prompt.image_sizes:
-        raise ValueError(f"prompt {prompt.key} has images or videos, and the model takes none")
+        raise ValueError(f"prompt {prompt.key} has {len(prompt.image_sizes)} images, and the model takes none")
     return 0
 
 

@@ -669,5 +669,5 @@ def test_prompts_have_the_pictures_of_a_record_and_no_videos(config: Config, tmp
     (tmp_path / "images" / "a.mp4").write_bytes(b"video")
     video = [{"role": "user", "content": "<video>What happens?"}, turns[1]]
     write_lines(tmp_path / "train.jsonl", [{"messages": video, "videos": ["a.mp4"]}])
-    with pytest.raises(ValueError, match=r"train.jsonl.* has a video; prompts of train_rl.py may have images, but no"):
+    with pytest.raises(ValueError, match=r"train.jsonl.* has video .*a.mp4, but the model takes no videos"):
         prompts.open(config, tokens, "train", 0).prompt(0)
