@@ -149,8 +149,8 @@ def test_gantt_intervals_lie_at_their_times() -> None:
 
 def test_gantt_says_what_the_empty_parts_of_a_row_are() -> None:
     html = gantt_chart(timeline(10, {"vision": 2}), 100)
-    assert ("A row that is empty at its left: the rank had not begun the step yet; ranks begin it one after the other, "
-            "the one that writes the run&#x27;s records late.") in html
+    assert ("If a row begins with a gap, its rank had not started the step yet: the rank that writes the run&#x27;s "
+            "records starts late.") in html
     assert "Small gaps are other work of the host." in html
 
 
