@@ -262,8 +262,8 @@ class RolloutConfig:
     engine_nodes: int = 1
     """Number of nodes over which the workers of one replica are spread evenly. More than one needs a Ray cluster."""
     engine_restarts: int = 0
-    """How often a run may replace an engine that has ended, or does not answer a request for completions. The new one
-    gets all weights before it answers."""
+    """How often a run may start a new engine in place of one that has ended or hangs, in a refit as well. The new one
+    gets all weights before it answers; one that fails to start counts, and the next is tried."""
     engine_ep: bool = False
     """Each worker of the engine holds whole experts (expert parallelism) instead of a slice of every expert."""
     engine_max_num_seqs: int = 64

@@ -16,6 +16,7 @@ from mimo.config.rl import RolloutConfig
 from mimo.config.rl_run import RlRunConfig
 from mimo.protocols import ImageProcessorProvider, ModelProvider
 from mimo.refit.options import TRAINER_SCALES, RefitOptions
+from mimo.refit.rendezvous import RefitError
 from mimo.rl.placement import forwarded, replica_gpus
 from mimo.rl.prompts import ImagePromptSet, Normalisation, VideoPromptSet
 from mimo.rollout.engine import EngineOptions
@@ -25,6 +26,8 @@ from mimo.visual import VideoProcessorProvider
 
 # Seconds in which the engine that caused an error may end.
 ENDING_S = 5.0
+# Seconds in which an engine has to answer a call that does nothing. When a refit fails, workers give it up in a moment.
+ANSWER_S = 10.0
 # Files that show whether a folder has an image processor, and one for the videos of prompts.
 TOKENIZER = "tokenizer_config.json"
 VIDEO_PROCESSOR = "video_preprocessor_config.json"
@@ -102,6 +105,10 @@ class Engine(Protocol):
         """Say which of the engine's processes has ended; empty if all are there."""
         ...
 
+    def silent(self, within_s: float) -> str:
+        """Say which replica does not answer within some seconds, because it hangs; empty if all do."""
+        ...
+
     def close(self) -> None:
         """End the engine's processes, whatever they do."""
         ...
@@ -128,13 +135,29 @@ class ChildEngines:
                  for number, each in enumerate(self._processes) if not each.process.is_alive()]
         return "; ".join(ended)
 
+    def silent(self, within_s: float) -> str:
+        deadline = time.monotonic() + within_s
+        for number, each in enumerate(self._processes):
+            try:
+                # Replicas that do not hang answer at once.
+                replace(each.handle, timeout_s=max(1.0, deadline - time.monotonic())).call("ping")
+            except EngineLostError:
+                return f"replica {number}: process {each.process.pid} hangs and does not answer"
+            except RefitError:
+                continue  # an error of the refit that vLLM still had to report is an answer, too
+        return ""
+
     def close(self) -> None:
         for process in self._processes:
             process.close()
 
 
 def lost_by(engine: Engine, error: BaseException) -> str:
-    """Say how an error of a call or of a refit shows that the engine is lost; empty if it does not."""
+    """Say how an error of a call or of a refit shows that the engine is lost; empty if it does not.
+
+    An engine is lost if it did not answer a call in time, if one of its processes ends within `ENDING_S`, or if it
+    hangs, so that it does not answer within `ANSWER_S` either. The error says who had waited for what until then.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, EngineLostError):
@@ -145,6 +168,9 @@ def lost_by(engine: Engine, error: BaseException) -> str:
     while not fault and time.monotonic() < deadline:
         time.sleep(0.1)
         fault = engine.fault()
+    if not fault:
+        hanging = engine.silent(ANSWER_S)
+        fault = f"{hanging}; {error}" if hanging else ""
     return fault
 
 

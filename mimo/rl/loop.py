@@ -23,7 +23,7 @@ from mimo.observability.startup import STARTUP, Phase
 from mimo.platform.base import Platform
 from mimo.protocols import ModelProvider, TokenGridProvider
 from mimo.refit.options import RefitReport
-from mimo.refit.rendezvous import RefitError
+from mimo.refit.rendezvous import RefitError, format_error
 from mimo.refit.sender import connect
 from mimo.rl.collector import FIRST_RANK_SPEAKS_S, Collector, Devices, SharedDevices
 from mimo.rl.cursor import PromptCursor
@@ -205,27 +205,61 @@ class RlLoop:
                 self._replace_engine(logger, error)
 
     def _replace_engine(self, logger: RunLogger, error: Exception) -> None:
-        """Start a new engine in place of one that is lost. Collective over the world.
+        """Start a new engine in place of one that is lost, more than once if it fails. Collective over the world.
 
         It has no weights, so that it refuses to answer before the collector's first refit, which is verified unless
         --refit-verify-interval is 0.
 
         Raises:
-            RefitError, ReportedElsewhereError: the given error, if another one than the loss of the engine.
+            RefitError, ReportedElsewhereError: the given error, if another one than the loss of the engine. Or no new
+                engine has started and --engine-restarts are used up; this error begins with the cause of the loss.
         """
-        with self.watchdog.waiting("the first rank, which looks for the engine's processes"):
-            fault = broadcast_object(self.grids, None if self._engine is None else lost_by(self._engine, error))
-        if not fault:
+        limit, causes = self.config.rollout.engine_restarts, [self._fault(error)]
+        if not causes[0]:
             raise error
-        self._num_restarts += 1
-        logger.message(f"the rollout engine is lost: {fault}; a new one takes its place "
-                       f"({self._num_restarts} of --engine-restarts {self.config.rollout.engine_restarts})")
-        self.collector.sender.close()
-        if self._engine is not None:
-            self._engine.close()
-        self._engine = self._start_engine()
-        self._connect()
+        while causes[-1] and self._num_restarts < limit:
+            self._num_restarts += 1
+            what = f"the rollout engine is lost: {causes[0]}" if len(causes) == 1 else \
+                f"the new engine did not start: {causes[-1]}"
+            logger.message(f"{what}; a new one takes its place ({self._num_restarts} of --engine-restarts {limit})")
+            self.collector.sender.close()
+            if self._engine is not None:
+                self._engine.close()
+                self._engine = None
+            causes.append(self._start_again())
+        if causes[-1] and self.grids.rank == 0:
+            raise RefitError(f"the rollout engine is lost: {causes[0]}; no new one has started, and --engine-restarts "
+                             f"{limit} are used up. Its last start: {causes[-1]}") from error
+        if causes[-1]:
+            raise ReportedElsewhereError("rank 0 reports what is wrong") from error
         self._add_probe()
+
+    def _start_again(self) -> str:
+        """Start an engine and agree with it on weights. Return why it failed, on every rank; empty if it did not."""
+        problem = ""
+        try:
+            self._engine = self._start_engine()
+        except (RefitError, ValueError) as error:  # on the first rank
+            problem = format_error(error)
+        with (self.watchdog.limit(self.config.rollout.engine_start_timeout_s + 2 * FIRST_RANK_SPEAKS_S),
+              self.watchdog.waiting("the first rank, which starts another rollout engine")):
+            problem = broadcast_object(self.grids, problem)
+        if problem:
+            return problem
+        try:
+            self._connect()
+        except RefitError as error:
+            fault = self._fault(error)
+            if not fault:
+                raise
+            return fault
+        return ""
+
+    def _fault(self, error: Exception) -> str:
+        """Say, on every rank, how an error shows that the engine is lost; empty if it does not."""
+        with self.watchdog.waiting("the first rank, which looks for the engine's processes"):
+            fault: str = broadcast_object(self.grids, "" if self._engine is None else lost_by(self._engine, error))
+            return fault
 
     def _prompts(self, split: str) -> PromptSet:
         """Open the prompts of a split, the same in the same order on every rank that opens them."""

@@ -194,6 +194,10 @@ class RolloutEngine:
         """Number of workers that take in weights."""
         return self.options.num_workers
 
+    def ping(self) -> None:
+        """Have every worker answer. An engine that hangs in another call, or a worker of which does, does not."""
+        self._rpc("check_health")
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Connect with the trainer and agree on a plan. Raises RefitError if the two do not fit."""
         self._rpc("init_weight_transfer_engine", init_info=init_info)

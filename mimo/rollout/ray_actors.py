@@ -321,6 +321,13 @@ class RayEngines:
                     return f"replica {part.replica}: {part.where} has ended ({_short(error)})"
         return ""
 
+    def silent(self, within_s: float) -> str:
+        """Say which replica does not answer within some seconds, because it hangs; empty if all do."""
+        calls = {part.actor.call.remote("ping", ()): part for part in self._parts if part.node == 0}
+        answered, _ = ray.wait(list(calls), num_returns=len(calls), timeout=within_s)
+        late = [part for call, part in calls.items() if call not in answered]
+        return f"replica {late[0].replica}: {late[0].where} hangs and does not answer" if late else ""
+
     def close(self) -> None:
         """End the actors and free their resources. Also disconnect from Ray, or end it if it was started for them."""
         for part in self._parts:

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,23 +105,56 @@ def test_an_engine_that_dies_ends_the_run_with_its_reason(tmp_path: Path) -> Non
     assert re.search(r"the engine at 127\.0\.0\.1:\d+ has ended", done.stdout), done.stdout[-3000:]
 
 
+LOST_FLAGS = [*FLAGS, "--train-iters", "2", "--eval-prompts", "4"]
+HAS_ENDED = r"the engine (at 127\.0\.0\.1:\d+|in process \d+ on .*) has ended.*"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Records of a run whose engine is never lost."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = torchrun(2, *LOST_FLAGS, "--reward", "tests.support.rl_rewards:digits", "--run-dir", str(folder),
+                    script="train_rl.py")
+    assert done.returncode == 0, done.stdout[-3000:]
+    return records(folder)
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("placement", ["separate", "ray"])
-def test_an_engine_that_dies_is_replaced_and_the_run_goes_on_to_the_same_figures(tmp_path: Path,
-                                                                                 placement: str) -> None:
-    flags = [*FLAGS, "--train-iters", "2", "--eval-prompts", "4", "--engine-placement", placement]
-    for name, more in (("digits", []), ("killing_once", ["--engine-restarts", "1"])):
-        done = torchrun(2, *flags, *more, "--reward", f"tests.support.rl_rewards:{name}", "--run-dir",
-                        str(tmp_path / name), script="train_rl.py")
-        assert done.returncode == 0, done.stdout[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if "the rollout engine is lost" in line]
-    assert re.search(r"the engine (at 127\.0\.0\.1:\d+|in process \d+ on .*) has ended.*; a new one takes its", line)
-    expected, found = records(tmp_path / "digits"), records(tmp_path / "killing_once")
-    assert len(found) == len(expected)
-    for mine, other in zip(found, expected, strict=True):
+@pytest.mark.parametrize(("reward", "flags", "reasons"), [
+    ("killing_once", "--engine-restarts 1", [f"is lost: {HAS_ENDED}"]),
+    ("killing_once", "--engine-restarts 1 --engine-placement ray", [f"is lost: {HAS_ENDED}"]),
+    ("stopping_once", "--engine-restarts 1 --refit-timeout-s 30",
+     [r"is lost: replica 0: process \d+ hangs and does not answer; sync \d+.*: trainer rank \d waits for .*worker 0; "
+      "nothing came within 30 s"]),
+    ("killing_starts", "--engine-restarts 3",
+     [f"is lost: {HAS_ENDED}", *2 * ["the new engine did not start: .*its process ended with code -9"]])],
+    ids=["killed", "killed-actor", "hangs-in-a-refit", "killed-in-two-starts"])
+def test_an_engine_that_is_lost_is_replaced_and_the_run_goes_on_to_the_same_figures(
+        tmp_path: Path, undisturbed: list[dict[str, Any]], reward: str, flags: str, reasons: list[str]) -> None:
+    done = torchrun(2, *LOST_FLAGS, *flags.split(), "--reward", f"tests.support.rl_rewards:{reward}", "--run-dir",
+                    str(tmp_path), script="train_rl.py", timeout_s=800)
+    assert done.returncode == 0, done.stdout[-3000:]
+    lines = [line for line in done.stdout.splitlines() if "a new one takes its place" in line]
+    assert len(lines) == len(reasons), lines
+    for number, (line, reason) in enumerate(zip(lines, reasons, strict=True), 1):
+        assert re.search(rf"{reason}.*; a new one takes its place \({number} of ", line), line
+    found = records(tmp_path)
+    assert len(found) == len(undisturbed)
+    for mine, other in zip(found, undisturbed, strict=True):
         assert mine.keys() >= {"reward validation"} or mine["gen-kl"] < 1e-5
         for key in ("reward", "reward validation", "completion-length", "loss"):
             assert mine.get(key) == pytest.approx(other.get(key), abs=1e-6)
+
+
+@pytest.mark.timeout(600)
+def test_a_run_without_a_new_engine_ends_with_the_cause_of_the_first_loss(tmp_path: Path) -> None:
+    done = torchrun(2, *LOST_FLAGS, "--engine-restarts", "2", "--reward", "tests.support.rl_rewards:killing_starts",
+                    "--run-dir", str(tmp_path), script="train_rl.py", timeout_s=500, MARK=str(tmp_path))
+    assert done.returncode != 0
+    assert re.search(rf"RefitError: the rollout engine is lost: {HAS_ENDED}; no new one has started, and "
+                     "--engine-restarts 2 are used up. Its last start: .* ended with code -9", done.stdout), \
+        done.stdout[-3000:]
+    assert wait_for_the_end(str(tmp_path)) == []
 
 
 @pytest.mark.timeout(600)

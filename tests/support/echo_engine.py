@@ -26,6 +26,9 @@ class EchoEngine:
         self.version = options.model
         self.done: list[str] = []
 
+    def ping(self) -> None:
+        """Do nothing."""
+
     def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
         """Return the lengths of the names of the recorded calls."""
         return [[float(len(name)) for name in self.done]]

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,6 +56,38 @@ def killing_once(prompt: str, completion: str, ground_truth: str, metadata: Mapp
         killing(prompt, completion, ground_truth, metadata)
         killing_actor(prompt, completion, ground_truth, metadata)
     return digits(prompt, completion, ground_truth, metadata)
+
+
+def stopping_once(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    """Score like `digits`, and stop the engine after the first iteration's answers, so that the next refit hangs.
+
+    The answers to four held-out prompts come before them.
+    """
+    if next(_calls) == 4 + 1:
+        (engine,) = multiprocessing.active_children()
+        psutil.Process(engine.pid).suspend()
+    return digits(prompt, completion, ground_truth, metadata)
+
+
+def killing_starts(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    """Score like `digits`, and kill the engine after the first answer of all, and the next two while they start."""
+    if next(_calls) == 1:
+        lost = {engine.pid for engine in multiprocessing.active_children()}
+        killing(prompt, completion, ground_truth, metadata)
+        threading.Thread(target=_kill_next, args=(2, lost), daemon=True).start()
+    return digits(prompt, completion, ground_truth, metadata)
+
+
+def _kill_next(count: int, known: set[int | None]) -> None:
+    """Kill the next engines that this process starts."""
+    while count:
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if child.pid not in known and "spawn_main" in " ".join(child.cmdline()):
+                    known.add(child.pid)
+                    child.kill()
+                    count -= 1
+        time.sleep(0.05)
 
 
 def hanging(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:

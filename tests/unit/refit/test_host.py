@@ -17,7 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
+from mimo.config.rl import RolloutConfig
 from mimo.refit.rendezvous import RefitError
+from mimo.rl import launch_engine
 from mimo.rollout.process import EngineHandle, EngineProcess, start_processes
 from tests.support.echo_engine import engine_options, fail_to_start, use_breaking_engine, use_echo_engine
 from tests.support.launch import ROOT
@@ -174,3 +176,22 @@ def test_a_replica_that_does_not_start_is_named_and_ends_the_others(monkeypatch:
 def test_replicas_that_take_too_long_are_ended_in_time() -> None:
     with pytest.raises(RefitError, match=r"^replica 0: the engine for plain did not start within 0\.1 s: no answer"):
         start_processes([engine_options(), engine_options()], 0.1, 60, use_echo_engine)
+
+
+def test_an_engine_that_hangs_is_lost_and_one_that_refuses_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_engine, "leave_group", use_echo_engine)
+    monkeypatch.setattr(launch_engine, "ENDING_S", 0.1)
+    monkeypatch.setattr(launch_engine, "ANSWER_S", 2.0)
+    engines = launch_engine.ChildEngines([engine_options()] * 2, RolloutConfig())
+    try:
+        error = RefitError("sync 3, stage 'ready': trainer rank 0 waits for worker 1; nothing came within 60 s")
+        assert launch_engine.lost_by(engines, error) == ""
+        last = psutil.Process(engines._processes[1].process.pid)
+        last.suspend()
+        assert launch_engine.lost_by(engines, error) == (
+            f"replica 1: process {last.pid} hangs and does not answer; {error}")
+        last.kill()
+        engines._processes[1].process.join()
+        assert "replica 1: process" in (lost := launch_engine.lost_by(engines, error)) and "has ended with" in lost
+    finally:
+        engines.close()
