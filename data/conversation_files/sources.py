@@ -52,7 +52,7 @@ METADATA = ("dataset_info.json", "dataset_infos.json")
 SAVED_METADATA = ("dataset_dict.json", "state.json")
 # End of the name of a part of a data set, as in train-00000-of-00005.parquet or train-00000-of-00005-0a1b2c.parquet.
 PART = re.compile(r"-\d+-of-(\d+)(-[0-9a-f]+)?$")
-# First records, one of which must have each column of --data-columns.
+# Number of first records in which every column of --data-columns has to appear at least once.
 COLUMN_RECORDS = 256
 COLUMN_KEYS = (*FORMS, "answer", "answers", "image", "images", *VIDEO_KEYS, "system", "tools")
 # Keys of bounding boxes, which each model writes differently. The last one is ms-swift's.

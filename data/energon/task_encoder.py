@@ -259,18 +259,11 @@ class VlmTaskEncoder(TaskEncoder):
             parts += video_pixels(self._frames(video), video.plan, self._video, normalise=normalise)
         return self._as_shown(tokens, tiles, parts)
 
-    def pictures(self, name: str, data: Any) -> list[np.ndarray]:
-        """Decode the tiles of an image, uint8 `[height, width, channels]` each. Raises ValueError if that fails."""
-        return self._decoded(tile_pictures, name, data)
-
-    def pixels(self, name: str, data: Any) -> list[np.ndarray]:
-        """Decode the tiles of an image as rows have them, `[channels, height, width]` each. Raises as `pictures`."""
-        return self._tiles(name, data, normalise=self.normalisation is None)
-
     def _tiles(self, name: str, data: Any, *, normalise: bool) -> list[np.ndarray]:
         if normalise:
             return self._decoded(tile_image, name, data)
-        return [np.ascontiguousarray(picture.transpose(2, 0, 1)) for picture in self.pictures(name, data)]
+        # Copies, because the memory of an image that keeps its size cannot be written to.
+        return [np.array(picture.transpose(2, 0, 1), order="C") for picture in self._decoded(tile_pictures, name, data)]
 
     def _decoded(self, tile: Callable[[Image.Image, Tiling], list[np.ndarray]], name: str,
                  data: Any) -> list[np.ndarray]:

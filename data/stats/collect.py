@@ -159,14 +159,14 @@ class RecordingEncoder(VlmTaskEncoder):
             image_tokens=sample.image_tokens,
             target_tokens=int(sample.target_mask.sum()),
             images=tuple(self._image(size) for size in images),
-            videos=tuple(self._video(video) for video in sample.videos),
+            videos=tuple(self._video_record(video) for video in sample.videos),
         ))
         rows = self._collected.rows.setdefault(source, [])
         if len(rows) < KEPT_ROWS:
             rows.append((len(self._collected.records) - 1, row))
         return row
 
-    def _video(self, video: PlannedVideo) -> VideoRecord:
+    def _video_record(self, video: PlannedVideo) -> VideoRecord:
         plan = video.plan
         return VideoRecord((video.info.height, video.info.width), plan.sizes[0][:2], video.info.num_frames,
                            len(plan.indices), sum(self._num_image_tokens(*size) for size in plan.sizes))

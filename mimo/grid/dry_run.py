@@ -11,7 +11,7 @@ from typing import Any
 
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import PROJECTOR, num_microbatches
-from mimo.grid.lanes import describe_images, describe_videos, has_levels
+from mimo.grid.lanes import describe_images, describe_videos, has_eight_bit_pixels
 from mimo.grid.spec import GridSpec, Layout, lane_shares
 from mimo.protocols import LANGUAGE, DeepStackProvider, ModelProvider, ParameterShape
 
@@ -253,7 +253,7 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
     side = max(ANY_IMAGE_SIZE // spec.size_multiple, 1) * spec.size_multiple
     height, width = spec.image_shape if spec.image_size else (side, side)
     family = config.model_family
-    each, stored = ((1, "8 bits, which the encoder's ranks normalise") if has_levels(config, provider)
+    each, stored = ((1, "8 bits, which the encoder's ranks normalise") if has_eight_bit_pixels(config, provider)
                     else (4, "float32"))
     lines.append(f"pixels: {format_bytes(each * spec.num_channels * height * width)} for an image of {height}x{width} "
                  f"from the data set to its encoder, in {stored}")

@@ -121,7 +121,7 @@ def describe_images(config: RunConfig, model_provider: ModelProvider) -> str | N
     return f"images: {' '.join(details)} --image-mean {mean} --image-std {std}"
 
 
-def has_levels(config: RunConfig, model_provider: ModelProvider) -> bool:
+def has_eight_bit_pixels(config: RunConfig, model_provider: ModelProvider) -> bool:
     """Whether the samples of a run have 8-bit pixels, which the encoder's ranks normalise."""
     dataset, tokens = config.find_dataset(config.data.dataset_provider), model_provider.token_spec(config.model_family)
     return isinstance(dataset, EightBitDataProvider) and dataset.normalisation(config.dataset, tokens) is not None

@@ -103,7 +103,8 @@ class Generation:
         answers: one answer to a held-out sample or prompt; all completions of a prompt that was trained on.
         expected: the expected answer.
         prompt: text of the prompt; empty in supervised training, where it is not known.
-        images: uint8 `[height, width, channels]` each, 1 or 3 channels.
+        images: uint8 `[height, width, channels]` each, 1 or 3 channels; of many, the first ones are enough.
+        num_images: number of the prompt's images; None if these are all.
     """
 
     key: str
@@ -111,6 +112,7 @@ class Generation:
     expected: str
     prompt: str = ""
     images: Sequence[np.ndarray] = ()
+    num_images: int | None = None
 
     def verdict(self, answer: Answer) -> str:
         """Return the reward or the expected answer, such as `reward 1` or `is '12'`."""
@@ -127,7 +129,13 @@ class Generation:
         return {"key": self.key, "prompt": _shortened(self.prompt), "expected": _shortened(self.expected),
                 "num_answers": len(self.answers),
                 "answers": [asdict(each) | {"text": _shortened(each.text)} for each in self.answers[:MAX_ANSWERS]],
-                "num_images": len(self.images), "images": [_data_url(image) for image in self.images[:MAX_IMAGES]]}
+                "num_images": len(self.images) if self.num_images is None else self.num_images,
+                "images": [_data_url(image) for image in self.images[:MAX_IMAGES]]}
+
+
+def _place(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what no two lines of a run have in common."""
+    return line.get("iteration"), line.get("kind"), line.get("key")
 
 
 def _shortened(text: str) -> str:
@@ -247,7 +255,8 @@ class JsonlTracker(JsonLines):
 class GenerationsTracker(JsonLines):
     """Writes answers of the model with their prompts and images, up to a size. Figures are left to `JsonlTracker`.
 
-    A line depends only on what it shows, so that a resumed run continues the file exactly as it would have been.
+    A line depends only on what it shows, so that a resumed run continues the file exactly as it would have been. If a
+    finished run is extended, the answers of its old end stay.
     """
 
     def __init__(self, path: Path, resume_iteration: int, limit_bytes: int, say: Callable[[str], None]) -> None:
@@ -260,6 +269,8 @@ class GenerationsTracker(JsonLines):
             say: called once, when a line does not fit.
         """
         super().__init__(path, resume_iteration)
+        # A finished run that is started again evaluates again.
+        self._kept = {_place(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()}
         self._limit, self._say, self._said = limit_bytes, say, False
 
     def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
@@ -269,6 +280,8 @@ class GenerationsTracker(JsonLines):
         """Append a line for each prompt. Raises OSError if one cannot be written."""
         for each in generations:
             line = {"iteration": step, "kind": kind, **each.to_dict()}
+            if _place(line) in self._kept:
+                continue
             data = (json.dumps(line, allow_nan=False) + "\n").encode()
             if self.num_bytes + len(data) <= self._limit:
                 self.append(data)

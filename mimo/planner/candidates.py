@@ -70,7 +70,7 @@ def grids(size: int, largest_tp: int | None = None, largest_pp: int | None = Non
 
 
 def cuts(num_layers: int, stages: int, first: float, last: float) -> list[tuple[int, ...]]:
-    """Return the layers of each stage for all ways to cut a pipeline, beginning with the fastest slowest stage.
+    """Return the layers of each stage for all ways to cut a pipeline, ordered by the time of the slowest stage.
 
     Stages between the first and the last have the same number of layers, as Megatron Core requires.
 
@@ -176,7 +176,7 @@ class Search:
         return sorted(found, key=lambda each: (not each.fits, each.prediction.step_s))
 
     def _is_hopeless(self, kind: str, least_s: float, found: list[Candidate]) -> bool:
-        """Return whether a layout can be among the best neither of all nor of its kind."""
+        """Return whether a layout is certain not to be among the best, overall or of its kind."""
         least_s *= 1 - TOLERANCE
         times = sorted(each.prediction.step_s for each in found)
         alike = sorted(each.prediction.step_s for each in found if each.kind == kind)

@@ -17,7 +17,7 @@ from statistics import fmean
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import layers_of_stages, num_microbatches
 from mimo.grid.dry_run import parameters_per_rank
-from mimo.grid.lanes import has_levels
+from mimo.grid.lanes import has_eight_bit_pixels
 from mimo.grid.spec import GridSpec, Layout, lane_shares
 from mimo.grid.windows import BACKWARD_COST, WindowSchedule, deal_in_order, deal_iteration
 from mimo.planner.costs import GIB, LATENCY_S, Costs
@@ -517,7 +517,7 @@ class Step:
             return 0.0, 0.0
         (encoder,), tokens = self.sampled.encoders, self.costs.provider.token_spec(self.config.model_family)
         floats = 2 if self.config.model.bf16 else 4
-        each = (1 if has_levels(self.config, self.costs.provider) else floats) * tokens.num_channels
+        each = (1 if has_eight_bit_pixels(self.config, self.costs.provider) else floats) * tokens.num_channels
         sent = received = 0.0
         for batch in batches:
             schedule = self._window_schedule(len(batch))

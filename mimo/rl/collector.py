@@ -335,15 +335,17 @@ ENGINE_WEIGHTS, KV_CACHE = "weights", "kv_cache"
 SPARE_MEMORY = 0.04
 
 
-def what_fits(room: int, num_bytes: Mapping[str, int]) -> frozenset[str]:
-    """Choose what stays on a device during a rollout; optimizer state rather than weights, because it is larger.
+def what_fits(refit_room: int, rollout_room: int, num_bytes: Mapping[str, int]) -> frozenset[str]:
+    """Choose what stays on a device during a refit and a rollout: all of it, else optimizer state, else weights.
 
     Args:
-        room: bytes that would be left if nothing moved; negative where something has to.
-        num_bytes: bytes of optimizer state and of weights.
+        refit_room: bytes that would be left in a refit if nothing moved; negative where something has to.
+        rollout_room: bytes that would be left in a rollout if nothing moved.
+        num_bytes: bytes of optimizer state and of weights. A refit needs the weights in any case.
     """
     for staying in ((OPTIMIZER, WEIGHTS), (OPTIMIZER,), (WEIGHTS,)):
-        if room + sum(count for kind, count in num_bytes.items() if kind not in staying) >= 0:
+        leaves = {kind: 0 if kind in staying else count for kind, count in num_bytes.items()}
+        if refit_room + leaves[OPTIMIZER] >= 0 and rollout_room + sum(leaves.values()) >= 0:
             return frozenset(staying)
     return frozenset()
 
@@ -357,15 +359,18 @@ class SharedDevices(Devices):
         platform: says how much memory the device has.
         engine_memory: fraction of it that the engine may use while it is awake; None for an engine that cannot sleep,
             as on CPUs.
+        engine_weight_bytes: bytes of a worker's weights.
 
     Attributes:
         client: the engine, on the first rank, once it is there.
         seconds: seconds spent on moving memory since the last `take_seconds`.
     """
 
-    def __init__(self, grids: Grids, offload: Offload, platform: Platform, engine_memory: float | None) -> None:
+    def __init__(self, grids: Grids, offload: Offload, platform: Platform, engine_memory: float | None,
+                 engine_weight_bytes: float) -> None:
         self.client: RolloutClient | None = None
-        self._grids, self._offload, self._platform, self._engine_memory = grids, offload, platform, engine_memory
+        self._grids, self._offload, self._platform = grids, offload, platform
+        self._engine_memory, self._engine_weight_bytes = engine_memory, engine_weight_bytes
         self.seconds = 0.0
 
     @property
@@ -395,7 +400,8 @@ class SharedDevices(Devices):
         if self._engine_memory is None:
             return frozenset()
         free, total = self._platform.device_memory()
-        return what_fits(free - round((self._engine_memory + SPARE_MEMORY) * total),
+        free -= round(SPARE_MEMORY * total)
+        return what_fits(free - round(self._engine_weight_bytes), free - round(self._engine_memory * total),
                          {kind: self._offload.num_bytes(kind) for kind in (OPTIMIZER, WEIGHTS)})
 
     def for_rollout(self) -> None:

@@ -222,7 +222,7 @@ class EncoderSide:
                                  "for the same seed, split and index on every rank")
             images, videos = self._prompts.normalisation, _video_normalisation(self._prompts)
             drawn[completion.index] = [
-                np.ascontiguousarray(np.moveaxis(picture, -1, -3)) if images == videos
+                np.ascontiguousarray(np.moveaxis(picture, -1, -3)) if self._normalisation is not None
                 else (images if picture.ndim == 3 else videos).apply(picture) for picture in prompt.pictures()]
         return drawn[completion.index]
 

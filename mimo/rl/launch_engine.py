@@ -21,11 +21,13 @@ from mimo.rl.placement import forwarded, replica_gpus
 from mimo.rl.prompts import ImagePromptSet, Normalisation, VideoPromptSet
 from mimo.rollout.engine import EngineOptions
 from mimo.rollout.process import EngineLostError, start_processes
-from mimo.rollout.replicas import RolloutClient, one_client
+from mimo.rollout.replicas import AnsweredError, RolloutClient, one_client
 from mimo.visual import VideoProcessorProvider
 
 # Seconds in which the engine that caused an error may end.
 ENDING_S = 5.0
+# Seconds in which the processes of a replica end: 10 after SIGTERM, and what its guard needs.
+CLOSING_S = 15.0
 # Seconds in which an engine has to answer a call that does nothing. When a refit fails, workers give it up in a moment.
 ANSWER_S = 10.0
 # Files that show whether a folder has an image processor, and one for the videos of prompts.
@@ -159,16 +161,19 @@ def lost_by(engine: Engine, error: BaseException) -> str:
     hangs, so that it does not answer within `ANSWER_S` either. The error says who had waited for what until then.
     """
     cause: BaseException | None = error
+    has_answered = False
     while cause is not None:
         if isinstance(cause, EngineLostError):
             return str(cause)
+        has_answered = has_answered or isinstance(cause, AnsweredError)
         cause = cause.__cause__
     # A worker's connections may close before its engine ends.
     deadline, fault = time.monotonic() + ENDING_S, engine.fault()
     while not fault and time.monotonic() < deadline:
         time.sleep(0.1)
         fault = engine.fault()
-    if not fault:
+    # While other replicas still work on their parts of a call, they answer nothing else.
+    if not fault and not has_answered:
         hanging = engine.silent(ANSWER_S)
         fault = f"{hanging}; {error}" if hanging else ""
     return fault
@@ -214,7 +219,7 @@ def engine_options(config: RlRunConfig, folder: Path, replica: int = 0, gpus: Se
         max_num_seqs=flags.engine_max_num_seqs, seed=config.train.seed + replica,
         # The update needs log-probs of the distribution that is sampled from, temperature included.
         extra={"skip_tokenizer_init": not takes_images, "logprobs_mode": "processed_logprobs",
-               # Without videos in prompts, the engine keeps no memory for them.
+               # Where model and chat template take no videos, the engine keeps no memory for them.
                **({"limit_mm_per_prompt": {"video": 0}} if takes_images and not takes_videos else {}),
                **_arguments(flags, on_cuda)},
         environment=environment)

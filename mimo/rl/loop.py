@@ -16,7 +16,7 @@ from mimo.checkpoint.state import RunState
 from mimo.comm.host import broadcast_object, gather, raise_on_any_rank
 from mimo.config.rl_run import RlRunConfig
 from mimo.grid.groups import Grids
-from mimo.model.build import layer_impl
+from mimo.model.build import OPTIMIZER, WEIGHTS, layer_impl
 from mimo.observability.metrics import RunLogger
 from mimo.observability.spans import Kind
 from mimo.observability.startup import STARTUP, Phase
@@ -28,8 +28,9 @@ from mimo.refit.sender import connect
 from mimo.rl.collector import FIRST_RANK_SPEAKS_S, Collector, Devices, SharedDevices
 from mimo.rl.cursor import PromptCursor
 from mimo.rl.images import ImageTokens, needs_pixels
-from mimo.rl.launch_engine import Engine, engine_memory, lost_by, refit_options, start_engine
+from mimo.rl.launch_engine import CLOSING_S, Engine, engine_memory, lost_by, refit_options, start_engine
 from mimo.rl.offload import Offload
+from mimo.rl.placement import engine_weight_bytes
 from mimo.rl.policy import PolicyResult, PolicyTrainer
 from mimo.rl.probe import RefitProbe
 from mimo.rl.prompts import PromptProvider, PromptSet
@@ -141,13 +142,16 @@ class RlLoop:
         if self.config.rollout.engine_placement == "colocated":
             self.devices = SharedDevices(
                 self.grids, Offload(self.parts.built, self.parts.optimizer), self.platform,
-                engine_memory(self.config.rollout) if self.platform.name == "cuda" else None)
+                engine_memory(self.config.rollout) if self.platform.name == "cuda" else None,
+                engine_weight_bytes(self.config, self.grids.layout, self.provider))
         self.devices.for_engine_start()
         if self.grids.rank != 0:
             return None
         STARTUP.say("starting vLLM, which loads its model and prepares its kernels")
         limit_s = self.config.rollout.engine_start_timeout_s
-        with self.watchdog.limit(limit_s + FIRST_RANK_SPEAKS_S), self.watchdog.waiting("start of the rollout engine"):
+        closing_s = CLOSING_S * self.config.rollout.engine_dp  # of replicas that did not start in time
+        with (self.watchdog.limit(limit_s + closing_s + FIRST_RANK_SPEAKS_S),
+              self.watchdog.waiting("start of the rollout engine")):
             engine = start_engine(self.config, self.provider)
         if isinstance(self.devices, SharedDevices):
             self.devices.client = engine.client
@@ -156,7 +160,8 @@ class RlLoop:
     def _connect(self) -> None:
         """Agree with the engine on weights, which every rank sends, and make what collects completions."""
         flags, engine = self.config.rollout, self._engine
-        with (self.watchdog.limit(flags.engine_start_timeout_s + 2 * FIRST_RANK_SPEAKS_S),
+        closing_s = CLOSING_S * flags.engine_dp
+        with (self.watchdog.limit(flags.engine_start_timeout_s + closing_s + 2 * FIRST_RANK_SPEAKS_S),
               self.watchdog.waiting("the first rank, which starts the rollout engine")):
             num_workers = broadcast_object(self.grids, engine.client.num_workers if engine is not None else None)
             self.devices.for_training()
@@ -180,9 +185,10 @@ class RlLoop:
         padding = broadcast_object(self.grids, None if source is None else source.prompts.pad_token_id)
         pixel_prompts = None
         if needs_pixels(self.grids.layout, self.grids.rank):
-            # This rank encodes the images of completions, so it opens the prompts itself and measures them again.
+            # This rank encodes the images of completions, so it opens the prompts itself. The first rank has refused
+            # long ones already; if these are left out, this rank has to leave out the same.
             with self.watchdog.on_files("the prompts' measures", is_work=True):
-                pixel_prompts = self._prompts("train")
+                pixel_prompts = self._prompts("train", measured=self.config.data.skip_long_prompts)
         self.policy = PolicyTrainer(self.parts, self.config.rl, self._tokens.vocab_size, padding, self._images,
                                     pixel_prompts, self._reference, self.config.max_gen_kl)
 
@@ -220,7 +226,7 @@ class RlLoop:
         while causes[-1] and self._num_restarts < limit:
             self._num_restarts += 1
             what = f"the rollout engine is lost: {causes[0]}" if len(causes) == 1 else \
-                f"the new engine did not start: {causes[-1]}"
+                f"the new engine is lost, too: {causes[-1]}"
             logger.message(f"{what}; a new one takes its place ({self._num_restarts} of --engine-restarts {limit})")
             self.collector.sender.close()
             if self._engine is not None:
@@ -228,8 +234,8 @@ class RlLoop:
                 self._engine = None
             causes.append(self._start_again())
         if causes[-1] and self.grids.rank == 0:
-            raise RefitError(f"the rollout engine is lost: {causes[0]}; no new one has started, and --engine-restarts "
-                             f"{limit} are used up. Its last start: {causes[-1]}") from error
+            raise RefitError(f"the rollout engine is lost: {causes[0]}; no new one has come up, and --engine-restarts "
+                             f"{limit} are used up. The last one: {causes[-1]}") from error
         if causes[-1]:
             raise ReportedElsewhereError("rank 0 reports what is wrong") from error
         self._add_probe()
@@ -241,7 +247,9 @@ class RlLoop:
             self._engine = self._start_engine()
         except (RefitError, ValueError) as error:  # on the first rank
             problem = format_error(error)
-        with (self.watchdog.limit(self.config.rollout.engine_start_timeout_s + 2 * FIRST_RANK_SPEAKS_S),
+        flags = self.config.rollout
+        closing_s = 2 * CLOSING_S * flags.engine_dp  # of the lost engine, and of one that does not start in time
+        with (self.watchdog.limit(flags.engine_start_timeout_s + closing_s + 2 * FIRST_RANK_SPEAKS_S),
               self.watchdog.waiting("the first rank, which starts another rollout engine")):
             problem = broadcast_object(self.grids, problem)
         if problem:
@@ -261,12 +269,16 @@ class RlLoop:
             fault: str = broadcast_object(self.grids, "" if self._engine is None else lost_by(self._engine, error))
             return fault
 
-    def _prompts(self, split: str) -> PromptSet:
-        """Open the prompts of a split, the same in the same order on every rank that opens them."""
+    def _prompts(self, split: str, measured: bool = True) -> PromptSet:
+        """Open the prompts of a split, the same in the same order on every rank that opens them.
+
+        Measuring them reads the sizes of all images and all of each video.
+        """
         prompts = self.prompt_provider.open(self.config.dataset, self._tokens, split, self.config.train.seed)
         num_asked = (self.session.total_iterations * self.config.prompts_per_step if split == "train"
                      else self.config.rl.eval_prompts)
-        fit_prompts(prompts, split, self.config, self._images, num_asked)
+        if measured:
+            fit_prompts(prompts, split, self.config, self._images, num_asked)
         return prompts
 
     def _source(self, client: RolloutClient, split: str) -> RolloutSource:
@@ -332,7 +344,8 @@ class RlLoop:
         if self.devices.staying != self._staying:
             self._staying = self.devices.staying
             logger.message("on the trainer's devices beside the engine: " + (
-                ", ".join(f"{kind} stay" for kind in sorted(self._staying)) or "nothing stays"))
+                " and ".join({OPTIMIZER: "optimizer state", WEIGHTS: "weights"}[kind] for kind in sorted(self._staying))
+                or "nothing of the trainer"))
         if prefetches:
             # The engine draws the next iteration's completions with the weights from before this update.
             self.collector.prefetch()

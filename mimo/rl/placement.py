@@ -202,15 +202,21 @@ def _engine_lines(config: RlRunConfig, layout: Layout, provider: ModelProvider) 
         which = f"numbers {flags.engine_gpus}" if flags.engine_gpus else "those after the trainer's"
         lines.append(f"GPUs: {ranks + workers}, {ranks} for the trainer's ranks and {workers} for the engine, all of "
                      f"which are on the first rank's host ({which})")
-    total = sum(total_parameters(provider.parameter_shapes(config.model_family, name)) for name in layout.grids)
-    each_bytes = 1 if flags.engine_quantization != "none" else 2 if config.model.bf16 else 4
-    own = total * each_bytes / (flags.engine_tp * flags.engine_pp)
+    own = engine_weight_bytes(config, layout, provider)
     lines.append(f"memory of a worker of the engine: about {own / GIB:.1f} GiB of weights, and the KV cache")
     for package in ("vllm", "ray") if flags.engine_placement == "ray" else ("vllm",):
         if importlib.util.find_spec(package) is None:
             lines.append(f"  the package {package} is not installed here; the sets rl-cpu and rl-gpu of "
                          "scripts/setup.sh bring it")
     return lines
+
+
+def engine_weight_bytes(config: RlRunConfig, layout: Layout, provider: ModelProvider) -> float:
+    """Estimate the bytes of weights that a worker of the engine holds."""
+    flags = config.rollout
+    total = sum(total_parameters(provider.parameter_shapes(config.model_family, name)) for name in layout.grids)
+    each_bytes = 1 if flags.engine_quantization != "none" else 2 if config.model.bf16 else 4
+    return total * each_bytes / (flags.engine_tp * flags.engine_pp)
 
 
 def _batch_lines(config: RlRunConfig, layout: Layout) -> list[str]:

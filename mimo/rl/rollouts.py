@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mimo.config.rl_run import RlRunConfig
-from mimo.observability.trackers import Answer, Generation
+from mimo.observability.trackers import MAX_IMAGES, Answer, Generation
 from mimo.protocols import ImageSize
 from mimo.rl.images import ImageTokens, as_request, reduced
 from mimo.rl.prompts import FinitePromptSet, Prompt, PromptSet
@@ -187,8 +187,8 @@ class RolloutSource:
     def _show(self, prompt: Prompt, place: int, completions: Sequence[Completion]) -> Generation:
         answers = [Answer(self.prompts.decode(each.token_ids), each.reward, truncated=each.finish_reason == "length")
                    for each in completions if each.prompt == place]
-        images = [reduced(picture) for picture in prompt.pictures()] if prompt.image_sizes else []
-        return Generation(prompt.key, answers, prompt.ground_truth, prompt.text, images)
+        images = [reduced(picture) for picture in prompt.pictures()[:MAX_IMAGES]] if prompt.image_sizes else []
+        return Generation(prompt.key, answers, str(prompt.ground_truth), prompt.text, images, len(prompt.image_sizes))
 
     def _check_length(self, prompt: Prompt) -> None:
         if not prompt.token_ids:

@@ -195,8 +195,19 @@ class RolloutEngine:
         return self.options.num_workers
 
     def ping(self) -> None:
-        """Have every worker answer. An engine that hangs in another call, or a worker of which does, does not."""
-        self._rpc("check_health")
+        """Have every worker answer. There is no answer while the engine or one of its workers hangs.
+
+        If several workers refused the call before, vLLM has raised the first error and still has those of the others.
+        Each of them makes one call fail.
+        """
+        for left in reversed(range(self.num_workers)):
+            try:
+                self._rpc("check_health")
+            except RefitError:
+                if not left:
+                    raise
+            else:
+                return
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Connect with the trainer and agree on a plan. Raises RefitError if the two do not fit."""

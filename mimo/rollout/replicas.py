@@ -23,6 +23,10 @@ from mimo.rollout.engine import Rollout, Sampling
 GRACE_S = 30.0
 
 
+class AnsweredError(RefitError):
+    """A replica has answered a call with an error. The others may still work on their parts of it."""
+
+
 class RolloutClient(EngineClient, Protocol):
     """An engine, or several, in other processes. Calls block, and raise RefitError if there is no answer in time."""
 
@@ -137,11 +141,18 @@ class Replicas:
 
     def _shared[T](self, method: str, prompts: Sequence[dict[str, Any]],
                    ask: Callable[[RolloutClient, list[int]], list[T]]) -> list[T]:
-        """Return the replicas' answers to their shares, in the order of the prompts."""
+        """Return the replicas' answers to their shares, in the order of the prompts.
+
+        Raises:
+            AnsweredError: a replica raised an error, or did not answer in time, which is then the error's cause.
+        """
         shares = share_out([prompt_size(prompt) for prompt in prompts], len(self.replicas))
-        given = self._together(method, [
-            partial(ask, each, share) if share else list
-            for each, share in zip(self.replicas, shares, strict=True)])
+        try:
+            given = self._together(method, [
+                partial(ask, each, share) if share else list
+                for each, share in zip(self.replicas, shares, strict=True)])
+        except RefitError as error:
+            raise AnsweredError(str(error)) from error
         answers: dict[int, T] = {}
         for number, (share, found) in enumerate(zip(shares, given, strict=True)):
             if len(found) != len(share):

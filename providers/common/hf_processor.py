@@ -155,8 +155,8 @@ def write_processing(folder: Path, side: int, processing: ImageProcessing) -> st
             outer["image_processor"] = values
     else:
         (folder / PREPROCESSOR).unlink(missing_ok=True)
-        note = (f"it has no image processor, because none of this family makes the pixels of --image-tiling "
-                f"{processing.tiling}, which the model was trained on")
+        note = (f"it has no image processor, because no processor of this family makes the pixels of --image-tiling "
+                f"{processing.tiling}, with which the model was trained")
     if has_nested:
         path.write_text(json.dumps(outer, indent=2) + "\n", encoding="utf-8")
     return note

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Sequence
@@ -145,8 +146,8 @@ def write_qwen_processing(folder: Path, config: PatchSizes, processing: ImagePro
         note = ""
     else:
         (folder / PREPROCESSOR).unlink(missing_ok=True)
-        note = (f"it has no image processor, because none of this family makes the pixels of --image-tiling "
-                f"{processing.tiling}, which the model was trained on")
+        note = (f"it has no image processor, because no processor of this family makes the pixels of --image-tiling "
+                f"{processing.tiling}, with which the model was trained")
     if has_nested:
         path.write_text(json.dumps(outer, indent=2) + "\n", encoding="utf-8")
     return note
@@ -213,11 +214,12 @@ def read_qwen_video_processing(folder: str, config: PatchSizes, rule: Literal["q
         max_tokens=found["max_video_tokens"] if found["cap_pixels_per_frame"] else 0, source=str(path))
 
 
-def write_qwen_video_processing(folder: Path, config: PatchSizes, processing: VideoProcessing) -> None:
-    """Write a video processor that chooses these frames and makes these pixels, unless the folder has it."""
+def write_qwen_video_processing(folder: Path, config: PatchSizes, processing: VideoProcessing, *,
+                                always: bool = False) -> None:
+    """Write a video processor that chooses these frames and makes these pixels; if not `always`, unless it is there."""
     rule = processing.rule
     try:
-        if read_qwen_video_processing(str(folder), config, rule) == processing:
+        if not always and read_qwen_video_processing(str(folder), config, rule) == processing:
             return
     except ValueError:
         pass  # an unsupported processor is not the one of training either
@@ -298,4 +300,7 @@ def write_qwen_tokenizer(config: Any, folder: Path, tokenizer: Any) -> None:
             raise ValueError(f"--{field.replace('_', '-')} {getattr(config, field)}: the rollout engine takes videos "
                              f"with a tokenizer whose {token} is this token; the prompts' tokenizer "
                              f"{tokenizer.name_or_path} has {known.get(token, 'none')}")
+    # Completions end only where the prompt set says.
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.eos_token = None
     tokenizer.save_pretrained(folder)

@@ -148,6 +148,7 @@ class QwenVlProvider(VisionLanguageProvider):
     def write_video_processor(self, config: Any, folder: Path, processing: VideoProcessing, tokenizer: Any) -> None:
         """Write the processor that turns 8-bit frames into pixels, and texts that say the time into tokens."""
         config = self.resolved(config)
-        write_qwen_video_processing(folder, config, processing)
+        # The engine takes videos if this file is there.
+        write_qwen_video_processing(folder, config, processing, always=True)
         if processing.timestamps:
             write_qwen_tokenizer(config, folder, tokenizer)

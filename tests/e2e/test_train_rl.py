@@ -127,7 +127,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
      [r"is lost: replica 0: process \d+ hangs and does not answer; sync \d+.*: trainer rank \d waits for .*worker 0; "
       "nothing came within 30 s"]),
     ("killing_starts", "--engine-restarts 3",
-     [f"is lost: {HAS_ENDED}", *2 * ["the new engine did not start: .*its process ended with code -9"]])],
+     [f"is lost: {HAS_ENDED}", *2 * ["the new engine is lost, too: .*its process ended with code -9"]])],
     ids=["killed", "killed-actor", "hangs-in-a-refit", "killed-in-two-starts"])
 def test_an_engine_that_is_lost_is_replaced_and_the_run_goes_on_to_the_same_figures(
         tmp_path: Path, undisturbed: list[dict[str, Any]], reward: str, flags: str, reasons: list[str]) -> None:
@@ -151,8 +151,8 @@ def test_a_run_without_a_new_engine_ends_with_the_cause_of_the_first_loss(tmp_pa
     done = torchrun(2, *LOST_FLAGS, "--engine-restarts", "2", "--reward", "tests.support.rl_rewards:killing_starts",
                     "--run-dir", str(tmp_path), script="train_rl.py", timeout_s=500, MARK=str(tmp_path))
     assert done.returncode != 0
-    assert re.search(rf"RefitError: the rollout engine is lost: {HAS_ENDED}; no new one has started, and "
-                     "--engine-restarts 2 are used up. Its last start: .* ended with code -9", done.stdout), \
+    assert re.search(rf"RefitError: the rollout engine is lost: {HAS_ENDED}; no new one has come up, and "
+                     "--engine-restarts 2 are used up. The last one: .* ended with code -9", done.stdout), \
         done.stdout[-3000:]
     assert wait_for_the_end(str(tmp_path)) == []
 

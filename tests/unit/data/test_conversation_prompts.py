@@ -64,7 +64,8 @@ def test_pictures_are_the_pixels_of_training_in_eight_bits(tmp_path: Path, token
                           seq_length=99, seed=0)
     encoder = VlmTaskEncoder(config, request, ErrorLog(0))
     for number, picture in enumerate(prompts.prompt(0).pictures()):
-        (trained,) = encoder.pixels("image", (tmp_path / f"{number}.png").read_bytes())
+        (trained,) = encoder.drawn(np.array([120]), [("image", (tmp_path / f"{number}.png").read_bytes())], [],
+                                   normalise=False)
         assert np.array_equal(picture.transpose(2, 0, 1), trained) and prompts.normalisation == encoder.normalisation
 
 

@@ -32,6 +32,7 @@ from data.conversation_files.provider import provider as conversations
 from data.energon.provider import Config as EnergonConfig
 from data.energon.provider import provider as energon
 from data.prompts import load_tokenizer
+from data.stats.collect import collect
 from mimo.commands.main import main
 from mimo.config.cli import parse, parse_as
 from mimo.config.rl_run import RlRunConfig
@@ -404,12 +405,15 @@ def test_shards_hold_the_videos_of_the_files(tmp_path, folder, capsys):
     assert main(["convert-data", str(folder / "train.jsonl"), str(out)]) == 0
     assert f"line:{len(records) + 1}: undecodable video train.jsonl" in capsys.readouterr().out
     shards = EnergonConfig(**{field.name: getattr(config.dataset, field.name) for field in fields(EnergonConfig)})
-    reader = energon.reader(replace(shards, data_path=str(out)), request_of(config), [0])
+    shards = replace(shards, data_path=str(out))
+    reader = energon.reader(shards, request_of(config), [0])
     reader.start()
     try:
         assert all(same(reader.read(0), row) for row in expected)
     finally:
         reader.close()
+    found = collect(shards, request_of(config), len(records), lambda: None)  # what scripts/data_stats.py shows
+    assert not found.bad and len(found.records) == len(records) and found.records[0].videos
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -468,7 +472,7 @@ def test_prompts_show_engine_and_trainer_the_frames_of_training(tmp_path, family
     (row,) = read(config, 1)
     run = parse_as(RlRunConfig, [
         "--model-provider", family, "--dataset-provider", "conversations", "--load-hf", str(tmp_path), "--tokenizer",
-        str(tmp_path), "--data-path", str(tmp_path / "train.jsonl"), "--vocab-size", "400", "--seq-length", "2048",
+        str(tmp_path), "--data-path", str(tmp_path / "train.jsonl"), "--vocab-size", "400", "--seq-length", "8192",
         *FLAGS], "")
     provider, engine = model_provider(family), tmp_path / "engine"
     prompts = run.find_dataset("conversations").open(run.dataset, provider.token_spec(run.model_family), "train", 0)
@@ -485,6 +489,8 @@ def test_prompts_show_engine_and_trainer_the_frames_of_training(tmp_path, family
     engine.mkdir()
     (engine / "config.json").write_text(json.dumps(provider.hf_config(run.model_family)))
     launch_engine.write_processor(run, provider, engine)
+    assert (engine / launch_engine.VIDEO_PROCESSOR).is_file(), "the engine would take no videos"
+    assert load_tokenizer(str(engine)).eos_token is None, "completions end where the prompt set says"
     request = as_request(prompt, (9, 9))
     media = request["multi_modal_data"]
     assert request["prompt_token_ids"].count(IDS["video_token_id"]) == len(media["video"]) == 2
@@ -522,3 +528,15 @@ def test_a_prompt_whose_tokenizer_has_other_special_tokens_than_the_model_is_ref
     config = replace(config_of("qwen3_vl", tmp_path, "--video-fps=2").model_family, vision_end_token_id=77)
     with pytest.raises(ValueError, match=r"--vision-end-token-id 77: .* whose <\|vision_end\|> .* has 6"):
         provider.write_video_processor(config, tmp_path, provider.of_videos, load_tokenizer(str(tmp_path)))
+
+
+@pytest.mark.parametrize("family", SETTINGS)
+def test_an_engine_has_the_file_of_videos_if_its_processor_would_do_without(tmp_path, family):
+    write_processor(tmp_path, family, SETTINGS[family][0])
+    provider, engine = model_provider(family), tmp_path / "engine"
+    config = config_of(family, tmp_path, "--video-fps=2").model_family
+    engine.mkdir()
+    provider.write_processor(config, engine, provider.of_videos.mean, provider.of_videos.std)
+    given = provider.video_processing(config, str(engine))
+    provider.write_video_processor(config, engine, given, load_tokenizer(str(tmp_path)))
+    assert (engine / launch_engine.VIDEO_PROCESSOR).is_file()

@@ -80,3 +80,19 @@ def test_extra_arguments_replace_those_of_the_adapter() -> None:
     options = dataclasses.replace(engine_options(), extra={"dtype": "bfloat16", "enforce_eager": True})
     assert RolloutEngine(options)._llm.others["dtype"] == "bfloat16"
     assert EngineOptions("m", "float32", tensor_parallel_size=2, pipeline_parallel_size=3).num_workers == 6
+
+
+def test_an_answer_of_a_ping_may_come_after_the_errors_of_the_call_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM raises the first worker's error and keeps those of the others, each for a later call."""
+    engine = RolloutEngine(engine_options(tensor_parallel_size=4))
+    left = [RefitError("worker 1"), RefitError("worker 2"), RefitError("worker 3")]
+
+    def answer(call: str) -> None:
+        if left:
+            raise left.pop(0)
+
+    monkeypatch.setattr(engine, "_rpc", answer)
+    engine.ping()
+    left += 4 * [RefitError("a worker that is ill")]
+    with pytest.raises(RefitError, match="is ill"):
+        engine.ping()

@@ -21,6 +21,7 @@ from mimo.config.rl import RolloutConfig
 from mimo.refit.rendezvous import RefitError
 from mimo.rl import launch_engine
 from mimo.rollout.process import EngineHandle, EngineProcess, start_processes
+from mimo.rollout.replicas import AnsweredError
 from tests.support.echo_engine import engine_options, fail_to_start, use_breaking_engine, use_echo_engine
 from tests.support.launch import ROOT
 
@@ -190,6 +191,8 @@ def test_an_engine_that_hangs_is_lost_and_one_that_refuses_is_not(monkeypatch: p
         last.suspend()
         assert launch_engine.lost_by(engines, error) == (
             f"replica 1: process {last.pid} hangs and does not answer; {error}")
+        # A replica that still works on its part of a call in which another one failed answers as little.
+        assert launch_engine.lost_by(engines, AnsweredError("replica 0: ValueError: an image of 0 pixels")) == ""
         last.kill()
         engines._processes[1].process.join()
         assert "replica 1: process" in (lost := launch_engine.lost_by(engines, error)) and "has ended with" in lost

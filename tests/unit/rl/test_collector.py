@@ -77,8 +77,10 @@ def test_streams_of_another_program_are_refused():
         PromptCursor().load_state_dict({"consumed_samples": 3, "streams": {"language/0": {"next": 3}}})
 
 
-@pytest.mark.parametrize(("room", "staying"), [
-    (0, {OPTIMIZER, WEIGHTS}), (-1, {OPTIMIZER}), (-10, {OPTIMIZER}), (-11, {WEIGHTS}), (-60, {WEIGHTS}), (-61, set()),
+@pytest.mark.parametrize(("refit_room", "rollout_room", "staying"), [
+    (0, 0, {OPTIMIZER, WEIGHTS}), (0, -1, {OPTIMIZER}), (0, -10, {OPTIMIZER}), (0, -11, {WEIGHTS}), (0, -60, {WEIGHTS}),
+    (0, -61, set()), (-1, -10, {WEIGHTS}), (-60, -61, set()), (-61, -60, set()),
 ])
-def test_what_stays_on_a_shared_device(room, staying):
-    assert what_fits(room, {OPTIMIZER: 60, WEIGHTS: 10}) == staying
+def test_what_stays_on_a_shared_device(refit_room, rollout_room, staying):
+    """A refit needs the trainer's weights, so that moving them later makes no room for it."""
+    assert what_fits(refit_room, rollout_room, {OPTIMIZER: 60, WEIGHTS: 10}) == staying

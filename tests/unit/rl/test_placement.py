@@ -113,7 +113,7 @@ def test_ray_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     ("--engine-gpus 4,x", "--engine-gpus 4,x: must be numbers with commas between them"),
     ("--engine-gpus 4,", "--engine-gpus 4,: must be numbers"),
     ("--engine-gpus 4,4 --engine-tp 2", "--engine-gpus 4,4 has a GPU twice"),
-    ("--engine-gpus 4,5", "--engine-gpus 4,5 are 2, and --engine-dp 1 --engine-tp 1 --engine-pp 1 need 1"),
+    ("--engine-gpus 4,5", "--engine-gpus 4,5 has 2, and --engine-dp 1 --engine-tp 1 --engine-pp 1 need 1"),
     ("--engine-env HOME", "--engine-env HOME is for --engine-placement ray: other engines are children of the first"),
     ("--refit-delta --engine-placement colocated", "--refit-delta with --engine-placement colocated: the engine loses"),
     ("--engine-gpus 4 --engine-placement ray", "--engine-gpus 4 is for --engine-placement separate, not for ray"),
