@@ -278,7 +278,7 @@ def test_pixels_of_the_first_windows_take_memory(monkeypatch: pytest.MonkeyPatch
     packed = parse([*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1", *PP2.split()])
     sizes = Step(packed, validate(packed, 2), Costs(packed, Profile(GPUS["H200"])))
     assert sizes._pixel_bytes([[[[SampleSize(100, (144, 36))]]] * 12]) == (5 * image, 2.5 * image)
-    monkeypatch.setattr("mimo.planner.predict.has_levels", lambda config, provider: True)
+    monkeypatch.setattr("mimo.planner.predict.has_eight_bit_pixels", lambda config, provider: True)
     assert sizes._pixel_bytes([[[[SampleSize(100, (144, 36))]]] * 12]) == (2.5 * image, 1.25 * image)
 
 

@@ -84,7 +84,7 @@ def test_extra_arguments_replace_those_of_the_adapter() -> None:
 
 def test_an_answer_of_a_ping_may_come_after_the_errors_of_the_call_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM raises the first worker's error and keeps those of the others, each for a later call."""
-    engine = RolloutEngine(engine_options(tensor_parallel_size=4))
+    engine = RolloutEngine(dataclasses.replace(engine_options(), tensor_parallel_size=4))
     left = [RefitError("worker 1"), RefitError("worker 2"), RefitError("worker 3")]
 
     def answer(call: str) -> None:
