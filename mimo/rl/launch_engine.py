@@ -35,17 +35,19 @@ TOKENIZER = "tokenizer_config.json"
 VIDEO_PROCESSOR = "video_preprocessor_config.json"
 
 
-def write_processor(config: RlRunConfig, provider: ModelProvider, folder: Path) -> None:
+def write_processor(config: RlRunConfig, provider: ModelProvider, folder: Path, has_videos: bool) -> None:
     """Write the processor of a model with an encoder, for the images and videos of the run's prompts.
 
     Args:
         config: the run.
         provider: the model family.
         folder: folder of the model's config.json.
+        has_videos: whether prompts have videos.
 
     Raises:
         OSError: the folder cannot be written.
-        ValueError: the prompts' tokenizer has other special tokens than the model.
+        ValueError: videos of prompts need what prompt set or model provider lack, or the prompts' tokenizer has other
+            special tokens than the model.
     """
     if not provider.encoders(config.model_family):
         return
@@ -58,13 +60,19 @@ def write_processor(config: RlRunConfig, provider: ModelProvider, folder: Path) 
     if isinstance(prompts, ImagePromptSet):
         chosen = prompts.normalisation
     provider.write_processor(config.model_family, folder, chosen.mean, chosen.std)
-    videos = prompts.video_processing if isinstance(prompts, VideoPromptSet) else None
-    if videos is not None and isinstance(provider, VideoProcessorProvider):
-        # The engine gets sampled frames of the encoder's size. As many as fit --seq-length stay as they are.
-        area = tokens.size_multiple**2
-        given = replace(videos, fps=0.0, num_frames=0, max_tokens=0, min_pixels=area,
-                        max_pixels=config.train.seq_length * area * videos.temporal_patch_size)
-        provider.write_video_processor(config.model_family, folder, given, prompts.tokenizer)
+    if not has_videos:
+        return
+    if not isinstance(prompts, VideoPromptSet) or prompts.video_processing is None:
+        raise ValueError(f"--dataset-provider {config.data.dataset_provider}: prompts have videos, and the prompt set "
+                         "does not say how they are processed (mimo.rl.prompts.VideoPromptSet)")
+    if not isinstance(provider, VideoProcessorProvider):
+        raise ValueError(f"--model-provider {config.model.model_provider}: prompts have videos, and the provider has "
+                         "no video processor for the rollout engine (mimo.visual.VideoProcessorProvider)")
+    # The engine gets sampled frames of the encoder's size. As many as fit --seq-length stay as they are.
+    area, videos = tokens.size_multiple**2, prompts.video_processing
+    given = replace(videos, fps=0.0, num_frames=0, max_tokens=0, min_pixels=area,
+                    max_pixels=config.train.seq_length * area * videos.temporal_patch_size)
+    provider.write_video_processor(config.model_family, folder, given, prompts.tokenizer)
 
 
 def has_processor(folder: Path) -> bool:
@@ -219,7 +227,7 @@ def engine_options(config: RlRunConfig, folder: Path, replica: int = 0, gpus: Se
         max_num_seqs=flags.engine_max_num_seqs, seed=config.train.seed + replica,
         # The update needs log-probs of the distribution that is sampled from, temperature included.
         extra={"skip_tokenizer_init": not takes_images, "logprobs_mode": "processed_logprobs",
-               # Where model and chat template take no videos, the engine keeps no memory for them.
+               # Without videos in prompts, the engine keeps no memory for them.
                **({"limit_mm_per_prompt": {"video": 0}} if takes_images and not takes_videos else {}),
                **_arguments(flags, on_cuda)},
         environment=environment)
@@ -248,19 +256,20 @@ def engine_memory(flags: RolloutConfig) -> float:
     return COLOCATED_MEMORY if flags.engine_placement == "colocated" else SEPARATE_MEMORY
 
 
-def start_engine(config: RlRunConfig, provider: ModelProvider) -> Engine:
+def start_engine(config: RlRunConfig, provider: ModelProvider, has_videos: bool) -> Engine:
     """Describe the model in the run's folder and start its engine where `--engine-placement` says; on the first rank.
 
     Args:
         config: the run.
         provider: the model family.
+        has_videos: whether prompts have videos.
 
     Raises:
         ValueError: the model has no Hugging Face counterpart, the folder cannot be written, there are too few GPUs, or
             nobody answers at `--ray-address`.
         RefitError: the engine did not come up, with its own traceback.
     """
-    folder = describe_model(config, provider)
+    folder = describe_model(config, provider, has_videos)
     flags, gpus = config.rollout, replica_gpus(config)
     if flags.engine_placement != "ray":
         return ChildEngines([engine_options(config, folder, replica, gpus[replica] if gpus else ())
@@ -275,7 +284,7 @@ def start_engine(config: RlRunConfig, provider: ModelProvider) -> Engine:
                       os.environ["MASTER_ADDR"])
 
 
-def describe_model(config: RlRunConfig, provider: ModelProvider) -> Path:
+def describe_model(config: RlRunConfig, provider: ModelProvider, has_videos: bool) -> Path:
     """Write what vLLM must know of the model, except its weights, to a folder of the run.
 
     Raises:
@@ -287,7 +296,7 @@ def describe_model(config: RlRunConfig, provider: ModelProvider) -> Path:
         shutil.rmtree(folder, ignore_errors=True)  # nothing of an earlier run with another model
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
-        write_processor(config, provider, folder)
+        write_processor(config, provider, folder, has_videos)
     except OSError as error:
         raise ValueError(f"--run-dir {config.observe.run_dir}: cannot be written: {error}") from error
     return folder

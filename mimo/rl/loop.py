@@ -127,7 +127,7 @@ class RlLoop:
     def _open_prompts(self) -> None:
         """Open both splits on the first rank. Every rank stops if prompts are too long, before any model is built."""
         self._splits: dict[str, PromptSet] = {}
-        error = None
+        self._has_videos, error = False, None
         with self.watchdog.on_files("the first rank, which measures the prompts"):
             if self.grids.rank == 0:
                 try:
@@ -152,7 +152,7 @@ class RlLoop:
         closing_s = CLOSING_S * self.config.rollout.engine_dp  # of replicas that did not start in time
         with (self.watchdog.limit(limit_s + closing_s + FIRST_RANK_SPEAKS_S),
               self.watchdog.waiting("start of the rollout engine")):
-            engine = start_engine(self.config, self.provider)
+            engine = start_engine(self.config, self.provider, self._has_videos)
         if isinstance(self.devices, SharedDevices):
             self.devices.client = engine.client
         return engine
@@ -278,7 +278,8 @@ class RlLoop:
         num_asked = (self.session.total_iterations * self.config.prompts_per_step if split == "train"
                      else self.config.rl.eval_prompts)
         if measured:
-            fit_prompts(prompts, split, self.config, self._images, num_asked)
+            has_videos = fit_prompts(prompts, split, self.config, self._images, num_asked)
+            self._has_videos = self._has_videos or has_videos
         return prompts
 
     def _source(self, client: RolloutClient, split: str) -> RolloutSource:
@@ -343,9 +344,9 @@ class RlLoop:
             rollouts = self._with_engine(logger, lambda: self.collector.collect(version, NUM_SHOWN if shows else 0))
         if self.devices.staying != self._staying:
             self._staying = self.devices.staying
-            logger.message("on the trainer's devices beside the engine: " + (
-                " and ".join({OPTIMIZER: "optimizer state", WEIGHTS: "weights"}[kind] for kind in sorted(self._staying))
-                or "nothing of the trainer"))
+            kinds = [{OPTIMIZER: "optimizer state", WEIGHTS: "weights"}[kind] for kind in sorted(self._staying)]
+            logger.message(f"the engine leaves room for the trainer's {' and '.join(kinds)}" if kinds else
+                           "the engine leaves no room for the trainer's memory any longer")
         if prefetches:
             # The engine draws the next iteration's completions with the weights from before this update.
             self.collector.prefetch()

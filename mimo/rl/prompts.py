@@ -69,7 +69,6 @@ class Prompt:
     videos: tuple[PromptVideo, ...] = ()
 
 
-
 class PromptSet(Protocol):
     """One split of a data set of prompts, in the order of a seed."""
 

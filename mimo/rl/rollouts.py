@@ -15,7 +15,7 @@ from mimo.config.rl_run import RlRunConfig
 from mimo.observability.trackers import MAX_IMAGES, Answer, Generation
 from mimo.protocols import ImageSize
 from mimo.rl.images import ImageTokens, as_request, reduced
-from mimo.rl.prompts import FinitePromptSet, Prompt, PromptSet
+from mimo.rl.prompts import FinitePromptSet, Prompt, PromptSet, VideoPromptSet
 from mimo.rl.rewards.protocol import Reward
 from mimo.rollout.engine import Rollout, Sampling
 
@@ -160,10 +160,10 @@ class RolloutSource:
             length = prompt_length(prompt, self.images)
             for answer in group:
                 if answer.prompt_length not in (None, length):
-                    films = f" and {len(prompt.videos)} videos" if prompt.videos else ""
+                    videos = f" and {len(prompt.videos)} videos" if prompt.videos else ""
                     count = len(prompt.image_sizes) - sum(video.num_placeholders for video in prompt.videos)
                     raise ValueError(f"the engine made {answer.prompt_length} tokens of prompt {prompt.key}, the "
-                                     f"trainer makes {length}: the two process its {count} images{films} differently")
+                                     f"trainer makes {length}: the two process its {count} images{videos} differently")
         return Answers(first, prompts, answers, version, seconds)
 
     def score(self, asked: Answers, num_shown: int = 0) -> Rollouts:
@@ -305,10 +305,13 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
 
 
 def fit_prompts(prompts: PromptSet, split: str, config: RlRunConfig, images: ImageTokens | None,
-                num_asked: int) -> None:
+                num_asked: int) -> bool:
     """Refuse the prompts of a finite set that are too long, or leave them out with `--skip-long-prompts`.
 
     This finds them before the run begins. Prompts of a set without end are checked when their turn comes.
+
+    Returns:
+        Whether prompts have videos; for a set without end, whether they may have some.
 
     Args:
         prompts: prompts of a split; those that are too long are left out in place.
@@ -325,15 +328,18 @@ def fit_prompts(prompts: PromptSet, split: str, config: RlRunConfig, images: Ima
         if skips:
             raise ValueError(f"--skip-long-prompts: --dataset-provider {name} has no list of prompts (num_prompts "
                              "and leave_out of mimo.rl.prompts.FinitePromptSet); leave the flag out")
-        return
+        return isinstance(prompts, VideoPromptSet) and prompts.video_processing is not None
     tokens, completion = config.train.seq_length, config.rollout.max_completion_tokens
     limit, total = tokens - completion, prompts.num_prompts
     # What is left out must not depend on the length of the run, so that a longer run continues in the same order.
     count = total if skips else min(total, num_asked)
-    found = (prompts.prompt(index) for index in range(count))
-    lengths = {prompt.key: length for prompt in found if (length := prompt_length(prompt, images)) > limit}
+    lengths, has_videos = {}, False
+    for prompt in map(prompts.prompt, range(count)):
+        has_videos = has_videos or bool(prompt.videos)
+        if (length := prompt_length(prompt, images)) > limit:
+            lengths[prompt.key] = length
     if not lengths:
-        return
+        return has_videos
     key, longest = max(lengths.items(), key=lambda item: item[1])
     said = (f"{len(lengths)} of {count} prompts of the {split} split of {name} have more than the {limit} tokens that "
             f"--seq-length {tokens} leaves beside --max-completion-tokens {completion}; the longest, {key}, has "
@@ -344,3 +350,4 @@ def fit_prompts(prompts: PromptSet, split: str, config: RlRunConfig, images: Ima
         raise ValueError(f"--skip-long-prompts leaves nothing: {said}")
     prompts.leave_out(lengths.keys())
     logger.info("--skip-long-prompts: %s. They are left out", said)
+    return has_videos

@@ -7,6 +7,7 @@ answer, and refuses to generate while weights are missing.
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -140,6 +141,9 @@ def prepare_vllm(options: EngineOptions, place: NodePlace | None) -> dict[str, A
         "enable_expert_parallel": options.enable_expert_parallel, "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs, "load_format": options.load_format, "seed": options.seed,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND)}
+    if options.pipeline_parallel_size > 1 and _is_hybrid(Path(options.model) / "config.json"):
+        # vLLM's prefix cache asserts that every stage has a Mamba-2 layer.
+        arguments["enable_prefix_caching"] = False
     if any(each.name == DEVICE_NORMALIZE for each in fields(EngineArgs)):
         arguments[DEVICE_NORMALIZE] = False
     arguments |= options.extra
@@ -148,6 +152,12 @@ def prepare_vllm(options: EngineOptions, place: NodePlace | None) -> dict[str, A
         arguments |= {"distributed_executor_backend": "mp", "nnodes": options.num_nodes, "node_rank": place.number,
                       "master_addr": place.address, "master_port": place.port}
     return arguments
+
+
+def _is_hybrid(path: Path) -> bool:
+    """Whether a config.json describes a decoder of Mamba-2 and other layers."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    return bool({"hybrid_override_pattern", "layers_block_type"} & values.get("llm_config", values).keys())
 
 
 class EngineNode:

@@ -25,10 +25,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "refit-qwen3-moe": TEXT | {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32,
                                "num_experts_per_tok": 2, "norm_topk_prob": True},
 }
-# Both stages of an engine have a Mamba-2 layer: vLLM's prefix cache asserts that each worker holds one.
+# The second stage of an engine has no Mamba-2 layer.
 NEMOTRON_MODELS: dict[str, dict[str, Any]] = {
     "refit-nemotron-h": hf_families.NEMOTRON | {
-        "head_dim": 32, "ssm_state_size": 8, "layers_block_type": ["attention", "mamba", "mlp"] * 2},
+        "head_dim": 32, "ssm_state_size": 8, "layers_block_type": ["attention", "mamba", "mlp", "attention"]},
 }
 
 

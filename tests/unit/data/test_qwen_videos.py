@@ -488,8 +488,11 @@ def test_prompts_show_engine_and_trainer_the_frames_of_training(tmp_path, family
 
     engine.mkdir()
     (engine / "config.json").write_text(json.dumps(provider.hf_config(run.model_family)))
-    launch_engine.write_processor(run, provider, engine)
+    launch_engine.write_processor(run, provider, engine, has_videos=True)
     assert (engine / launch_engine.VIDEO_PROCESSOR).is_file(), "the engine would take no videos"
+    (tmp_path / "images").mkdir()
+    launch_engine.write_processor(run, provider, tmp_path / "images", has_videos=False)
+    assert not (tmp_path / "images" / launch_engine.VIDEO_PROCESSOR).exists(), "it would keep memory for videos"
     assert load_tokenizer(str(engine)).eos_token is None, "completions end where the prompt set says"
     request = as_request(prompt, (9, 9))
     media = request["multi_modal_data"]

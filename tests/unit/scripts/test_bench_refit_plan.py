@@ -6,21 +6,21 @@ import json
 
 import pytest
 
-from scripts.bench import refit_plan
+from scripts.bench import refit_plan, refit_shapes
 
 
-def small() -> refit_plan.Model:
+def small() -> refit_shapes.Model:
     """Four layers of four experts with grouped-query attention."""
     layers = []
     for layer in range(4):
         at = f"model.layers.{layer}"
-        layers += [refit_plan.alone(f"{at}.norm.weight", (16,), layer),
-                   *(refit_plan.Tensor(f"{at}.{part}_proj.weight", (heads * 4, 16), layer, f"{at}.qkv", 0, None, part)
+        layers += [refit_shapes.alone(f"{at}.norm.weight", (16,), layer),
+                   *(refit_shapes.Tensor(f"{at}.{part}_proj.weight", (heads * 4, 16), layer, f"{at}.qkv", 0, None, part)
                      for part, heads in (("q", 8), ("k", 2), ("v", 2))),
-                   refit_plan.alone(f"{at}.e_score_correction_bias", (4,), layer),
+                   refit_shapes.alone(f"{at}.e_score_correction_bias", (4,), layer),
                    *(each for expert in range(4)
-                     for each in refit_plan.mlp(f"{at}.experts.{expert}", layer, 16, 32, expert))]
-    return refit_plan.Model(refit_plan.around(layers, 4, 64, 16), 4, 4, 8, 2, 4)
+                     for each in refit_shapes.mlp(f"{at}.experts.{expert}", layer, 16, 32, expert))]
+    return refit_shapes.Model(refit_shapes.around(layers, 4, 64, 16), 4, 4, 8, 2, 4)
 
 
 @pytest.mark.parametrize(("engine", "copies"), [("tp=4,replicas=2", 2), ("tp=2,pp=2,dp=2,ep=1", 1)])
@@ -66,9 +66,9 @@ def test_a_proof_compares_every_pair_of_both_sides(monkeypatch: pytest.MonkeyPat
 
 
 def test_rows_of_mamba_are_divided_part_by_part() -> None:
-    model = refit_plan.nemotron_ultra_550b()
+    model = refit_shapes.nemotron_ultra_550b()
     assert 540e9 < sum(each.num_bytes for each in model.entries) / 2 < 600e9
-    boxes = [part.box for part in refit_plan.dense_slices(model, refit_plan.Trainer(tp=8), 0, 1)
+    boxes = [part.box for part in refit_shapes.dense_slices(model, refit_shapes.Trainer(tp=8), 0, 1)
              if part.name == "backbone.layers.0.mixer.in_proj.weight"]
     assert [(box.starts[0], box.stops[0]) for box in boxes] == [
         (2048, 4096), (18432, 20480), (32896, 33024), (33920, 34048), (34848, 34880)]
