@@ -323,7 +323,7 @@ class Tokenizer:
         backend, image, image_id = self._image_token("".join(pieces[::2]) + spelled, has_images=bool(tiles))
         texts: list[str] = []
         masks: list[np.ndarray] = []
-        start, images, films = 0, iter(tiles), iter(videos)
+        start, images, texts_of_videos = 0, iter(tiles), iter(videos)
         for number, piece in enumerate(pieces):
             target = is_target[start : start + len(piece)]
             start += len(piece)
@@ -331,7 +331,7 @@ class Tokenizer:
                 piece = f"{tags[0]}{image * next(images)}{tags[1]}"
                 target = np.zeros(len(piece), bool)
             elif number % 2 and piece == rendered.video:
-                piece = self._video_placeholders(next(films))
+                piece = self._video_placeholders(next(texts_of_videos))
                 target = np.zeros(len(piece), bool)
             elif number % 2:
                 piece = self._image_text

@@ -94,15 +94,16 @@ class ConversationPrompts:
             *before, last = found.messages or [{}]
             if not before or last.get("role") != "assistant":
                 raise ValueError("has no answer at its end, against which completions are scored")
-            films = [self._encoder.planned(name, content) for name, content in found.videos]
-            question = self._encoder.question(before, found.images, found.tools, films, pixels=False)
+            planned = [self._encoder.planned(name, content) for name, content in found.videos]
+            question = self._encoder.question(before, found.images, found.tools, planned, pixels=False)
             tokens = question.sample.tokens
-            videos = self._prompt_videos(tokens, films)
+            videos = self._prompt_videos(tokens, planned)
         except (ValueError, OSError) as error:
             raise ValueError(f"{self._flag} {self._key(number)}: {error}") from error
         ids = tuple(tokens.tolist())
+        pictures = partial(self._pictures, tokens, found.images, planned)
         return Prompt(self._key(number), str(self.tokenizer.decode(ids)), ids, _text(last["content"]), {},
-                      tuple(question.sample.image_sizes), partial(self._pictures, tokens, found.images, films), videos)
+                      tuple(question.sample.image_sizes), pictures, videos)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode a completion, without special tokens."""

@@ -325,11 +325,11 @@ class VlmTaskEncoder(TaskEncoder):
         image_tokens = sum(self._request.num_image_tokens(*size) for size in image_sizes)
         length = len(tokens) - len(image_sizes) + image_tokens
         if length > self._request.seq_length:
-            films = f" and {len(videos)} videos" if videos else ""
+            and_videos = f" and {len(videos)} videos" if videos else ""
             advice = "; --video-fps, --video-max-frames and --video-max-pixels make fewer" if videos else ""
             raise ValueError(
-                f"{length} tokens, {image_tokens} of them from {len(tiles)} images{films}, are more than --seq-length "
-                f"{self._request.seq_length}{advice}"
+                f"{length} tokens, {image_tokens} of them from {len(tiles)} images{and_videos}, are more than "
+                f"--seq-length {self._request.seq_length}{advice}"
             )
         return EncodedSample.derive_from(
             sample,
