@@ -113,8 +113,11 @@ class Gsm8k:
         else:
             text = f"Question: {said}\nAnswer:"
             ids = self._tokenizer(text)["input_ids"]
-            if ids[-1] == self.end_token_id:
+            if ids and ids[-1] == self.end_token_id:
                 ids = ids[:-1]
+        if not ids:
+            raise ValueError(f"--tokenizer {self._config.tokenizer} makes no tokens of {text!r}; does the folder have "
+                             "its vocabulary (tokenizer.json)?")
         return Prompt(self._key(number), text, tuple(ids), problem.answer,
                       {"question": problem.question})
 

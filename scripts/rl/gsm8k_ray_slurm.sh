@@ -16,6 +16,7 @@
 # Ray, whose head is on the trainer's first node and gives none of that node's GPUs away.
 #
 #   sbatch --account=... --partition=... scripts/rl/gsm8k_ray_slurm.sh [flags of train_rl.py ...]
+#   scripts/rl/gsm8k_ray_slurm.sh --dry-run    # the plan, with the memory of each rank; on any machine, without Slurm
 #
 # From the top of the checkout, after editing the paths. PYTHON is one with the extra rl-gpu (scripts/setup.sh rl-gpu).
 # Flags behind the script's name win over its own, but for --train-iters, --save and --run-dir: edit TRAIN_ITERS and
@@ -57,6 +58,18 @@ TRAIN_ITERS=200
 # FLAGS has those behind the script's name.
 # shellcheck disable=SC2034 # read by common.sh
 TAKES_FLAGS=1
+
+sizes=(--ranks $((TRAINER_NODES * GPUS_PER_NODE)) --engine-gpus $((ENGINE_NODES * GPUS_PER_NODE))
+    --gpus-per-node "$GPUS_PER_NODE" --tp "$LLM_TP" --pp "$LLM_PP" --ep "$LLM_EP" --engine-tp "$ENGINE_TP"
+    --engine-pp "$ENGINE_PP")
+if [[ " $* " == *" --dry-run "* ]]; then
+    top="$(dirname "${BASH_SOURCE[0]}")/../.."
+    described="$("$PYTHON" "$top/scripts/rl/hf_model.py" "$MODEL" "${sizes[@]}")"
+    mapfile -t layout <<<"$described"
+    exec "$PYTHON" "$top/train_rl.py" --config "$top/scripts/configs/rl_gsm8k.toml" "${layout[@]}" \
+        --load-hf "" --data-path "$DATA" --train-iters "$TRAIN_ITERS" --engine-placement ray --ray-address auto \
+        --save "$RUN_DIR/checkpoints" --device cuda --world-size "${sizes[1]}" "$@"
+fi
 
 # shellcheck source=scripts/sbatch/common.sh
 source "${SLURM_SUBMIT_DIR:?submit this file with sbatch, from the top of the checkout}/scripts/sbatch/common.sh"
@@ -107,9 +120,7 @@ stage_files "${step_flags[@]}"
 code=0
 describe_model() {
     srun --overlap --nodes=1 --ntasks=1 --nodelist="${trainers[0]}" "${SRUN_FLAGS[@]}" "$PYTHON" \
-        "$ROOT/scripts/rl/hf_model.py" "$MODEL" --ranks $((TRAINER_NODES * GPUS_PER_NODE)) \
-        --engine-gpus $((ENGINE_NODES * GPUS_PER_NODE)) --gpus-per-node "$GPUS_PER_NODE" \
-        --tp "$LLM_TP" --pp "$LLM_PP" --ep "$LLM_EP" --engine-tp "$ENGINE_TP" --engine-pp "$ENGINE_PP"
+        "$ROOT/scripts/rl/hf_model.py" "$MODEL" "${sizes[@]}"
 }
 described="$(describe_model)" || code=$?
 ((code == 0)) || [[ -n "$stopped" ]] || die "no layout for MODEL=$MODEL"

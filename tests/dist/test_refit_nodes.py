@@ -29,7 +29,8 @@ from mimo.rollout.ray_actors import RayCluster, RayEngines
 from tests.support import refit
 from tests.support.spawn import WorkerPool
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+# Six processes import vLLM at the same time, which takes minutes on two busy cores.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = RefitOptions(backend="gloo", dtype="float32", timeout_s=60, chunk_bytes=10_000)
 NAME = "refit-qwen3-moe"
@@ -53,7 +54,7 @@ def cluster() -> Iterator[tuple[Cluster, list[Any]]]:
 
 
 @contextmanager
-def engine(folder: Path, tp: int, pp: int, start_timeout_s: float = 300) -> Iterator[RayEngines]:
+def engine(folder: Path, tp: int, pp: int, start_timeout_s: float = 600) -> Iterator[RayEngines]:
     """An engine whose workers are divided between the nodes."""
     options = dataclasses.replace(refit.engine_options(folder, tp, pp), num_nodes=2)
     started = RayEngines([options], RayCluster(""), "CPU", start_timeout_s, 120, {"OMP_NUM_THREADS": "1"},

@@ -101,8 +101,8 @@ def flags_of(place: Path, monkeypatch) -> tuple[list[str], list[str]]:
     return words[:at], words[at + 1:]
 
 
-def local(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    settings = {"PYTHON": str(place / "bin" / "python"), "RUNS": str(place / "my runs")}
+def local(place: Path, *arguments: str, python: str = "") -> subprocess.CompletedProcess[str]:
+    settings = {"PYTHON": python or str(place / "bin" / "python"), "RUNS": str(place / "my runs")}
     return subprocess.run([BASH, str(RL / "gsm8k_qwen3.sh"), *arguments], cwd=place, text=True, check=False,
                           capture_output=True, env=os.environ | settings, timeout=100)
 
@@ -143,16 +143,39 @@ def test_a_script_for_one_node_names_wrong_settings(place, arguments, expected):
     assert done.returncode == 2 and expected in done.stderr and not (place / "command").exists()
 
 
-def submit(place: Path, *arguments: str, values: dict[str, str] | None = None,
-           mode: str = "finish") -> subprocess.Popen[str]:
-    """Start the job of several nodes as Slurm does."""
+@pytest.mark.slow
+def test_one_node_and_several_nodes_show_their_plans_on_a_laptop(place):
+    done = local(place, "my model", "my data", "--dry-run", "--nproc", "4", python=sys.executable)
+    assert done.returncode == 0, done.stderr
+    assert "the engine shares 4 of the first host's" in done.stdout and "\n  language: " in done.stdout, done.stdout
+    # The plan is of two trainer nodes and two engine nodes, without Slurm and at another place.
+    (place / "scripts" / "rl").mkdir(parents=True)
+    for name in ("train_rl.py", "scripts/configs", "scripts/rl/hf_model.py"):
+        (place / name).symlink_to(ROOT / name)
+    job = edited(place / "scripts" / "rl" / "job.sh", place, {"PYTHON": sys.executable, "LLM_PP": "2"})
+    done = subprocess.run([BASH, str(job), "--dry-run"], text=True, cwd=place, check=False, capture_output=True,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "GPUs: 32, 16 for the trainer's ranks and 16 where Ray places the engine" in done.stdout, done.stdout
+    assert "\n  language stage 1: " in done.stdout
+
+
+def edited(job: Path, place: Path, values: dict[str, str] | None = None) -> Path:
+    """Write the job of several nodes with its variables set."""
     text = (RL / "gsm8k_ray_slurm.sh").read_text()
     paths = {"PYTHON": f"{place}/bin/python", "MODEL": f"{place}/my model", "DATA": f"{place}/my data",
              "RUN_DIR": f"{place}/run"}
     for name, value in (paths | (values or {})).items():
         text = re.sub(rf"^{name}=.*$", f"{name}={value}" if value.startswith("(") else f'{name}="{value}"', text,
                       flags=re.M)
-    (place / "job.sh").write_text(text)
+    job.write_text(text)
+    return job
+
+
+def submit(place: Path, *arguments: str, values: dict[str, str] | None = None,
+           mode: str = "finish") -> subprocess.Popen[str]:
+    """Start the job of several nodes as Slurm does."""
+    edited(place / "job.sh", place, values)
     (place / "mode").write_text(mode)
     environment = {"PATH": f"{place / 'bin'}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT),
                    "SLURM_JOB_ID": "42", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "n[1-4]"}

@@ -126,14 +126,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     ("stopping_once", "--engine-restarts 1 --refit-timeout-s 30",
      [r"is lost: replica 0: process \d+ hangs and does not answer; sync \d+.*: trainer rank \d waits for .*worker 0; "
       "nothing came within 30 s"]),
+    ("stopping_once", "--engine-restarts 1 --engine-placement ray --refit-timeout-s 30",
+     [r"is lost: replica 0: process \d+ on .* hangs and does not answer; sync \d+.*: trainer rank \d waits for "
+      ".*worker 0; nothing came within 30 s"]),
     ("killing_starts", "--engine-restarts 3",
      [f"is lost: {HAS_ENDED}", *2 * ["the new engine is lost, too: .*its process ended with code -9"]])],
-    ids=["killed", "killed-actor", "hangs-in-a-refit", "killed-in-two-starts"])
+    ids=["killed", "killed-actor", "hangs-in-a-refit", "actor-hangs-in-a-refit", "killed-in-two-starts"])
 def test_an_engine_that_is_lost_is_replaced_and_the_run_goes_on_to_the_same_figures(
         tmp_path: Path, undisturbed: list[dict[str, Any]], reward: str, flags: str, reasons: list[str]) -> None:
     done = torchrun(2, *LOST_FLAGS, *flags.split(), "--reward", f"tests.support.rl_rewards:{reward}", "--run-dir",
-                    str(tmp_path), script="train_rl.py", timeout_s=800)
+                    str(tmp_path), script="train_rl.py", timeout_s=800, MARK=str(tmp_path))
     assert done.returncode == 0, done.stdout[-3000:]
+    assert wait_for_the_end(str(tmp_path)) == []
     lines = [line for line in done.stdout.splitlines() if "a new one takes its place" in line]
     assert len(lines) == len(reasons), lines
     for number, (line, reason) in enumerate(zip(lines, reasons, strict=True), 1):

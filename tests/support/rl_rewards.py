@@ -59,13 +59,13 @@ def killing_once(prompt: str, completion: str, ground_truth: str, metadata: Mapp
 
 
 def stopping_once(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    """Score like `digits`, and stop the engine after the first iteration's answers, so that the next refit hangs.
+    """Score like `digits`, and stop the engine, a child or a Ray actor, after the first iteration's answers.
 
-    The answers to four held-out prompts come before them.
+    The answers to four held-out prompts come before them. The next refit then hangs.
     """
     if next(_calls) == 4 + 1:
-        (engine,) = multiprocessing.active_children()
-        psutil.Process(engine.pid).suspend()
+        (engine,) = [psutil.Process(child.pid) for child in multiprocessing.active_children()] or _actors()
+        engine.suspend()
     return digits(prompt, completion, ground_truth, metadata)
 
 
@@ -98,8 +98,17 @@ def hanging(prompt: str, completion: str, ground_truth: str, metadata: Mapping[s
 
 def killing_actor(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
     """Kills the Ray actor whose answers it scores."""
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):  # it ends at one of the next calls
-            if "EngineActor" in " ".join(process.cmdline()):
-                process.kill()
+    for actor in _actors():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends at one of the next calls
+            actor.kill()
     return float(len(completion))
+
+
+def _actors() -> list[psutil.Process]:
+    """Return the Ray actors that hold an engine."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if "EngineActor" in " ".join(process.cmdline()):
+                found.append(process)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -139,6 +140,11 @@ def test_the_fault_of_a_file_is_named(files, name, text, expected):
 
 def test_flags_that_cannot_work_are_named(files, tmp_path):
     tokenizer = str(files / "tokenizer")
+    # transformers makes a tokenizer of a folder that lacks the vocabulary.
+    empty = shutil.copytree(write_tokenizer(tmp_path / "whole"), tmp_path / "empty")
+    described = json.loads((empty / "tokenizer.json").read_text())
+    described["model"] |= {"vocab": {}, "merges": []}
+    (empty / "tokenizer.json").write_text(json.dumps(described))
     for config, tokens, expected in (
         (Config(tokenizer=tokenizer), TOKENS, "--data-path: give the folder"),
         (Config(data_path="nowhere", tokenizer=tokenizer), TOKENS, "--data-path nowhere: there is no such folder"),
@@ -146,6 +152,7 @@ def test_flags_that_cannot_work_are_named(files, tmp_path):
         (Config(data_path=str(files), tokenizer=tokenizer), TokenSpec(9, -1, 0, 0), "the model's --vocab-size is 9"),
         (Config(data_path=str(files), tokenizer=str(write_tokenizer(tmp_path / "bare"))), TOKENS,
          "has no chat template; give --gsm8k-format plain"),
+        (Config(data_path=str(files), tokenizer=str(empty), gsm8k_format="plain"), TOKENS, "makes no tokens of"),
     ):
         with pytest.raises(ValueError) as found:
             provider.validate(config, tokens)

@@ -42,7 +42,8 @@ from tests.support.refit_faults import (
 
 # No error of these tests may take as long as a time-out.
 IMPATIENT = dataclasses.replace(OPTIONS, timeout_s=120)
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("plain_engine")]
+# The limit is that of the test itself, because the fixture of the first one imports vLLM.
+pytestmark = [pytest.mark.timeout(60, func_only=True), pytest.mark.usefixtures("plain_engine")]
 
 
 def engine_of(workers: int = 1, load_format: str = "dummy") -> RolloutEngine:
