@@ -58,8 +58,8 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
         rank: rank of this process; the engine runs on the first rank's host.
 
     Raises:
-        ValueError: there are too few GPUs, a rank uses a chosen GPU, a flag is for the other device, Ray is missing, or
-            a variable of --engine-env is not set.
+        ValueError: there are too few GPUs, a rank uses a chosen GPU, a flag is for the other device, Ray is missing, a
+            variable of --engine-env is not set, or the environment asks for vLLM's own data-parallel engine.
     """
     flags = config.rollout
     if flags.engine_placement == "ray" and importlib.util.find_spec("ray") is None:
@@ -78,7 +78,11 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
     elif rank == 0:
         replica_gpus(config)
     if rank == 0:
+        # Imported here because it imports torch, which a dry run does not need.
+        from mimo.rollout.engine import DATA_PARALLEL, refuse_data_parallel
+
         forwarded(os.environ, flags.engine_env)
+        refuse_data_parallel(os.environ.get(DATA_PARALLEL, 1), DATA_PARALLEL)
 
 
 def check_cpu_engine(name: str, described: Mapping[str, Any]) -> None:

@@ -23,6 +23,8 @@ from mimo.watchdog.process_exit import write_report
 
 # vLLM reads these variables when it is imported or when its engine starts.
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+# vLLM reads its own data-parallel size from it if its arguments give none.
+DATA_PARALLEL = "VLLM_DP_SIZE"
 # vLLM 0.32 normalizes pixels of Qwen-VL on the device by default. It holds mean and deviation as buffers of the model,
 # which made-up weights overwrite and no checkpoint restores, so this is off where vLLM knows it.
 DEVICE_NORMALIZE = "mm_device_do_normalize"
@@ -123,10 +125,26 @@ class Sampling:
     ignore_eos: bool = False
 
 
+def refuse_data_parallel(size: str | int, name: str) -> None:
+    """Refuse an engine whose replicas vLLM itself connects. Raises ValueError.
+
+    The ranks of such an engine compute every step together. A call of one replica alone would wait for the others.
+    """
+    if int(size or 1) > 1:
+        raise ValueError(f"{name} {size}: vLLM's own data-parallel engines are not supported; leave it out, and start "
+                         f"replicas instead (--engine-dp {size})")
+
+
 def prepare_vllm(options: EngineOptions, place: NodePlace | None) -> dict[str, Any]:
-    """Set this process's environment, register the refit's backend, and return the arguments of `vllm.LLM`."""
+    """Set this process's environment, register the refit's backend, and return the arguments of `vllm.LLM`.
+
+    Raises:
+        ValueError: the options or the environment ask for vLLM's own data-parallel engine.
+    """
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
     os.environ.update(options.environment)
+    refuse_data_parallel(os.environ.get(DATA_PARALLEL, 1), DATA_PARALLEL)
+    refuse_data_parallel(options.extra.get("data_parallel_size", 1), "data_parallel_size")
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 

@@ -159,8 +159,8 @@ def test_killed_at_random_and_resumed(tmp_path: Path, placement: str) -> None:
             run.launcher.wait()
     assert wait_for_the_end(str(run.folder)) == []
     found = records(run.folder / "run")
-    done = torchrun(2, *flags, "--run-dir", str(tmp_path / "whole"), script="train_rl.py",
-                    timeout_s=LIMIT_S + 60 * NUM_KILLS, MARK=str(tmp_path))
+    done = torchrun(2, *flags, "--save", str(tmp_path / "saved"), "--run-dir", str(tmp_path / "whole"),
+                    script="train_rl.py", timeout_s=LIMIT_S + 60 * NUM_KILLS, MARK=str(tmp_path))
     assert done.returncode == 0 and not marked(str(tmp_path)), done.stdout[-3000:]
     assert [step["iteration"] for step in found] == list(range(1, len(found) + 1)), "iterations are lost or repeated"
     for mine, other in zip(found, records(tmp_path / "whole"), strict=True):

@@ -76,10 +76,14 @@ def test_the_probe_finds_one_wrong_weight() -> None:
         compare_logprobs(engine, PROMPTS, expected)
 
 
-def test_extra_arguments_replace_those_of_the_adapter() -> None:
+def test_extra_arguments_replace_those_of_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     options = dataclasses.replace(engine_options(), extra={"dtype": "bfloat16", "enforce_eager": True})
     assert RolloutEngine(options)._llm.others["dtype"] == "bfloat16"
     assert EngineOptions("m", "float32", tensor_parallel_size=2, pipeline_parallel_size=3).num_workers == 6
+    for asked in ({"extra": {"data_parallel_size": 2}}, {"environment": {"VLLM_DP_SIZE": "2"}}):
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"2: vLLM's own data-parallel engines"):
+            patch.setenv("VLLM_DP_SIZE", "1")  # and undone
+            RolloutEngine(dataclasses.replace(engine_options(), **asked))
 
 
 def test_an_answer_of_a_ping_may_come_after_the_errors_of_the_call_before(monkeypatch: pytest.MonkeyPatch) -> None:

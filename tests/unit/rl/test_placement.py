@@ -86,6 +86,15 @@ def test_flags_of_gpus_are_refused_on_the_cpu(flags: str, expected: str) -> None
         check_placement(parsed(*flags.split(), device="cpu"), 0)
 
 
+def test_an_engine_that_is_data_parallel_by_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_DP_SIZE", "2")
+    check_placement(parsed(device="cpu"), 1)  # the engine is started by the first rank
+    with pytest.raises(ValueError, match=r"VLLM_DP_SIZE 2: vLLM's own data-parallel .* instead \(--engine-dp 2"):
+        check_placement(parsed(device="cpu"), 0)
+    monkeypatch.setenv("VLLM_DP_SIZE", "1")
+    check_placement(parsed(device="cpu"), 0)
+
+
 @pytest.mark.parametrize("model", ["nemotron_h", "nemotron-moe-vlm-tiny"])
 def test_layers_that_vllm_computes_on_gpus_alone_are_refused_on_the_cpu(host: pytest.MonkeyPatch, model: str) -> None:
     flags = """--no-bf16 --transformer-impl local --seq-length 64 --max-completion-tokens 16 --global-batch-size 16
