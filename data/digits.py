@@ -122,6 +122,9 @@ def check(config: Config, tokens: TokenSpec, split: str) -> None:
 
 def check_sides(config: Config, tokens: TokenSpec) -> None:
     """Raise ValueError, with flags and values, if the scans do not fit in the images."""
+    if tokens.tiles is not None:
+        raise ValueError("--dataset-provider digits draws images of one size, but the model cuts images of any size "
+                         "into tiles; use --dataset-provider conversations or energon")
     height, width = tokens.image_shape
     sides = {"--vision-image-size": height, "--vision-image-width": width}
     if height == width:

@@ -8,9 +8,9 @@ The values of `--image-tiling`:
 - fixed: a grid of such tiles, its aspect ratio the nearest to the image's (InternVL 1.5, arXiv 2404.16821, section
   3.2), with the whole image as a last tile on request.
 - anyres: the whole image as one tile (stretched), then a grid of tiles that hold it in its own aspect ratio, with black
-  borders (LlavaNextImageProcessor). The tokens are those of the tiles in this order, rows of tiles from the top.
-  LLaVA-NeXT itself also drops the tokens of the borders and adds a learned token after each row, which no family here
-  does.
+  borders (LlavaNextImageProcessor). The family llava_next takes all tiles of an image as one item with one placeholder,
+  drops the tokens of the borders and adds a learned token after each row. In other families every tile has a
+  placeholder, and the tokens are those of the tiles in this order, rows of tiles from the top.
 - dynamic: one tile of about the image's own size and aspect ratio, for encoders that pack patches. There is no
   thumbnail, so there are as many tiles as images. vLLM serves Nemotron models with the same sizes
   (`DynamicResolutionImageTiler`), which are those of Megatron's `DynamicResolutionImageTilingStrategy`.
@@ -38,7 +38,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from data.energon.provider import Config
 from mimo.protocols import TokenSpec
-from mimo.visual import Normalisation
+from mimo.visual import Normalisation, Tiles, best_pinpoint
 
 Size = tuple[int, int]
 
@@ -82,6 +82,7 @@ class Tiling:
         resample: kernel that images are resized with.
         max_pixels: most pixels of an image while it is resized or padded.
         pinpoints: height and width in pixels of each grid of tiles that anyres may use.
+        is_joined: whether the tiles of an image are one item for the model (`TokenSpec.tiles`).
     """
 
     kind: Literal["stretch", "crop", "pad", "fixed", "anyres", "dynamic", "smart_resize"]
@@ -99,6 +100,7 @@ class Tiling:
     resample: Literal["bicubic", "bilinear"] = "bicubic"
     max_pixels: int = 100_000_000
     pinpoints: tuple[Size, ...] = ()
+    is_joined: bool = False
 
 
 def tiling_of(config: Config, tokens: TokenSpec) -> Tiling:
@@ -152,7 +154,8 @@ def tiling_of(config: Config, tokens: TokenSpec) -> Tiling:
         num_channels=tokens.num_channels,
         resample=resample,
         max_pixels=config.max_image_pixels,
-        pinpoints=pinpoints_of(kind, config.image_grid_pinpoints, tokens.image_shape),
+        pinpoints=pinpoints_of(kind, config.image_grid_pinpoints, tokens.image_shape, tokens.tiles),
+        is_joined=tokens.tiles is not None,
     )
     if min(tiling.std) <= 0:
         raise ValueError(f"--image-std {_listed(config.image_std)}: must be positive")
@@ -161,8 +164,20 @@ def tiling_of(config: Config, tokens: TokenSpec) -> Tiling:
     return tiling
 
 
-def pinpoints_of(kind: str, given: Sequence[str], tile_size: Size) -> tuple[Size, ...]:
-    """Return the grids of `--image-grid-pinpoints` in pixels. Raises ValueError unless tiles fill them."""
+def pinpoints_of(kind: str, given: Sequence[str], tile_size: Size, model: Tiles | None = None) -> tuple[Size, ...]:
+    """Return the grids of `--image-grid-pinpoints` in pixels, or those of the model.
+
+    Raises ValueError unless tiles fill them, and if the model has others.
+    """
+    if model is not None:
+        if kind != "anyres":
+            raise ValueError(f"--image-tiling {kind}: the model joins the tiles of --image-tiling anyres, so it takes "
+                             "no others")
+        own = [f"{height}x{width}" for height, width in model.pinpoints]
+        if given and list(given) != own:
+            raise ValueError(f"--image-grid-pinpoints {_listed(given)}: the model has {_listed(own)} "
+                             "(--vision-image-grid-pinpoints); leave the flag out")
+        return model.pinpoints
     if kind != "anyres":
         if given:
             raise ValueError(f"--image-grid-pinpoints {_listed(given)}: only with --image-tiling anyres, not {kind}")
@@ -311,16 +326,6 @@ def fixed_grid(height: int, width: int, tiling: Tiling) -> Size:
     return best
 
 
-def best_pinpoint(height: int, width: int, tiling: Tiling) -> Size:
-    """Return the grid, in pixels, that holds most of an image and wastes least (`select_best_resolution`)."""
-    def fitness(grid: Size) -> tuple[int, int]:
-        scale = min(grid[1] / width, grid[0] / height)
-        kept = min(int(width * scale) * int(height * scale), width * height)
-        return kept, kept - grid[0] * grid[1]
-
-    return max(tiling.pinpoints, key=fitness)  # the first of equally good ones
-
-
 def padded_into(pixels: np.ndarray, size: Size, resample: str) -> np.ndarray:
     """Resize an image into a rectangle in its own aspect ratio, in the middle of black borders."""
     (height, width), (rows, columns) = pixels.shape[:2], size
@@ -343,7 +348,8 @@ def tile_sizes(height: int, width: int, tiling: Tiling) -> list[Size]:
         tiling: a result of `tiling_of`.
 
     Returns:
-        Height and width in pixels of each tile, in the order of `tile_image`.
+        Height and width in pixels of each tile, in the order of `tile_image`; of the image itself if its tiles are one
+        item.
 
     Raises:
         ValueError: the image has no pixels, or a shape that cannot be used.
@@ -362,8 +368,10 @@ def tile_sizes(height: int, width: int, tiling: Tiling) -> list[Size]:
             raise ValueError(f"an image of {height} x {width} pixels (height x width) is too narrow: --image-tiling "
                              f"{tiling.kind} makes it {between[0]} x {between[1]} on the way, more than "
                              f"--max-image-pixels {tiling.max_pixels}")
+    if tiling.is_joined:
+        return [(height, width)]
     if tiling.kind == "anyres":
-        rows, cols = best_pinpoint(height, width, tiling)
+        rows, cols = best_pinpoint(height, width, tiling.pinpoints)
         return [tiling.tile_size] * (1 + rows // tiling.tile_size[0] * (cols // tiling.tile_size[1]))
     rows, cols = fixed_grid(height, width, tiling) if tiling.kind == "fixed" else (1, 1)
     thumbnail = tiling.use_thumbnail and rows * cols > 1
@@ -511,7 +519,7 @@ def tile_pictures(image: Image.Image, tiling: Tiling) -> list[np.ndarray]:
     if tiling.kind == "smart_resize":
         return [torch_resized(to_array(upright), sizes[0], tiling.resample)]
     if tiling.kind == "anyres":
-        grid = padded_into(to_array(upright), best_pinpoint(*size, tiling), tiling.resample)
+        grid = padded_into(to_array(upright), best_pinpoint(*size, tiling.pinpoints), tiling.resample)
         return [torch_resized(to_array(upright), tiling.tile_size, tiling.resample), *cut(grid, tiling.tile_size)]
     if tiling.kind != "fixed":
         return [square_tile(upright, tiling)]

@@ -41,7 +41,7 @@ class Config:
     mock_images_cv: float = 0.0
     """Coefficient of variation of the number of images; 0: every sample has the mean. Needs --mock-images-mean."""
     mock_image_size: int = 32
-    """Side length in pixels of an image, for encoders that take any size."""
+    """Side length in pixels of an image, for models that take any size."""
     mock_image_size_cv: float = 0.0
     """Coefficient of variation of the area of these images. Areas are log-normal around --mock-image-size and at most 4
     times as large, and shapes reach 2:1. 0: all images are squares of one size. --seq-length has to hold the largest
@@ -69,7 +69,7 @@ def check(config: Config, tokens: TokenSpec) -> None:
     if config.mock_images_mean is not None and not 1 <= config.mock_images_mean <= config.mock_images_max:
         raise ValueError(f"--mock-images-mean {config.mock_images_mean}: must be from 1 to --mock-images-max "
                          f"{config.mock_images_max}")
-    if config.mock_image_size_cv and tokens.image_token_id >= 0 and tokens.image_size:
+    if config.mock_image_size_cv and tokens.image_token_id >= 0 and tokens.image_size and tokens.tiles is None:
         raise ValueError(f"--mock-image-size-cv {config.mock_image_size_cv}: the encoder takes images of one size, "
                          f"{tokens.image_shape[0]}x{tokens.image_shape[1]}")
     if config.mock_images_max < 0:
@@ -77,7 +77,7 @@ def check(config: Config, tokens: TokenSpec) -> None:
     for name in ("mock_text_only_fraction", "mock_video_fraction"):
         if not 0 <= getattr(config, name) <= 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: must be between 0 and 1")
-    if tokens.image_token_id >= 0 and not tokens.image_size and config.mock_image_size < 1:
+    if tokens.image_token_id >= 0 and (not tokens.image_size or tokens.tiles) and config.mock_image_size < 1:
         raise ValueError(f"--mock-image-size {config.mock_image_size}: must be at least 1 pixel")
     _check_videos(config, tokens)
     _check_packing(config, tokens)
@@ -192,14 +192,9 @@ def _items(config: Config, tokens: TokenSpec, rng: np.random.Generator) -> list[
 
 def _with_pixels(sample: Sample, tokens: TokenSpec, lane: Lane, rng: np.random.Generator) -> Sample:
     if lane.module != LANGUAGE:
-        sample.images = [rng.standard_normal((*_frames(size), tokens.num_channels, *size[:2]), dtype=np.float32)
+        sample.images = [rng.standard_normal(tokens.pixel_shape(size), dtype=np.float32)
                          for size in sample.image_sizes]
     return sample
-
-
-def _frames(size: ImageSize) -> tuple[int, ...]:
-    """Return the first axis of a video's pixels, which an image does not have."""
-    return (size.frames,) if isinstance(size, VideoSize) else ()
 
 
 def _number_of_images(config: Config, rng: np.random.Generator) -> int:
@@ -211,7 +206,7 @@ def _number_of_images(config: Config, rng: np.random.Generator) -> int:
 
 def _image_size(config: Config, tokens: TokenSpec, rng: np.random.Generator) -> tuple[int, int]:
     """Draw the height and width of an image in pixels."""
-    if tokens.image_size:
+    if tokens.image_size and tokens.tiles is None:
         return tokens.image_shape
     if not config.mock_image_size_cv:
         return config.mock_image_size, config.mock_image_size

@@ -17,7 +17,7 @@ from mimo.visual import ImageDataProvider as ImageDataProvider
 from mimo.visual import ImageProcessing as ImageProcessing
 from mimo.visual import ImageProcessingProvider as ImageProcessingProvider
 from mimo.visual import ImageProcessorProvider as ImageProcessorProvider
-from mimo.visual import ImageSize, Normalisation
+from mimo.visual import ImageSize, Normalisation, Tiles, pixel_shape
 from mimo.visual import TokenGridProvider as TokenGridProvider
 from mimo.visual import VideoDataProvider as VideoDataProvider
 from mimo.visual import VideoProcessing as VideoProcessing
@@ -69,8 +69,9 @@ class Sample:
         target_mask: bool `[T]`; True if the token itself is a training target (an answer token).
         image_sizes: `(height, width)` in pixels of each image and a `VideoSize` for each video, in the order of the
             placeholders.
-        images: `[C, height, width]` of each image, `[frames, C, height, width]` of each video; None on language lanes,
-            which never read pixels. They are float32 as the encoder takes them, or uint8 with a `normalisation`.
+        images: `[C, height, width]` of each image, `[frames, C, height, width]` of each video, `[tiles, C, height,
+            width]` of an image that the model takes as tiles; None on language lanes, which never read pixels. They are
+            float32 as the encoder takes them, or uint8 with a `normalisation`.
         lengths: for a pack, the number of `tokens` of each of its samples, in order; empty for a single sample. Samples
             of a pack do not attend to each other.
         skipped: messages about bad samples that were skipped before this one, with shard and key.
@@ -107,6 +108,8 @@ class TokenSpec:
         temporal_patch_size: frames of a patch. An image is repeated as often.
         video_token_id: placeholder id of a video; -1: the model takes no videos.
         placeholder_frames: frames of a video that one placeholder stands for; 0: all of them.
+        tiles: how the model cuts an image into tiles of the size above. Then images have any size, and the pixels of
+            one are those of its tiles. None: it does not.
     """
 
     vocab_size: int
@@ -120,6 +123,7 @@ class TokenSpec:
     temporal_patch_size: int = 1
     video_token_id: int = -1
     placeholder_frames: int = 0
+    tiles: Tiles | None = None
 
     @property
     def image_shape(self) -> tuple[int, int]:
@@ -130,6 +134,10 @@ class TokenSpec:
     def packs_patches(self) -> bool:
         """Whether the encoder takes images of any size, as packed patches."""
         return self.image_size == 0 and self.patch_size > 0
+
+    def pixel_shape(self, size: ImageSize) -> tuple[int, ...]:
+        """Return the shape of the pixels of an image or a video, as `Sample.images` has them."""
+        return pixel_shape(size, self.num_channels, self.tiles)
 
 
 class SampleStream(Protocol):

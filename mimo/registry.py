@@ -13,6 +13,7 @@ MODEL_PROVIDERS = {
     "causal_lm": "providers.causal_lm:provider",
     "deepseek_v3": "providers.deepseek_v3:provider",
     "llava": "providers.llava:provider",
+    "llava_next": "providers.llava_next:provider",
     "mock": "providers.mock:provider",
     "nemotron-moe-vlm-20l": "providers.nemotron_moe_vlm:provider_20l",
     "nemotron-moe-vlm-54l": "providers.nemotron_moe_vlm:provider_54l",

@@ -38,6 +38,72 @@ type ImageSize = tuple[int, int] | VideoSize
 
 
 @dataclass(frozen=True)
+class Tiles:
+    """Tiles of a model that joins the tokens of an image's tiles: the whole image, then a grid that holds it.
+
+    Attributes:
+        size: height and width of a tile in pixels.
+        pinpoints: height and width in pixels of each grid that may be used.
+        token_shape: rows and columns of the tokens that the encoder's layers make of a tile.
+    """
+
+    size: tuple[int, int]
+    pinpoints: tuple[tuple[int, int], ...]
+    token_shape: tuple[int, int]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a tile."""
+        return self.token_shape[0] * self.token_shape[1]
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return rows and columns of the grid of tiles that holds most of an image and wastes least."""
+        rows, columns = best_pinpoint(height, width, self.pinpoints)
+        return rows // self.size[0], columns // self.size[1]
+
+    def count(self, height: int, width: int) -> int:
+        """Return the number of tiles of an image."""
+        rows, columns = self.grid(height, width)
+        return 1 + rows * columns
+
+    def shown(self, height: int, width: int) -> tuple[range, range]:
+        """Return the rows and columns of the grid's tokens that show an image, and not the borders around it.
+
+        This repeats `unpad_image` of transformers operation by operation, because rounding decides some sizes.
+        """
+        rows, columns = (count * each for count, each in zip(self.grid(height, width), self.token_shape, strict=True))
+        if width / height > columns / rows:
+            border = (rows - int(round(height * (columns / width), 7))) // 2
+            return range(border, rows - border), range(columns)
+        border = (columns - int(round(width * (rows / height), 7))) // 2
+        return range(rows), range(border, columns - border)
+
+    def num_joined(self, height: int, width: int) -> int:
+        """Return the tokens of an image: of the whole image, then of the grid's rows, each with a token at its end."""
+        rows, columns = self.shown(height, width)
+        return self.num_tokens + len(rows) * (len(columns) + 1)
+
+    def token_order(self, height: int, width: int) -> np.ndarray:
+        """Return the tokens of an image, int64, as indices into those of its tiles; -1 is the token that ends a row."""
+        (tall, wide), (_, per_row) = self.token_shape, self.grid(height, width)
+        rows, columns = (np.array(places, np.int64) for places in self.shown(height, width))
+        tile = 1 + rows[:, None] // tall * per_row + columns // wide
+        order = tile * self.num_tokens + rows[:, None] % tall * wide + columns % wide
+        ends = np.full((len(rows), 1), -1)
+        return np.concatenate([np.arange(self.num_tokens), np.concatenate([order, ends], axis=1).flatten()])
+
+
+def best_pinpoint(height: int, width: int, pinpoints: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the grid, in pixels, that holds most of an image and wastes least (`select_best_resolution`)."""
+    def fitness(grid: tuple[int, int]) -> tuple[int, int]:
+        scale = min(grid[1] / width, grid[0] / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        return kept, kept - grid[0] * grid[1]
+
+    return max(pinpoints, key=fitness)  # the first of equally good ones
+
+
+@dataclass(frozen=True)
 class Normalisation:
     """Normalisation of 8-bit pixels, (value / 255 - mean) / std, which a rollout engine's image processor computes too.
 
@@ -291,6 +357,13 @@ class VideoProcessingProvider(Protocol):
     def write_video_processing(self, config: Any, folder: Path, processing: VideoProcessing) -> None:
         """Make the files of an exported folder specify how the model was trained; arguments as in the others."""
         ...
+
+
+def pixel_shape(size: ImageSize, num_channels: int, tiles: Tiles | None = None) -> tuple[int, ...]:
+    """Return the shape of the pixels of an image or a video, as `Sample.images` has them."""
+    if isinstance(size, VideoSize):
+        return size.frames, num_channels, *size[:2]
+    return (num_channels, *size) if tiles is None else (tiles.count(*size), num_channels, *tiles.size)
 
 
 def num_pictures(size: ImageSize, temporal_patch_size: int) -> int:

@@ -53,7 +53,8 @@ class LlavaProvider(VisionLanguageProvider):
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
         """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
         sizes = hf.module_sizes(values, module)
-        if module == LANGUAGE and values.get("model_type", "llava" if "text_config" in values else "") == "llava":
+        kind = values.get("model_type", "llava" if "text_config" in values else "")
+        if module == LANGUAGE and kind in hf.LLAVA_KINDS:
             sizes["image_token_id"] = hf.llava_image_token(dict(values))
         return dataclasses.replace(config, **sizes)
 

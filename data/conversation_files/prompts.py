@@ -65,7 +65,7 @@ class ConversationPrompts:
                      for values in (config.image_mean, config.image_std))
         self.normalisation = Normalisation(mean, std)
         self.video_processing = video_processing_of(config, tokens) if self._encoder.tokenizer.video_text else None
-        self._video_token = tokens.video_token_id
+        self._video_token, self._has_tiles = tokens.video_token_id, tokens.tiles is not None
         self._records = ShuffledRecords(len(self._reader), seed, split)
         _, ends = self._encoder.tokenizer.encode_question([{"role": "user", "content": "A"}])
         if not ends:
@@ -103,7 +103,8 @@ class ConversationPrompts:
         ids = tuple(tokens.tolist())
         pictures = partial(self._pictures, tokens, found.images, planned)
         return Prompt(self._key(number), str(self.tokenizer.decode(ids)), ids, _text(last["content"]), {},
-                      tuple(question.sample.image_sizes), pictures, videos)
+                      tuple(question.sample.image_sizes), pictures, videos,
+                      partial(self._encoder.originals, found.images) if self._has_tiles else None)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode a completion, without special tokens."""

@@ -45,7 +45,7 @@ from data.packing import select_balanced, select_packs
 from data.prompts import Tokenizer
 from data.video import VideoInfo, probe, read_frames
 from data.video_frames import VideoPlan, plan_video, video_pixels
-from mimo.protocols import DataRequest, ImageSize, Question, Sample, VideoSize
+from mimo.protocols import DataRequest, ImageSize, Question, Sample
 from mimo.visual import Normalisation
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ class Row(EnergonSample):
         tokens: int64 `[T]`, one placeholder for each image or tile, and for each video or temporal patch of one.
         target_mask: bool `[T]`.
         image_sizes: height and width in pixels of each image or tile, and sizes of videos, in the placeholders' order.
-        images: `[C, height, width]` of each image, `[frames, C, height, width]` of each video; uint8 with a
-            `normalisation`, float32 without.
+        images: `[C, height, width]` of each image, `[frames, C, height, width]` of each video, `[tiles, C, height,
+            width]` of an image whose tiles are one item; uint8 with a `normalisation`, float32 without.
         lengths: in a pack, the number of tokens of each sample; empty without packing.
         skipped: bad samples since the worker's last row.
         unbalanced_image_tokens: in a balanced pack, the image tokens that the pack would have without balancing.
@@ -94,27 +94,19 @@ class Row(EnergonSample):
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         images = fields.pop("images")
-        fields |= {"tokens": self.tokens.numpy(), "target_mask": self.target_mask.numpy()}
+        fields |= {"shapes": [tuple(image.shape) for image in images],
+                   "tokens": self.tokens.numpy(), "target_mask": self.target_mask.numpy()}
         return _unpack_row, (fields, torch.cat([image.flatten() for image in images]) if images else None)
 
 
 def _unpack_row(fields: dict[str, Any], pixels: torch.Tensor | None) -> Row:
     """Rebuild a row from the parts of `Row.__reduce__`. Its images share the memory of `pixels`."""
     fields |= {name: torch.from_numpy(fields[name]) for name in ("tokens", "target_mask")}
-    sizes = fields["image_sizes"]
+    shapes = fields.pop("shapes")
     if pixels is None:
         return Row(images=[], **fields)
-    areas = [math.prod(pixel_shape(size, 1)) for size in sizes]
-    channels = pixels.numel() // sum(areas)
-    parts = pixels.split([channels * area for area in areas])
-    images = [part.view(pixel_shape(size, channels)) for part, size in zip(parts, sizes, strict=True)]
-    return Row(images=images, **fields)
-
-
-def pixel_shape(size: ImageSize, channels: int) -> tuple[int, ...]:
-    """Return the shape of the pixels of an image or a video."""
-    height, width = size[:2]
-    return (size.frames, channels, height, width) if isinstance(size, VideoSize) else (channels, height, width)
+    parts = pixels.split([math.prod(shape) for shape in shapes])
+    return Row(images=[part.view(shape) for part, shape in zip(parts, shapes, strict=True)], **fields)
 
 
 def to_sample(row: Row) -> Sample:
@@ -246,8 +238,9 @@ class VlmTaskEncoder(TaskEncoder):
         """Decode images and videos in the order of the placeholders in `tokens`.
 
         Returns:
-            `[channels, height, width]` of each image or tile and `[frames, channels, height, width]` of each part of a
-            video, float32 if they are normalised and else uint8.
+            `[channels, height, width]` of each image or tile, `[tiles, channels, height, width]` of each image whose
+            tiles are one item, and `[frames, channels, height, width]` of each part of a video, float32 if they are
+            normalised and else uint8.
 
         Raises:
             ValueError: one of them cannot be decoded.
@@ -259,11 +252,19 @@ class VlmTaskEncoder(TaskEncoder):
             parts += video_pixels(self._frames(video), video.plan, self._video, normalise=normalise)
         return self._as_shown(tokens, tiles, parts)
 
+    def originals(self, images: Sequence[tuple[str, bytes]]) -> list[np.ndarray]:
+        """Decode images as they are, uint8 `[height, width, channels]`. Raises ValueError if one cannot be decoded."""
+        return [np.array(picture) for name, data in images for picture in self._decoded(
+            lambda image, tiling: [np.asarray(upright_image(image, tiling.num_channels))], name, data)]
+
     def _tiles(self, name: str, data: Any, *, normalise: bool) -> list[np.ndarray]:
         if normalise:
-            return self._decoded(tile_image, name, data)
-        # Copies, because the memory of an image that keeps its size cannot be written to.
-        return [np.array(picture.transpose(2, 0, 1), order="C") for picture in self._decoded(tile_pictures, name, data)]
+            tiles = self._decoded(tile_image, name, data)
+        else:
+            # Copies, because the memory of an image that keeps its size cannot be written to.
+            tiles = [np.array(picture.transpose(2, 0, 1), order="C")
+                     for picture in self._decoded(tile_pictures, name, data)]
+        return [np.stack(tiles)] if self._request.tokens.tiles is not None else tiles
 
     def _decoded(self, tile: Callable[[Image.Image, Tiling], list[np.ndarray]], name: str,
                  data: Any) -> list[np.ndarray]:
@@ -372,7 +373,7 @@ class VlmTaskEncoder(TaskEncoder):
         images = [torch.from_numpy(pixels) for pixels in self.drawn(
             sample.tokens, sample.images, sample.videos, normalise=self.normalisation is None)]
         shapes = [tuple(image.shape) for image in images]
-        expected = [pixel_shape(size, self._request.tokens.num_channels) for size in sample.image_sizes]
+        expected = [self._request.tokens.pixel_shape(size) for size in sample.image_sizes]
         assert shapes == expected, (sample.__key__, shapes, expected)
         self.errors.row_made()
         row = Row.derive_from(

@@ -174,7 +174,10 @@ class RecordingEncoder(VlmTaskEncoder):
     def _image(self, size: Size) -> ImageRecord:
         assert self._tile is not None, "images of a model that takes none are bad samples"
         tiles = tuple(tile_sizes(*size, self._tile))
-        return ImageRecord(size, tiles, sum(self._num_image_tokens(*tile) for tile in tiles))
+        tokens = sum(self._num_image_tokens(*tile) for tile in tiles)
+        if self._tile.is_joined:
+            tiles = (self._tile.tile_size,) * self._request.tokens.tiles.count(*size)
+        return ImageRecord(size, tiles, tokens)
 
 
 def source_of(row: Row) -> tuple[str, str]:

@@ -80,6 +80,7 @@ class TextBatch:
         unbalanced_image_tokens: image tokens that the rows would have had without balanced packing.
         lengths: for each row, the tokens of each of its sequences, padding excluded.
         image_lengths: for each encoder module, the image tokens of each image, and of each temporal patch of a video.
+        tile_lengths: for each encoder module that joins the tiles of an image, the tokens of each tile in its layers.
         padding: bool `[b, s]`, True at padding that routers must not count; None if there is none.
         part: the tokens that this rank computes, with context parallelism; None: all of them. All other fields describe
             whole rows.
@@ -98,8 +99,13 @@ class TextBatch:
     unbalanced_image_tokens: int = 0
     lengths: tuple[tuple[int, ...], ...] = ()
     image_lengths: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    tile_lengths: dict[str, tuple[int, ...]] = field(default_factory=dict)
     padding: torch.Tensor | None = None
     part: ContextPart | None = None
+
+    def encoded_lengths(self, module: str) -> tuple[int, ...]:
+        """Return the tokens of each sequence that the layers of an encoder see: of an image, or of a tile of one."""
+        return self.tile_lengths.get(module, self.image_lengths.get(module, ()))
 
     def own(self, values: torch.Tensor) -> torch.Tensor:
         """Select this rank's tokens from values of all tokens, `[..., s]` to `[..., s / cp]`."""
@@ -115,11 +121,13 @@ class EncoderBatch:
         token_counts: rows of the encoder's output for each sample; 0 for a sample without images.
         lane_sizes: number of samples of each served lane, in lane order; sums to `len(keys)`.
         inputs: arguments of the encoder, empty if no sample has an image. Images of one size have `pixel_values`, float
-            `[images, C, H, W]`. Images of any size have `pixel_values`, float `[1, patches, C * P * P]`, image after
-            image and row by row (or block by block, with several frames a patch, see `TokenSpec`); `imgs_sizes`, an
-            int64 NumPy array `[images, 2]` of heights and widths in pixels, which stays on the host because reading it
-            from a device would wait for the device; and `packed_seq_params`, `PackedSequences` with one sequence for
-            each image. A video is an image for each of its temporal patches.
+            `[images, C, H, W]`. Images that are cut into tiles have `pixel_values` `[tiles, C, H, W]`, image after
+            image, the sizes of the images as `imgs_sizes`, and `tile_counts`, an int64 NumPy array `[images]` of the
+            tiles of each. Images of any size have `pixel_values`, float `[1, patches, C * P * P]`, image after image
+            and row by row (or block by block, with several frames a patch, see `TokenSpec`); `imgs_sizes`, an int64
+            NumPy array `[images, 2]` of heights and widths in pixels, which stays on the host because reading it from a
+            device would wait for the device; and `packed_seq_params`, `PackedSequences` with one sequence for each
+            image. A video is an image for each of its temporal patches.
         normalisation: how `pixel_values`, which are uint8 then, become what the encoder takes; None: they are floats.
         dtype: dtype in which the encoder gets normalised pixels.
     """

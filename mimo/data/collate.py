@@ -6,7 +6,7 @@ without communication. Whatever a data set can get wrong is refused here, with t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -16,170 +16,21 @@ import numpy as np
 import torch
 
 from mimo.data.batch import EncoderBatch, PackedSequences, TextBatch
+from mimo.data.encoder_inputs import PatchOrder, merge_inputs, packed_patches, tiled_images, whole_images
 from mimo.data.positions import TokenGrid, multimodal_positions
 from mimo.grid.spec import Layout
-from mimo.protocols import ModelProvider, Sample, TokenSpec
+from mimo.protocols import ModelProvider, Sample
 from mimo.visual import (
     ImageSize,
+    Tiles,
     TokenGridProvider,
     VideoProvider,
     VideoSize,
     count_tokens,
     find_grid,
     num_pictures,
+    pixel_shape,
 )
-
-# For each field of `EncoderBatch.inputs`, the axis on which the tensors of several lanes are concatenated. Shapes
-# cannot tell it, because tensors that happen to be equally long could also be stacked.
-WHOLE_IMAGES = {"pixel_values": 0}
-PACKED_PATCHES = {"pixel_values": 1, "imgs_sizes": 0}
-PACKED_SEQ_PARAMS = "packed_seq_params"
-
-
-def whole_images(images: Sequence[np.ndarray], dtype: torch.dtype) -> dict[str, Any]:
-    """Return images of one size, `[C, H, W]` each, as `pixel_values` `[images, C, H, W]`; empty without images."""
-    return {"pixel_values": torch.from_numpy(np.stack(images)).to(dtype)} if images else {}
-
-
-@dataclass(frozen=True)
-class PatchOrder:
-    """How images become patches: the fields of the same names in `TokenSpec`."""
-
-    patch_size: int
-    merge_size: int = 1
-    temporal_patch_size: int = 1
-
-    @classmethod
-    def of(cls, tokens: TokenSpec) -> PatchOrder | None:
-        """Return the patches that an encoder takes; None if it takes whole images."""
-        if not tokens.packs_patches:
-            return None
-        return cls(tokens.patch_size, tokens.merge_size, tokens.temporal_patch_size)
-
-
-def patchify(pixels: np.ndarray, order: PatchOrder) -> np.ndarray:
-    """Cut an image `[C, H, W]` or a video `[F, C, H, W]` into patches `[patches, C * T * P * P]`.
-
-    A patch is a flat `[C, T, P, P]`. Its T frames are the image itself, or T frames of the video. Patches come row by
-    row, or with a merge size above 1 block by block, each block row by row. A video is one such image after the other.
-    """
-    patch, merge, together = order.patch_size, order.merge_size, order.temporal_patch_size
-    video = np.broadcast_to(pixels, (together, *pixels.shape)) if pixels.ndim == 3 else pixels
-    frames, channels, height, width = video.shape
-    assert height % (patch * merge) == 0 and width % (patch * merge) == 0 and frames % together == 0, (
-        pixels.shape, order)
-    grid = video.reshape(frames // together, together, channels, height // (patch * merge), merge, patch,
-                         width // (patch * merge), merge, patch)
-    return grid.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, channels * together * patch**2)
-
-
-def unpatchify(patches: np.ndarray, size: tuple[int, int], order: PatchOrder) -> np.ndarray:
-    """Return the image of `[C, height, width]` whose patches these are; of a temporal patch, its first frame."""
-    (height, width), patch, merge, frames = size, order.patch_size, order.merge_size, order.temporal_patch_size
-    channels = patches.shape[1] // (frames * patch**2)
-    single = patches.reshape(-1, channels, frames, patch**2)[:, :, 0]
-    grid = single.reshape(height // (patch * merge), width // (patch * merge), merge, merge, channels, patch, patch)
-    return grid.transpose(4, 0, 2, 5, 1, 3, 6).reshape(channels, height, width)
-
-
-def packed_patches(images: Sequence[np.ndarray] | None, sizes: Sequence[ImageSize], order: PatchOrder,
-                   dtype: torch.dtype) -> dict[str, Any]:
-    """Return images of any size, and videos, as one sequence of patches.
-
-    Args:
-        images: `[C, height, width]` of each image, `[frames, C, height, width]` of each video; None if only their sizes
-            are needed.
-        sizes: size of each, multiples of the patch size.
-        order: how they become patches.
-        dtype: dtype of the patches.
-
-    Returns:
-        The fields of packed patches in `EncoderBatch.inputs`, `pixel_values` only with images; empty without sizes.
-    """
-    if not sizes:
-        return {}
-    # The layers of an encoder never look from one temporal patch to another, so it takes each as an image.
-    imgs_sizes = np.array([size[:2] for size in sizes for _ in range(num_pictures(size, order.temporal_patch_size))],
-                          np.int64)
-    patches = (imgs_sizes // order.patch_size).prod(axis=1)
-    inputs: dict[str, Any] = {}
-    if images is not None:
-        pixels = np.concatenate([patchify(image, order) for image in images])
-        inputs["pixel_values"] = torch.from_numpy(pixels)[None].to(dtype)
-    cu_seqlens = torch.tensor([0, *patches.cumsum()], dtype=torch.int32)
-    return inputs | {"imgs_sizes": imgs_sizes, PACKED_SEQ_PARAMS: PackedSequences(cu_seqlens, int(patches.max()))}
-
-
-def merge_sequences(parts: Sequence[PackedSequences]) -> PackedSequences:
-    """Concatenate packed sequences."""
-    starts, offset = [parts[0].cu_seqlens[:1]], 0
-    for part in parts:
-        starts.append(part.cu_seqlens[1:] + offset)
-        offset += int(part.cu_seqlens[-1])
-    return PackedSequences(torch.cat(starts), max(part.max_seqlen for part in parts))
-
-
-def merge_inputs(lanes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Concatenate the inputs of several lanes, in lane order. Lanes without images are empty.
-
-    Raises:
-        TypeError: there is no rule for a field, or the lanes do not have the same fields.
-    """
-    present = [lane for lane in lanes if lane]
-    if not present:
-        return {}
-    fields = list(present[0])
-    for lane in present:
-        if lane.keys() != present[0].keys():
-            raise TypeError(f"lanes of one encoder with the fields {fields} and {list(lane)} cannot be merged")
-    axes = PACKED_PATCHES if PACKED_SEQ_PARAMS in fields else WHOLE_IMAGES
-    merged: dict[str, Any] = {}
-    for name in fields:
-        values = [lane[name] for lane in present]
-        if name == PACKED_SEQ_PARAMS and all(isinstance(value, PackedSequences) for value in values):
-            merged[name] = merge_sequences(values)
-        elif name in axes and all(isinstance(value, torch.Tensor) for value in values):
-            merged[name] = values[0] if len(values) == 1 else torch.cat(values, dim=axes[name])
-        elif name in axes and all(isinstance(value, np.ndarray) for value in values):
-            merged[name] = np.concatenate(values, axis=axes[name])
-        else:
-            raise TypeError(f"encoder input {name!r} ({type(values[0]).__name__}): there is no rule for merging lanes")
-    return merged
-
-
-def split_images(inputs: Mapping[str, Any]) -> list[tuple[tuple[int, int], torch.Tensor]]:
-    """Take an encoder's inputs apart, image by image; the inverse of `join_images`.
-
-    Returns:
-        Height and width in pixels of each image, or temporal patch of a video, with its pixels: `[C, H, W]`, or
-        `[patches, channels]` where the encoder takes packed patches. The tensors are views.
-    """
-    if not inputs:
-        return []
-    pixels = inputs["pixel_values"]
-    if PACKED_SEQ_PARAMS not in inputs:
-        return [((image.shape[1], image.shape[2]), image) for image in pixels]
-    sizes = [(int(height), int(width)) for height, width in inputs["imgs_sizes"]]
-    # Patches are square and all of one size, so an image has its share of them by area.
-    area = sum(height * width for height, width in sizes)
-    lengths = [height * width * pixels.shape[1] // area for height, width in sizes]
-    return list(zip(sizes, pixels[0].split(lengths), strict=True))
-
-
-def join_images(pixels: Sequence[torch.Tensor], sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """Make an encoder's inputs of single images, on the device where they are.
-
-    Args:
-        pixels: of each image, as `split_images` gives them.
-        sizes: height and width of each image in pixels.
-    """
-    if pixels[0].ndim == 3:
-        return {"pixel_values": torch.stack(list(pixels))}
-    lengths = [patches.shape[0] for patches in pixels]
-    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    return {"pixel_values": torch.cat(list(pixels))[None], "imgs_sizes": np.array(sizes, np.int64),
-            PACKED_SEQ_PARAMS: PackedSequences(starts.to(pixels[0].device, non_blocking=True), max(lengths))}
-
 
 # (encoder module, *ImageSize) -> language tokens.
 TokenCounter = Callable[..., int]
@@ -199,6 +50,7 @@ class Placeholders:
         token_grid: returns the same tokens as a grid, for a decoder that rotates three axes; None for a decoder that
             rotates one.
         video_ids: for each encoder that takes videos, the id of its placeholder for them.
+        tiles: how an image is cut into tiles whose tokens the encoder joins; None if it is not.
     """
 
     modules: dict[str, int]
@@ -207,6 +59,7 @@ class Placeholders:
     patches: PatchOrder | None = None
     token_grid: GridFinder | None = None
     video_ids: dict[str, int] = field(default_factory=dict)
+    tiles: Tiles | None = None
 
     @classmethod
     def of(cls, provider: ModelProvider, config: Any, layout: Layout) -> Self:
@@ -223,12 +76,22 @@ class Placeholders:
         return cls({name: ids[name] for name in names}, partial(count_tokens, provider, config), tokens.num_channels,
                    PatchOrder.of(tokens),
                    partial(find_grid, provider, config) if isinstance(provider, TokenGridProvider) else None,
-                   {name: video_ids[name] for name in names if name in video_ids})
+                   {name: video_ids[name] for name in names if name in video_ids}, tokens.tiles)
 
     def counts_of(self, tokens: int, size: ImageSize) -> list[int]:
         """Divide the tokens of an image or a video among what the encoder takes as images."""
         pictures = num_pictures(size, self.patches.temporal_patch_size if self.patches else 1)
         return [tokens // pictures] * pictures
+
+    def tile_lengths(self, rows: Sequence[Expanded], samples: Sequence[Sample]) -> dict[str, tuple[int, ...]]:
+        """Return `TextBatch.tile_lengths` of rows that are expanded samples."""
+        tiles = self.tiles
+        if tiles is None:
+            return {}
+        return {module: tuple(
+            tiles.num_tokens for row, sample in zip(rows, samples, strict=True)
+            for owner, size in zip(row.owners, sample.image_sizes, strict=True) if owner == module
+            for _ in range(tiles.count(*size[:2]))) for module in self.modules}
 
 
 def image_owners(sample: Sample, images: Placeholders) -> list[str]:
@@ -437,6 +300,7 @@ def collate_text(
         lengths=tuple(row.lengths for row in rows),
         image_lengths={module: tuple(count for row in rows for count in row.images[module])
                        for module in images.modules},
+        tile_lengths=images.tile_lengths(rows, samples),
     )
 
 
@@ -495,7 +359,7 @@ def packed_sequences(ends: np.ndarray, row_length: int) -> PackedSequences:
     return PackedSequences(cu_seqlens, int(lengths.max()), seq_idx)
 
 
-def checked_images(sample: Sample, num_channels: int) -> list[np.ndarray]:
+def checked_images(sample: Sample, num_channels: int, tiles: Tiles | None = None) -> list[np.ndarray]:
     """Return the images of a sample. Raises ValueError for one that is missing or differs from its declaration."""
     levels = sample.normalisation
     dtype, reason = (np.float32, "") if levels is None else (np.uint8, " with a normalisation")
@@ -506,10 +370,9 @@ def checked_images(sample: Sample, num_channels: int) -> list[np.ndarray]:
     if sample.images is None or num_present != len(sample.image_sizes):
         raise ValueError(f"sample {sample.key}: declares {len(sample.image_sizes)} images but holds {num_present}")
     for position, (image, size) in enumerate(zip(sample.images, sample.image_sizes, strict=True)):
-        kind, axes = "image", "channels, height, width"
-        expected: tuple[int, ...] = (num_channels, *size[:2])
-        if isinstance(size, VideoSize):
-            kind, axes, expected = "video", f"frames, {axes}", (size.frames, *expected)
+        kind, axes, expected = "image", "channels, height, width", pixel_shape(size, num_channels, tiles)
+        if len(expected) == 4:
+            kind, axes = ("video", f"frames, {axes}") if isinstance(size, VideoSize) else (kind, f"tiles, {axes}")
         if image.shape != expected or image.dtype != dtype:
             raise ValueError(
                 f"sample {sample.key}: {kind} {position} is {image.dtype} {list(image.shape)}, declared "
@@ -561,15 +424,18 @@ def collate_encoder(
             owners = image_owners(sample, images)
             counts = image_token_counts(sample, owners, images.num_image_tokens)
             token_counts.append(sum(count for count, owner in zip(counts, owners, strict=True) if owner == module))
-            own = checked_images(sample, images.num_channels) if pixels else [None] * len(owners)
+            own = checked_images(sample, images.num_channels, images.tiles) if pixels else [None] * len(owners)
             for image, shape, owner in zip(own, sample.image_sizes, owners, strict=True):
                 if owner == module:
                     first = first or (sample.key, shape)
-                    _check_size(sample.key, shape, first, images.patches)
+                    if images.tiles is None:
+                        _check_size(sample.key, shape, first, images.patches)
                     held.append(image)
                     sizes.append(shape)
         if images.patches is not None:
             lanes.append(packed_patches(held if pixels else None, sizes, images.patches, stored))
+        elif images.tiles is not None:
+            lanes.append(tiled_images(held if pixels else None, sizes, images.tiles, stored))
         else:
             lanes.append(whole_images(held, stored) if pixels else {})
     return EncoderBatch(

@@ -251,12 +251,13 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
     lines += filter(None, (describe(config, provider) for describe in (describe_images, describe_videos)))
     spec = provider.token_spec(config.model_family)
     side = max(ANY_IMAGE_SIZE // spec.size_multiple, 1) * spec.size_multiple
-    height, width = spec.image_shape if spec.image_size else (side, side)
+    height, width = spec.image_shape if spec.image_size and spec.tiles is None else (side, side)
     family = config.model_family
     each, stored = ((1, "8 bits, which the encoder's ranks normalise") if has_eight_bit_pixels(config, provider)
                     else (4, "float32"))
-    lines.append(f"pixels: {format_bytes(each * spec.num_channels * height * width)} for an image of {height}x{width} "
-                 f"from the data set to its encoder, in {stored}")
+    tiles = "" if spec.tiles is None else f" in {counted(spec.tiles.count(height, width), 'tile')}"
+    lines.append(f"pixels: {format_bytes(each * math.prod(spec.pixel_shape((height, width))))} for an image of "
+                 f"{height}x{width}{tiles} from the data set to its encoder, in {stored}")
     # The encoder of a homogeneous layout is on the ranks that take its output.
     for encoder in layout.encoders if layout.kind != "homogeneous" else ():
         tokens = provider.num_image_tokens(family, encoder.name, height, width)
@@ -273,7 +274,8 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
         if cp > 1:
             lines.append(f"  the {cp} context-parallel ranks of a lane each get the rows of their own tokens, "
                          f"{format_bytes(lane // cp)} on average, and send back their gradients")
-        lines += _prefetch_lines(config, layout, provider, encoder, tokens * dtype_bytes)
+        features = tokens if spec.tiles is None else spec.tiles.count(height, width) * spec.tiles.num_tokens
+        lines += _prefetch_lines(config, layout, provider, encoder, features * dtype_bytes)
     ahead = config.layout.encoder_run_ahead
     if ahead:
         stages = max(encoder.pp for encoder in layout.encoders) + layout.language.pp

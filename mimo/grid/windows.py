@@ -30,7 +30,8 @@ class Image:
         microbatch: index in the iteration.
         tokens: rows of encoder output.
         size: height and width in pixels.
-        shape: shape of its pixels as the encoder takes them: `(C, H, W)`, or packed `(patches, C * P * P)`.
+        shape: shape of its pixels as the encoder takes them: `(C, H, W)`, `(tiles, C, H, W)`, or packed `(patches, C *
+            P * P)`.
         owners: context-parallel rank that has the token of each row, a byte each; empty if one rank has all of them.
         normalisation: how its encoder's rank normalises its 8-bit pixels; None if they are floats.
     """
@@ -49,8 +50,11 @@ class Image:
 
     @property
     def num_patches(self) -> int:
-        """Length of the image's sequence in the encoder. Unpacked images all have the same length and count as 1."""
-        return self.shape[0] if len(self.shape) == 2 else 1
+        """Length of the image's sequence in the encoder. Unpacked images all have the same length and count as 1.
+
+        So do tiles, of which an image may have several.
+        """
+        return 1 if len(self.shape) == 3 else self.shape[0]
 
 
 def encoding_cost(image: Image, hidden_size: int) -> float:

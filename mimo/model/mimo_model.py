@@ -161,7 +161,7 @@ class HeteroModel(MimoModel):
         inner = unwrap_model(submodule)
         inputs: dict[str, Any]
         if self.prefetch is not None and self.prefetch.active:
-            inputs = {"features": self.prefetch.take(side)}
+            inputs = {"features": self.prefetch.take(side), "encoder_inputs": side.inputs}
         else:
             inputs = {"encoder_inputs": side.normalised_inputs() or None, "hidden_states": hidden}
         with self.spans.span(Kind.FORWARD, "forward", module=name) if self._holds_several else nullcontext():

@@ -75,7 +75,8 @@ class VisionSubmodule(VisionModalitySubmodules):
                 images of any size see `mimo.data.batch.EncoderBatch`; later stages read all of it but the pixels.
                 Empty, None or no images give an output for no images.
             hidden_states: output of the stage before; None on the first stage.
-            features: result of `run_encoder` for these images, so that the encoder does not run again.
+            features: result of `run_encoder` for these images, so that the encoder does not run again. The pixels of
+                `encoder_inputs` are not read then.
 
         Returns:
             The last stage's projected features `[tokens, language hidden]`, image after image; on earlier stages
@@ -93,7 +94,7 @@ class VisionSubmodule(VisionModalitySubmodules):
             features = self.run_encoder(encoder_inputs, hidden_states)
         if features is None:
             return self._join(self.empty_output(), hidden_states)
-        output = self.project_embeddings([features.flatten(0, 1)]) if self.is_last_stage else features
+        output = self.project(features, encoder_inputs) if self.is_last_stage else features
         return output if _is_trainable(self.encoder) else self._join(output, hidden_states)
 
     def run_encoder(self, encoder_inputs: dict[str, Any] | None,
@@ -123,6 +124,16 @@ class VisionSubmodule(VisionModalitySubmodules):
             self.encoder.set_input_tensor(hidden_states)
             output: torch.Tensor = self.encoder(**inputs)
         return output
+
+    def project(self, features: torch.Tensor, encoder_inputs: dict[str, Any] | None) -> torch.Tensor:
+        """Project the encoder's output to `[tokens, language hidden]`.
+
+        Args:
+            features: result of `run_encoder`.
+            encoder_inputs: see `forward`.
+        """
+        projected: torch.Tensor = self.project_embeddings([features.flatten(0, 1)])
+        return projected
 
     def empty_output(self) -> torch.Tensor:
         """Return this stage's output for no images, which requires grad if gradients are on and the stage trains."""

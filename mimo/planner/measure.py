@@ -177,7 +177,7 @@ def _run(config: RunConfig, platform: Platform, rank: int, world_size: int) -> T
         def _images(self, name: str, microbatches: Any) -> None:
             """Record the FLOPs of each microbatch's images, and the memory of the images of one microbatch."""
             for number, batch in enumerate(microbatches):
-                tokens = batch.text.image_lengths.get(name, ())
+                tokens = batch.text.encoded_lengths(name)
                 for kind in (0, 1):
                     found.encoder_flops[("forward", "backward")[kind], number] = sum(
                         costs.image_flops(name, each)[kind] for each in tokens)

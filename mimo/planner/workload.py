@@ -17,8 +17,10 @@ class SampleSize:
     """One sample, or one packed row.
 
     Attributes:
-        text_tokens: tokens without image tokens and padding.
-        images: tokens that the encoder makes from each image, and from each temporal patch of a video.
+        text_tokens: tokens without padding, less those of `images`. So a model that joins the tokens of tiles has the
+            difference here.
+        images: tokens that the encoder makes from each image, from each tile of an image whose tiles it joins, and
+            from each temporal patch of a video.
         is_packed: whether it is a packed row. A microbatch has only one of these.
     """
 
@@ -45,14 +47,20 @@ def draw_samples(config: RunConfig, provider: ModelProvider, count: int) -> list
     family = config.model_family
     encoders = () if config.layout.llm_only else provider.encoders(family)
     module = encoders[0] if encoders else ""
-    samples, frames = _stream(config, provider, module), provider.token_spec(family).temporal_patch_size
+    samples, spec = _stream(config, provider, module), provider.token_spec(family)
     found = []
     for _ in range(count):
         sample = next(samples)
-        pictures = [num_pictures(size, frames) for size in sample.image_sizes]
-        tokens = tuple(count_tokens(provider, family, module, *size) // count
-                       for size, count in zip(sample.image_sizes, pictures, strict=True) for _ in range(count))
-        found.append(SampleSize(len(sample.tokens) - len(pictures), tokens, bool(sample.lengths)))
+        counts = [count_tokens(provider, family, module, *size) for size in sample.image_sizes]
+        if spec.tiles is not None:
+            tokens = tuple(spec.tiles.num_tokens for size in sample.image_sizes
+                           for _ in range(spec.tiles.count(*size[:2])))
+        else:
+            pictures = [num_pictures(size, spec.temporal_patch_size) for size in sample.image_sizes]
+            tokens = tuple(each // number for each, number in zip(counts, pictures, strict=True)
+                           for _ in range(number))
+        length = len(sample.tokens) - len(counts) + sum(counts)
+        found.append(SampleSize(length - sum(tokens), tokens, bool(sample.lengths)))
     return found
 
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 def as_request(prompt: Prompt, tail: Sequence[int] = ()) -> dict[str, Any]:
     """Return a prompt as a request of vLLM: its tokens with one placeholder a video, PIL images, and frames of videos.
 
+    A model that cuts images into tiles gets whole images, which the engine cuts in the same way.
+
     Args:
         prompt: the prompt.
         tail: tokens behind it.
@@ -43,6 +45,9 @@ def as_request(prompt: Prompt, tail: Sequence[int] = ()) -> dict[str, Any]:
         return request
     from PIL import Image
 
+    if prompt.originals is not None:
+        request["multi_modal_data"] = {"image": [Image.fromarray(picture) for picture in prompt.originals()]}
+        return request
     pictures = prompt.pictures()
     images = [Image.fromarray(picture) for picture in pictures if picture.ndim == 3]
     parts = [picture for picture in pictures if picture.ndim == 4]
@@ -66,7 +71,7 @@ def as_request(prompt: Prompt, tail: Sequence[int] = ()) -> dict[str, Any]:
 def reduced(picture: np.ndarray) -> np.ndarray:
     """Return a picture, uint8 `[height, width, channels]`, with at most `MAX_SHOWN_SIDE` pixels a side.
 
-    A part of a video is shown by its first frame.
+    A part of a video is shown by its first frame, and an image of several tiles by the first, which shows all of it.
     """
     from PIL import Image
 
@@ -131,8 +136,7 @@ class ImageTokens(Placeholders):
                       for place, grid in image_grids(completion.image_sizes, prompt, self.token_grid)]
         return torch.from_numpy(multimodal_positions(cu_seqlens.diff().tolist(), grids))[:, None]
 
-    def text_parts(self, completions: Sequence[Completion], count: int) -> (
-            tuple[tuple[str, ...], dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]):
+    def text_parts(self, completions: Sequence[Completion], count: int) -> dict[str, Any]:
         """Return what the language side of a microbatch says of images, in the parts that encoder ranks share.
 
         Args:
@@ -140,13 +144,16 @@ class ImageTokens(Placeholders):
             count: number of parts.
 
         Returns:
-            For `TextBatch`: keys, `count` of them; by module, the image tokens of each part and of each image.
+            Fields of `TextBatch`: `keys`, `count` of them, and by module the image tokens of each part
+            (`token_counts`), of each image (`image_lengths`) and of each tile (`tile_lengths`).
         """
         parts = [_pack(each) for each in cut(completions, count)]
         rows = [expand_images(part, self) for part in parts]
-        return (tuple(part.key for part in parts),
-                {module: tuple(row.image_tokens[module] for row in rows) for module in self.modules},
-                {module: tuple(tokens for row in rows for tokens in row.images[module]) for module in self.modules})
+        return {"keys": tuple(part.key for part in parts), "token_counts": {
+                    module: tuple(row.image_tokens[module] for row in rows) for module in self.modules},
+                "image_lengths": {
+                    module: tuple(tokens for row in rows for tokens in row.images[module]) for module in self.modules},
+                "tile_lengths": self.tile_lengths(rows, parts)}
 
 
 class EncoderSide:

@@ -401,20 +401,20 @@ class PolicyTrainer:
               prompts: Sequence[Expanded] | None) -> TextBatch:
         """Return packed rows as the language side of a microbatch. Its labels and loss mask are not used."""
         length, num_tokens = packed.input_ids.shape[1], sum(each.length for each in completions)
-        keys: tuple[str, ...] = ("packed",)
-        counts: dict[str, tuple[int, ...]] = {}
-        image_lengths: dict[str, tuple[int, ...]] = {}
+        images: dict[str, Any] = {"keys": ("packed",), "token_counts": {}}
         placeholders: dict[str, torch.Tensor] = {}
         positions = None
         if self.images is not None and prompts is not None:
-            keys, counts, image_lengths = self.images.text_parts(completions, self.parts.config.lane_rows)
+            images = self.images.text_parts(completions, self.parts.config.lane_rows)
             placeholders = self.images.placeholders(prompts, packed.packed.cu_seqlens.tolist()[:len(prompts)])
             positions = self.images.positions(completions, prompts, packed.packed.cu_seqlens)
-        return TextBatch(keys, counts, packed.input_ids, packed.labels.clamp(min=0), torch.ones(1, length),
-                         packed.position_ids if positions is None else positions, placeholders, num_tokens,
+        return TextBatch(input_ids=packed.input_ids, labels=packed.labels.clamp(min=0),
+                         loss_mask=torch.ones(1, length),
+                         position_ids=packed.position_ids if positions is None else positions,
+                         placeholders=placeholders, num_tokens=num_tokens, packed=packed.packed,
                          # Given even without padding: without a mask, routers assume that every lane has as many
                          # tokens as theirs.
-                         packed.packed, image_lengths=image_lengths, padding=packed.is_padding)
+                         padding=packed.is_padding, **images)
 
     def _without_text(self, encoders: dict[str, EncoderBatch]) -> PolicyMicrobatch:
         """Return the batch of a rank without the language model."""

@@ -53,10 +53,12 @@ class Prompt:
         metadata: other fields, for the reward.
         image_sizes: `(height, width)` in pixels of each image and a `VideoSize` for each placeholder of a video, in the
             order of the placeholders.
-        pictures: makes the pixels of each placeholder, uint8 `[height, width, channels]` for an image and `[frames,
-            height, width, channels]` for a video, of the size that the encoder takes. Called only where pixels are
-            needed; the same at every call.
+        pictures: makes the pixels of each placeholder, uint8 `[height, width, channels]` for an image, `[tiles, height,
+            width, channels]` for one that the model takes as tiles, and `[frames, height, width, channels]` for a
+            video, of the size that the encoder takes. Called only where pixels are needed; the same at every call.
         videos: where the videos are among the tokens, in order.
+        originals: makes the whole images of which the model takes tiles, uint8 `[height, width, channels]`; None for
+            other models, whose pictures are whole images.
     """
 
     key: str
@@ -67,6 +69,7 @@ class Prompt:
     image_sizes: tuple[ImageSize, ...] = ()
     pictures: Callable[[], list[np.ndarray]] = no_pictures
     videos: tuple[PromptVideo, ...] = ()
+    originals: Callable[[], list[np.ndarray]] | None = None
 
 
 class PromptSet(Protocol):

@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from mimo.data.batch import EncoderBatch, Microbatch
@@ -113,9 +114,10 @@ class EncoderPrefetch:
             assert entry.keys == expected.side.keys, f"features of {entry.keys}, but {expected.side.keys} come next"
         self._upcoming = deque(upcoming[len(self._queue):])
         self.active = True
-        return [replace(batch, encoders=batch.encoders | {self._module: replace(batch.encoders[self._module],
-                                                                               inputs={})})
-                for batch in microbatches]
+        # Sizes are on the host. A projector that joins the tokens of tiles reads them.
+        return [replace(batch, encoders=batch.encoders | {self._module: replace(side, inputs={
+                    name: value for name, value in side.inputs.items() if isinstance(value, np.ndarray)})})
+                for batch in microbatches for side in (batch.encoders[self._module],)]
 
     def end_step(self) -> None:
         """End a step. Features in the queue stay there for the next steps."""

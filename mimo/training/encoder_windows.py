@@ -24,7 +24,7 @@ from mimo.bridge.exchange import FEATURES, GRADIENTS, PIXELS, Exchange
 from mimo.bridge.handshake import require_same_samples
 from mimo.comm.host import gather_results, raise_known_errors
 from mimo.data.batch import Microbatch, normalised
-from mimo.data.collate import join_images, split_images
+from mimo.data.encoder_inputs import join_images, split_images
 from mimo.grid.groups import Grids
 from mimo.grid.lanes import lanes_read_by
 from mimo.grid.spec import GridSpec

@@ -16,7 +16,7 @@ from megatron.core.utils import unwrap_model
 from mimo.comm.host import gather
 from mimo.config.trainer import RunConfig
 from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
-from mimo.data.collate import PatchOrder, unpatchify
+from mimo.data.encoder_inputs import PatchOrder, unpatchify
 from mimo.model.build import set_training
 from mimo.model.mimo_model import FunctionOfText
 from mimo.model.output_layer import TokenFunction
@@ -294,8 +294,11 @@ def _images(config: RunConfig, provider: ModelProvider, module: str,
     if pixels is None:
         return {}
     pixels = pixels.detach().float().cpu().numpy()
-    if pixels.ndim == 4:
-        images = list(pixels)
+    if "tile_counts" in inputs:  # the first tile is the whole image
+        firsts = np.cumsum([0, *inputs["tile_counts"][:-1]])
+        images = list(zip(pixels[firsts], inputs["imgs_sizes"].tolist(), strict=True))
+    elif pixels.ndim == 4:
+        images = [(image, image.shape[1:]) for image in pixels]
     elif sizes is None:  # an encoder whose input is not made of images or patches
         return {}
     else:
@@ -303,15 +306,15 @@ def _images(config: RunConfig, provider: ModelProvider, module: str,
         assert order is not None, "sizes come with packed patches"
         for height, width in sizes.tolist():
             stop = first + height * width // order.patch_size**2
-            images.append(unpatchify(pixels[0, first:stop], (height, width), order))
+            images.append((unpatchify(pixels[0, first:stop], (height, width), order), (height, width)))
             first = stop
     by_key: dict[str, list[np.ndarray]] = {}
     left = iter(images)
     for key, count in zip(batch.keys, batch.token_counts, strict=True):
         shown = by_key.setdefault(key, [])
         while count > 0:
-            image = next(left)
-            count -= provider.num_image_tokens(config.model_family, module, *image.shape[1:])
+            image, size = next(left)
+            count -= provider.num_image_tokens(config.model_family, module, *size)
             shown.append(_shown(image))
     return by_key
 

@@ -68,7 +68,7 @@ def workload(microbatches: Iterable[Microbatch], encoders: Sequence[str]) -> Wor
             rows = [batch.packed.cu_seqlens.diff().tolist()]
         padded += SequenceSums.of_rows(rows, row_length)
         for name in encoders:
-            images[name] += SequenceSums.of(batch.image_lengths.get(name, ()))
+            images[name] += SequenceSums.of(batch.encoded_lengths(name))
     return Workload(text, padded, images)
 
 

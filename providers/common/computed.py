@@ -49,6 +49,7 @@ HF_KEYS = {
     "vision_temporal_patch_size": "vision_config.temporal_patch_size",
     "vision_window_size": "vision_config.window_size",
     "vision_full_attention_layers": "vision_config.fullatt_block_indexes",
+    "vision_image_grid_pinpoints": "image_grid_pinpoints",
     "vision_tokens_per_second": "vision_config.tokens_per_second",
 }
 

@@ -29,6 +29,9 @@ LLAVA_VISION: dict[str, Any] = {
     "model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
     "num_attention_heads": 16, "image_size": 336, "patch_size": 14,
 }
+# Kinds of whole models with these parts. A LlavaNextConfig has the grids of tiles besides.
+LLAVA_KINDS = ("llava", "llava_next")
+LLAVA_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -67,17 +70,36 @@ def llava_sizes(config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a value the model cannot reproduce; the message names the key.
     """
-    allow("", "model_type", config.get("model_type", "llava"), ("llava",))
+    return _llava_sizes(config, "llava")
+
+
+def llava_next_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the `llava_next` provider's `Config` that a `LlavaNextConfig` sets; see `llava_sizes`."""
+    return _llava_sizes(config, "llava_next") | {"vision_image_grid_pinpoints": llava_pinpoints(config)}
+
+
+def _llava_sizes(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    allow("", "model_type", config.get("model_type", kind), (kind,))
     allow("", "per_layer_config", config.get("per_layer_config") or None, (None,))
     refuse_quantized(config, "")
     return llava_vision(config) | llava_language(config) | {"image_token_id": llava_image_token(config)}
 
 
+def llava_pinpoints(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the grids of a `LlavaNextConfig`, each as HEIGHTxWIDTH. Raises ValueError for a value that is no list."""
+    found = config.get("image_grid_pinpoints") or LLAVA_PINPOINTS
+    if not isinstance(found, list) or not all(isinstance(each, list | tuple) and len(each) == 2 for each in found):
+        raise ValueError(f"--hf-config: image_grid_pinpoints = {found!r} is not supported; supported: a list of "
+                         "[height, width]")
+    return tuple(f"{height}x{width}" for height, width in found)
+
+
 def llava_language(config: dict[str, Any]) -> dict[str, Any]:
     """Return the decoder's fields of `llava_sizes`. Raises its errors."""
     text = with_defaults(config.get("text_config") or {}, "text_config.", "llama", TEXT_DEFAULTS)
-    # Both configurations may tie. transformers uses the text model's value if the outer one has none.
-    tied = bool(config.get("tie_word_embeddings", False)) or bool(text["tie_word_embeddings"])
+    # Both configurations of a LlavaConfig may tie, as in transformers. Of a LlavaNextConfig only the outer one does.
+    tied = bool(config.get("tie_word_embeddings", False))
+    tied = tied or (config.get("model_type") != "llava_next" and bool(text["tie_word_embeddings"]))
     return text_sizes(text, "text_config.") | {"untie_embeddings_and_output_weights": not tied}
 
 
@@ -117,7 +139,7 @@ def module_sizes(values: Mapping[str, Any], module: str) -> dict[str, Any]:
     config = dict(values)
     refuse_quantized(config, "")
     kind = config.get("model_type", "llava" if "text_config" in config else "")
-    if kind == "llava":
+    if kind in LLAVA_KINDS:
         return llava_language(config) if module == LANGUAGE else llava_vision(config)
     if module == LANGUAGE:
         return causal_lm_sizes(config.get("text_config") or config)

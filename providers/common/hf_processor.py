@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mimo.protocols import ImageProcessing
+from providers.common.hf import LLAVA_PINPOINTS
 
 IMAGE_TOKEN = "<image>"
 # Files in which transformers looks for an image processor. The first has it under `image_processor`, and has priority.
@@ -32,7 +33,10 @@ PROCESSOR_DEFAULTS: dict[str, dict[str, Any]] = {
     "SiglipImageProcessor": _CLIP_DEFAULTS | {
         "size": {"height": 224, "width": 224}, "do_center_crop": False, "crop_size": None,
         "image_mean": SIGLIP_MEAN, "image_std": SIGLIP_STD},
+    "LlavaNextImageProcessor": _CLIP_DEFAULTS | {"do_pad": True, "image_grid_pinpoints": LLAVA_PINPOINTS},
 }
+# Processor of a model that cuts images into tiles itself.
+TILING = "LlavaNextImageProcessor"
 # Keys that change no pixel of an RGB image.
 WITHOUT_EFFECT = frozenset({
     "image_processor_type", "feature_extractor_type", "processor_class", "_processor_class", "auto_map",
@@ -41,13 +45,15 @@ WITHOUT_EFFECT = frozenset({
 })
 
 
-def read_processing(folder: str, side: int, *, any_size: bool) -> ImageProcessing | None:
+def read_processing(folder: str, side: int, *, any_size: bool,
+                    pinpoints: Sequence[tuple[int, int]] = ()) -> ImageProcessing | None:
     """Read how a folder's image processor makes pixels.
 
     Args:
         folder: a Hugging Face folder or the config.json in it.
         side: pixels a side of the images that the encoder takes.
         any_size: whether the encoder takes images of any size. Only mean, deviation and kernel are then read.
+        pinpoints: height and width of the grids of a model that cuts images into tiles; empty for others.
 
     Returns:
         The processing, or None if the folder has no image processor.
@@ -60,7 +66,8 @@ def read_processing(folder: str, side: int, *, any_size: bool) -> ImageProcessin
         return None
     name = str(values.get("image_processor_type") or values.get("feature_extractor_type"))
     kind = name.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
-    allow_value(path, "image_processor_type", name, kind in PROCESSOR_DEFAULTS, ", ".join(PROCESSOR_DEFAULTS))
+    kinds = [each for each in PROCESSOR_DEFAULTS if (each == TILING) == bool(pinpoints)]
+    allow_value(path, "image_processor_type", name, kind in kinds, ", ".join(kinds))
     defaults = PROCESSOR_DEFAULTS[kind]
     for key in values.keys() - defaults.keys() - WITHOUT_EFFECT:
         allow_value(path, key, values[key], values[key] is None or values[key] is False, "null")
@@ -69,7 +76,12 @@ def read_processing(folder: str, side: int, *, any_size: bool) -> ImageProcessin
     allow_value(path, "rescale_factor", values["rescale_factor"],
                 math.isclose(values["rescale_factor"], 1 / 255, rel_tol=1e-6), f"{1 / 255}")
     allow_value(path, "resample", values["resample"], values["resample"] in RESAMPLE, "2 (bilinear), 3 (bicubic)")
-    tiling: Literal["stretch", "crop", "pad", "dynamic"] = "dynamic" if any_size else _tiling(path, kind, values, side)
+    tiling: Literal["stretch", "crop", "pad", "anyres", "dynamic"] = (
+        "dynamic" if any_size else _tiling(path, kind, values, side))
+    if pinpoints:
+        own = [list(each) for each in pinpoints]
+        allow_value(path, "image_grid_pinpoints", values["image_grid_pinpoints"],
+                    [list(each) for each in values["image_grid_pinpoints"]] == own, f"{own}, as in config.json")
     if not values["do_normalize"]:
         values |= {"image_mean": 0.0, "image_std": 1.0}
     mean, std = (tuple(map(float, values[key] if isinstance(values[key], list | tuple) else [values[key]]))
@@ -84,7 +96,7 @@ def allow_value(path: Path, key: str, value: Any, is_allowed: bool, supported: s
                          f"give {flags}")
 
 
-def _tiling(path: Path, kind: str, values: dict[str, Any], side: int) -> Literal["stretch", "crop", "pad"]:
+def _tiling(path: Path, kind: str, values: dict[str, Any], side: int) -> Literal["stretch", "crop", "pad", "anyres"]:
     """Return the tiling of a processor for images of `side` pixels a side. Raises the errors of `read_processing`."""
     square = {"height": side, "width": side}
     size, crop = values["size"], values["crop_size"]
@@ -97,6 +109,8 @@ def _tiling(path: Path, kind: str, values: dict[str, Any], side: int) -> Literal
                 f"the {side} pixels a side that the encoder takes, as shortest_edge or as height and width")
     if values["do_center_crop"]:
         allow_value(path, "crop_size", crop, crop == square, f"the {side} x {side} pixels that the encoder takes")
+    if kind == TILING:
+        return "anyres"  # tiles have the size, so nothing is cropped
     if values["do_pad"]:
         allow_value(path, "do_pad", values["do_pad"], kind == "LlavaImageProcessor",
                     "true for LlavaImageProcessor alone")
@@ -130,10 +144,15 @@ def read_file(folder: Path, key: Literal["image_processor", "video_processor"] =
     return folder / PREPROCESSOR, None
 
 
-def write_processing(folder: Path, side: int, processing: ImageProcessing) -> str:
-    """Write an image processor that makes these pixels; see `ImageProcessingProvider.write_image_processing`."""
+def write_processing(folder: Path, side: int, processing: ImageProcessing,
+                     pinpoints: Sequence[tuple[int, int]] = ()) -> str:
+    """Write an image processor that makes these pixels; see `ImageProcessingProvider.write_image_processing`.
+
+    `pinpoints` are the grids of a model that cuts images into tiles.
+    """
     try:
-        if read_processing(str(folder), side, any_size=processing.tiling == "dynamic") == processing:
+        found = read_processing(str(folder), side, any_size=processing.tiling == "dynamic", pinpoints=pinpoints)
+        if found == processing:
             return ""
     except ValueError:
         pass  # an unsupported processor is not the one of training either
@@ -141,6 +160,8 @@ def write_processing(folder: Path, side: int, processing: ImageProcessing) -> st
     outer = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     has_nested = outer.pop("image_processor", None) is not None
     types = {"stretch": "SiglipImageProcessor", "crop": "CLIPImageProcessor", "pad": "LlavaImageProcessor"}
+    if pinpoints:
+        types = {"anyres": TILING}
     note = ""
     if processing.tiling in types:
         square, kind = {"height": side, "width": side}, types[processing.tiling]
@@ -149,7 +170,9 @@ def write_processing(folder: Path, side: int, processing: ImageProcessing) -> st
             "crop_size": None if kind == "SiglipImageProcessor" else square, "do_convert_rgb": True,
             "resample": next(number for number, name in RESAMPLE.items() if name == processing.resample),
             "image_mean": three(processing.mean), "image_std": three(processing.std),
-            "do_pad": processing.tiling == "pad"}
+            "do_pad": processing.tiling in ("pad", "anyres")}
+        if pinpoints:
+            values["image_grid_pinpoints"] = [list(each) for each in pinpoints]
         (folder / PREPROCESSOR).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         if has_nested:
             outer["image_processor"] = values
@@ -162,23 +185,30 @@ def write_processing(folder: Path, side: int, processing: ImageProcessing) -> st
     return note
 
 
-def write_llava(config: Any, folder: Path, mean: Sequence[float], std: Sequence[float]) -> None:
+def write_llava(config: Any, folder: Path, mean: Sequence[float], std: Sequence[float],
+                pinpoints: Sequence[tuple[int, int]] = ()) -> None:
     """Write a `LlavaProcessor` for images of the encoder's size, with a tokenizer of made-up words.
 
-    Prompts are token ids, so only the tokenizer's image token is used. Images are neither resized nor cropped.
+    Prompts are token ids, so only the tokenizer's image token is used. Images are neither resized nor cropped. With
+    grids of tiles it is a `LlavaNextProcessor`, which cuts images of any size.
 
     Args:
         config: the family's flags, resolved.
         folder: folder of the model's config.json.
         mean: mean of each channel.
         std: deviation of each channel; pixels are (value / 255 - mean) / std.
+        pinpoints: height and width of the grids of a model that cuts images into tiles; empty for others.
     """
-    from transformers import CLIPImageProcessor, LlavaProcessor
+    from transformers import CLIPImageProcessor, LlavaNextImageProcessor, LlavaNextProcessor, LlavaProcessor
 
     size = {"height": config.vision_image_size, "width": config.vision_image_size}
-    images = CLIPImageProcessor(do_resize=False, do_center_crop=False, do_convert_rgb=False, size=size, crop_size=size,
-                                image_mean=list(mean), image_std=list(std))
-    LlavaProcessor(
+    given: dict[str, Any] = {"do_convert_rgb": False, "size": size, "crop_size": size, "image_mean": list(mean),
+                             "image_std": list(std)}
+    if pinpoints:
+        images = LlavaNextImageProcessor(image_grid_pinpoints=[list(each) for each in pinpoints], **given)
+    else:
+        images = CLIPImageProcessor(do_resize=False, do_center_crop=False, **given)
+    (LlavaNextProcessor if pinpoints else LlavaProcessor)(
         images, made_up_tokenizer(config.vocab_size, {IMAGE_TOKEN: config.image_token_id}),
         patch_size=config.vision_patch_size,
         vision_feature_select_strategy="default" if config.vision_class_token else "full",

@@ -44,7 +44,7 @@ ALIASES: dict[str, dict[str, str]] = {
     "qwen3_moe": {"num_local_experts": "num_experts"}, "mixtral": {"num_experts": "num_local_experts"},
     "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     "nemotron_h": {"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"},
-    "llava": {"image_token_id": "image_token_index"},
+    "llava": {"image_token_id": "image_token_index"}, "llava_next": {"image_token_id": "image_token_index"},
     "qwen2_5_vl_vision": {"num_attention_heads": "num_heads"},
     "qwen3_vl_vision": {"num_attention_heads": "num_heads"},
     "qwen3_vl_moe_vision": {"num_attention_heads": "num_heads"},

@@ -105,9 +105,9 @@ class VisionLanguageProvider(FamilyProvider):
 
     def check_processor(self, config: Any) -> None:
         """Raise ValueError if the family's image processor is unknown, or images are not red, green and blue."""
-        if "LlavaForConditionalGeneration" not in self.hf_architectures:
-            raise ValueError("image processors for rollouts exist only for --model-provider llava, qwen2_5_vl, "
-                             "qwen3_vl and nemotron-moe-vlm-*, not for "
+        if not {"LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration"} & {*self.hf_architectures}:
+            raise ValueError("image processors for rollouts exist only for --model-provider llava, llava_next, "
+                             "qwen2_5_vl, qwen3_vl and nemotron-moe-vlm-*, not for "
                              f"{', '.join(self.hf_architectures) or 'this one'}")
         channels = self.resolved(config).vision_num_channels
         if channels != 3:

@@ -36,18 +36,20 @@ TIED_OUTPUT = Repeated(
     "the output layer is tied to the embedding here, and transformers would take both as they are: set "
     "\"tie_word_embeddings\": false in config.json (in text_config too, where there is one), or without --hf-config "
     "give --untie-embeddings-and-output-weights")
-LLAVA_VISION_TENSORS = (r"^(model\.)?(vision_tower|multi_modal_projector)\.", "a text model has no encoder")
+LLAVA_VISION_TENSORS = (r"^(model\.)?(vision_tower\.|multi_modal_projector\.|image_newline$)",
+                        "a text model has no encoder")
 
+# The token that ends a row of tokens belongs to LLaVA-NeXT alone.
+IN_MEMORY = ((r"^multi_modal_projector\.", "model.multi_modal_projector."), (r"^image_newline$", "model.image_newline"))
 LLAVA_VISION = (
     NamingScheme("LlavaForConditionalGeneration", ((r"^vision_model\.", "vision_tower.vision_model."),)),
     NamingScheme("LlavaForConditionalGeneration of transformers 5", ((r"^vision_model\.", "vision_tower."),)),
     NamingScheme("LlavaForConditionalGeneration of transformers 5 in memory", (
-        (r"^vision_model\.", "model.vision_tower."), (r"^multi_modal_projector\.", "model.multi_modal_projector."))),
+        (r"^vision_model\.", "model.vision_tower."), *IN_MEMORY)),
     NamingScheme("LlavaForConditionalGeneration of transformers 4 in memory", (
-        (r"^vision_model\.", "model.vision_tower.vision_model."),
-        (r"^multi_modal_projector\.", "model.multi_modal_projector."))),
+        (r"^vision_model\.", "model.vision_tower.vision_model."), *IN_MEMORY)),
 )
-PROJECTOR_MISSING = (r"^multi_modal_projector\.",)
+PROJECTOR_MISSING = (r"^multi_modal_projector\.", r"^image_newline$")
 VISION_ONLY = (
     NamingScheme("CLIPModel, SiglipModel or a vision model of transformers 4", optional=PROJECTOR_MISSING),
     NamingScheme("CLIPVisionModel or SiglipVisionModel of transformers 5", ((r"^vision_model\.", ""),),

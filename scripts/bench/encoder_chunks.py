@@ -96,7 +96,7 @@ def build_encoder(config: RunConfig, grids: Any, platform: Platform) -> Any:
 def read_images(config: RunConfig, grids: Any, platform: Platform, least: int) -> tuple[list[int], list[Any]]:
     """Return the number of images of each microbatch, and all images on the device: size and pixels."""
     from mimo.config.validate import num_microbatches
-    from mimo.data.collate import split_images
+    from mimo.data.encoder_inputs import split_images
     from mimo.data.loader import open_loader
     from mimo.model.build import params_dtype
 
@@ -120,7 +120,7 @@ def read_images(config: RunConfig, grids: Any, platform: Platform, least: int) -
 
 def run_parts(encoder: Any, images: Sequence[Any], parts: Sequence[slice], platform: Platform) -> float:
     """Encode all images part by part, each with its backward pass. Returns seconds an image."""
-    from mimo.data.collate import join_images
+    from mimo.data.encoder_inputs import join_images
 
     platform.synchronize()
     started = time.perf_counter()

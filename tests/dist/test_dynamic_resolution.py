@@ -108,7 +108,7 @@ CONFIG = mock.Config(
 
 def run_encoder(rank: int, sizes: list[tuple[int, int]]) -> dict[str, Any]:
     """Tokens of images of these sizes packed and each alone, with the module's parameters and inputs checked."""
-    from mimo.data.collate import PatchOrder, packed_patches
+    from mimo.data.encoder_inputs import PatchOrder, packed_patches
     from tests.support import provider_cases as cases
 
     with cases.grids_of(GridSpec("vision"), GridSpec(LANGUAGE)) as grids:

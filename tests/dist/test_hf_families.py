@@ -14,12 +14,20 @@ from safetensors.torch import save_file
 
 from mimo.weights.configuration import ROPE_KEYS
 from tests.support import hf_families
-from tests.support.hf_families import LLAMA3, LLAVA_MODELS, QWEN_MODELS, TEXT_MODELS, VOCAB_SIZE
+from tests.support.hf_families import (
+    LLAMA3,
+    LLAVA_MODELS,
+    LLAVA_NEXT_MODELS,
+    QWEN_MODELS,
+    TEXT_MODELS,
+    VOCAB_SIZE,
+)
 from tests.support.marks import fast_only
 from tests.support.spawn import WorkerPool
 from tests.support.stored import safetensors_of
 
 MAX_ERROR = 1e-4
+GRADIENT_ERROR = 1e-4
 MOE = ("qwen3-moe", "mixtral")
 # name -> (ranks, flags)
 TEXT_LAYOUTS = {
@@ -42,7 +50,7 @@ LLAVA_LAYOUTS = {
 }
 LAYOUTS_OF: dict[str, dict[str, tuple[int, str]]] = {
     **{name: MOE_LAYOUTS if name in MOE else TEXT_LAYOUTS for name in TEXT_MODELS},
-    **dict.fromkeys((*LLAVA_MODELS, *QWEN_MODELS), LLAVA_LAYOUTS),
+    **dict.fromkeys((*LLAVA_MODELS, *LLAVA_NEXT_MODELS, *QWEN_MODELS), LLAVA_LAYOUTS),
     "qwen3-vl-moe": LLAVA_LAYOUTS | {
         "disjoint-ep2": (3, "--llm-dp 2 --llm-ep 2"),
         "disjoint-pp2-tp2-ep2": (4, "--encoder-pp 2 --llm-tp 2 --llm-ep 2 --sequence-parallel")},
@@ -51,7 +59,8 @@ CASES = [(name, layout) for name, layouts in LAYOUTS_OF.items() for layout in la
 # Layouts of the fast suite, where more than one process and disjoint grids.
 FAST = [("llama", "tp2"), ("qwen2-tied-one-key-head", "tp2"), ("qwen2-tied-one-key-head", "pp2"),
         ("clip-llama", "disjoint-tp2-pp2"), ("clip-last-layer-qwen2-tied", "one-process"),
-        ("clip-last-layer-qwen2-tied", "disjoint"), ("qwen2.5-vl", "one-process")]
+        ("clip-last-layer-qwen2-tied", "disjoint"), ("qwen2.5-vl", "one-process"),
+        ("llava-next", "disjoint")]
 Saved = Callable[[str], tuple[Path, dict[str, torch.Tensor]]]
 
 
@@ -101,6 +110,24 @@ def test_transformers_loads_what_is_exported_without_a_base(pool: WorkerPool, sa
     assert found.keys() == expected.keys()
     for key, logits in found.items():
         assert torch.equal(logits, expected[key]), key
+
+
+@pytest.mark.parametrize("name", fast_only(["qwen2.5-vl", "llava-next"], (*QWEN_MODELS, *LLAVA_NEXT_MODELS)))
+def test_gradients_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    folders = [str(tmp_path / part) for part in ("model", "theirs", "ours")]
+    pool.run(hf_families.save_hf, name, folders[0], world_size=1)
+    pool.run(hf_families.save_hf_gradients, name, folders[0], folders[1], world_size=1)
+    pool.run(hf_families.export_gradients, name, folders[0], folders[2], world_size=1)
+    theirs, ours = (safetensors_of(Path(folder)) for folder in folders[1:])
+    theirs = {key: value for key, value in theirs.items() if value.abs().max() > 0}
+    # Without a base, exports name the tower as published files do.
+    ours = {key.replace("vision_tower.vision_model.", "vision_tower."): value for key, value in ours.items()}
+    assert theirs.keys() == ours.keys(), theirs.keys() ^ ours.keys()
+    # Without rotary positions, the bias of keys adds the same to all scores of a query. So its gradient is rounding.
+    scale = {key: theirs[key.replace("k_proj", "q_proj")] if key.startswith("vision_tower") and "k_proj.bias" in key
+             else value for key, value in theirs.items()}
+    errors = {key: float((ours[key] - value).abs().max() / scale[key].abs().max()) for key, value in theirs.items()}
+    assert not {key: error for key, error in errors.items() if not error < GRADIENT_ERROR}
 
 
 @pytest.mark.parametrize("name", ["clip-llama", pytest.param("siglip-qwen3", marks=pytest.mark.slow)])

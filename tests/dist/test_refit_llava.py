@@ -1,4 +1,4 @@
-"""Weights of a LLaVA and of a Qwen2.5-VL from disjoint vision and language grids in a live vLLM engine.
+"""Weights of a LLaVA, of a LLaVA-NeXT and of Qwen-VLs from disjoint vision and language grids in a live vLLM engine.
 
 Both sides see the same images. Log-probs of prompts with and without images after every sync equal the trainer's and
 Hugging Face's.
@@ -65,6 +65,8 @@ def served_qwen(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> I
 def _served(pool: WorkerPool, folder: Path, name: str) -> Iterator[Served]:
     saved = pool.run(refit_llava.save, str(folder), name, world_size=1)[0]
     options = refit.engine_options(folder, skip_tokenizer_init=False, block_size=32)
+    if name == refit_llava.NEXT:
+        options = replace(options, max_model_len=96)
     process = EngineProcess(options, setup=refit_llava.allow_stale_caches)
     yield Served(folder, process, **saved)
     process.close()
@@ -93,6 +95,15 @@ def test_log_probs_after_three_syncs_equal_the_trainers(pool: WorkerPool, served
 def test_log_probs_of_a_qwen_after_three_syncs_equal_the_trainers(pool: WorkerPool, served_qwen: Served,
                                                                   layout: str) -> None:
     check_log_probs(pool, served_qwen, layout, refit_llava.QWEN)
+
+
+@pytest.mark.timeout(900)
+def test_log_probs_of_a_llava_next_after_three_syncs_equal_the_trainers(
+        pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> None:
+    for served in _served(pool, tmp_path_factory.mktemp("next"), refit_llava.NEXT):
+        assert "image_newline" in served.names
+        for layout in ("colocated", "disjoint-tp2-pp2"):
+            check_log_probs(pool, served, layout, refit_llava.NEXT)
 
 
 @pytest.mark.timeout(900)

@@ -55,6 +55,18 @@ LLAVA_MODELS: dict[str, dict[str, Any]] = {
         "vision_config": CLIP | {"hidden_act": "gelu"},
         "text_config": QWEN3_MOE | {"num_experts_per_tok": 1, "norm_topk_prob": False}},
 }
+# Tiles of 2 x 2 tokens, in grids of up to three. What is tied inside text_config alone is not tied.
+LLAVA_NEXT_MODELS: dict[str, dict[str, Any]] = {
+    "llava-next": {"vision_config": CLIP, "text_config": TEXT | {"model_type": "llama", "max_position_embeddings": 128},
+                   "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32], [48, 16]]},
+    "llava-next-siglip-qwen2-tied": {
+        "vision_config": SIGLIP | {"image_size": 24}, "vision_feature_select_strategy": "full",
+        "text_config": TEXT_MODELS["qwen2-tied-one-key-head"] | {"max_position_embeddings": 128},
+        "image_grid_pinpoints": [[24, 48], [48, 24]], "tie_word_embeddings": True},
+    "llava-next-tied-inside": {
+        "vision_config": CLIP, "image_grid_pinpoints": [[16, 32]],
+        "text_config": TEXT_MODELS["qwen2-tied-one-key-head"] | {"max_position_embeddings": 128}},
+}
 NEMOTRON = {
     "model_type": "nemotron_h", "vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "ssm_state_size": 6, "mamba_num_heads": 4,
@@ -95,8 +107,8 @@ QWEN_MODELS: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_vl_moe", "vision_config": QWEN3_TOWER, "tie_word_embeddings": False,
         "text_config": QWEN3_TEXT | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}},
 }
-VISION_LANGUAGE = (*LLAVA_MODELS, *QWEN_MODELS)
-MODELS = TEXT_MODELS | LLAVA_MODELS | NEMOTRON_MODELS | QWEN_MODELS
+VISION_LANGUAGE = (*LLAVA_MODELS, *LLAVA_NEXT_MODELS, *QWEN_MODELS)
+MODELS = TEXT_MODELS | LLAVA_MODELS | LLAVA_NEXT_MODELS | NEMOTRON_MODELS | QWEN_MODELS
 
 
 def build_hf(name: str) -> Any:
@@ -107,12 +119,17 @@ def build_hf(name: str) -> Any:
         AutoModelForImageTextToText,
         LlavaConfig,
         LlavaForConditionalGeneration,
+        LlavaNextConfig,
+        LlavaNextForConditionalGeneration,
     )
 
     sizes = {key: dict(value) if isinstance(value, dict) else value for key, value in MODELS[name].items()}
     if name in LLAVA_MODELS:
         config = LlavaConfig(**sizes, image_token_index=VOCAB_SIZE - 1)
         model = LlavaForConditionalGeneration._from_config(config, attn_implementation="eager")
+    elif name in LLAVA_NEXT_MODELS:
+        config = LlavaNextConfig(**sizes, image_token_index=VOCAB_SIZE - 1)
+        model = LlavaNextForConditionalGeneration._from_config(config, attn_implementation="eager")
     elif name in QWEN_MODELS:
         ids = {"image_token_id": VOCAB_SIZE - 1, "video_token_id": VOCAB_SIZE - 2}
         config = AutoConfig.for_model(sizes.pop("model_type"), **ids | sizes)
@@ -161,18 +178,28 @@ def reloaded_logits(rank: int, name: str, folder: str, source: str) -> dict[str,
 def _hf_logits(rank: int, model: Any, name: str, folder: str) -> dict[str, torch.Tensor]:
     found = {}
     layout = ("--layout", "colocated") if name in VISION_LANGUAGE else ()
-    for batch in _batches(rank, flags_of(name, folder, layout), 1):
-        inputs = {}
-        for encoder in batch.encoders.values():
-            inputs = dict(encoder.inputs)
+    flags = flags_of(name, folder, layout)
+    for batch in _batches(rank, flags, 1):
         assert batch.text is not None
         ids = batch.text.input_ids
-        if name in QWEN_MODELS:
-            sizes = sizes_of(flags_of(name, folder, layout), batch.text.keys)
-            inputs = qwen_inputs(model.config, inputs, sizes) | {"position_ids": batch.text.position_ids}
+        inputs = hf_inputs(model.config, name, flags, batch)
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits
         found |= dict(zip(batch.text.keys, logits, strict=True))
     return found
+
+
+def hf_inputs(config: Any, name: str, flags: tuple[str, ...], batch: Microbatch) -> dict[str, torch.Tensor]:
+    """Images and positions of a microbatch of a run with `flags`, as the model `name` of transformers takes them."""
+    inputs: dict[str, Any] = {}
+    for encoder in batch.encoders.values():
+        inputs = dict(encoder.inputs)
+    assert batch.text is not None
+    if name in LLAVA_NEXT_MODELS and inputs:
+        return {"pixel_values": inputs["pixel_values"], "image_sizes": torch.from_numpy(inputs["imgs_sizes"])}
+    if name in QWEN_MODELS:
+        sizes = sizes_of(flags, batch.text.keys)
+        return qwen_inputs(config, inputs, sizes) | {"position_ids": batch.text.position_ids}
+    return inputs
 
 
 def sizes_of(flags: tuple[str, ...], keys: Sequence[str]) -> list[ImageSize]:
@@ -206,6 +233,9 @@ def flags_of(name: str, folder: str, layout: tuple[str, ...]) -> tuple[str, ...]
     """Flags of a run of the model `name` that is saved in `folder`."""
     provider = "llava" if name in LLAVA_MODELS else "nemotron_h" if name in NEMOTRON_MODELS else "causal_lm"
     sizes: tuple[str, ...] = ()
+    if name in LLAVA_NEXT_MODELS:
+        provider = "llava_next"
+        sizes = ("--mock-image-size", "30", "--mock-image-size-cv", "0.8", "--seq-length", "96")
     if name in QWEN_MODELS:
         provider = MODELS[name]["model_type"].removesuffix("_moe")
         sizes = ("--mock-image-size", "16", "--mock-image-size-cv", "0.8", "--seq-length", "128",
@@ -372,19 +402,18 @@ def _loss(logits: torch.Tensor, batch: Microbatch) -> torch.Tensor:
 
 
 def save_hf_gradients(rank: int, name: str, folder: str, out: str) -> None:
-    """Save the gradients of the tests' batch by transformers as the tensors of a folder."""
+    """Save the gradients of the tests' batch by transformers as the tensors of a folder, zeros where there are none."""
     model = build_hf(name)
-    for batch in _batches(rank, flags_of(name, folder, ("--layout", "colocated")), 1):
+    flags = flags_of(name, folder, ("--layout", "colocated"))
+    for batch in _batches(rank, flags, 1):
         assert batch.text is not None
-        sizes = sizes_of(flags_of(name, folder, ("--layout", "colocated")), batch.text.keys)
-        inputs = qwen_inputs(model.config, dict(batch.encoders["vision"].inputs), sizes)
         found = model(input_ids=batch.text.input_ids, attention_mask=torch.ones_like(batch.text.input_ids),
-                      position_ids=batch.text.position_ids, **inputs)
+                      **hf_inputs(model.config, name, flags, batch))
         _loss(found.logits, batch).backward()
     with torch.no_grad():
         for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.copy_(parameter.grad)
+            # Of a CLIP tower whose last layers are not used.
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     save_published(model, out)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from providers import nemotron_moe_vlm
-from providers.common.hf import causal_lm_sizes, llava_sizes
+from providers.common.hf import causal_lm_sizes, llava_next_sizes, llava_sizes
 from providers.common.hf_deepseek import deepseek_sizes
 from providers.common.hf_nemotron import OLD_NAMES, nemotron_sizes, vlm_config, vlm_sizes
 from providers.common.hf_qwen3_vl import language_sizes, qwen3_vl_sizes, vision_sizes
@@ -34,6 +34,7 @@ VALUES: dict[str, list[Any]] = {
     "hybrid_override_pattern": ["M-", "MX"], "mtp_layers_block_type": [["mamba"]], "mlp_only_layers": [[0]],
     "mtp_hybrid_override_pattern": ["M"], "quantization_config": [{"quant_method": "fp8"}], "sliding_window": [4096],
     "per_layer_config": [{"0": {"hidden_size": 4}}], "partial_rotary_factor": [0.5], "q_lora_rank": [None],
+    "image_grid_pinpoints": [[[336, 336]], [336]],
     "vision_feature_layer": [-1, [-2, -5]], "vision_feature_select_strategy": ["default", "full"],
     "hidden_act": ["gelu", "gelu_pytorch_tanh", "relu"], "mlp_hidden_act": ["silu"], "image_size": [64, [64, 32]],
     "time_step_min": [0.0005, 0.01], "time_step_limit": [[0.0, 1.0]], "vision_config.max_resolution": [1024],
@@ -166,6 +167,7 @@ def families() -> list[Family]:
             "mamba_d_conv", "mamba_conv_bias", "mamba_dt_limit", "mamba_dt_min", "mamba_dt_max", "mamba_dt_init_floor",
             "mamba_expand", "mamba_chunk_size")),
         Family("llava", llava_sizes, {"model_type": "llava"}),
+        Family("llava_next", llava_next_sizes, {"model_type": "llava_next"}),
         Family("clip_vision_model", _llava("vision_config"), {"model_type": "clip_vision_model"}),
         Family("siglip_vision_model", _llava("vision_config", vision_feature_select_strategy="full"),
                {"model_type": "siglip_vision_model"}, ("vision_use_head",)),

@@ -59,8 +59,7 @@ def make_samples(token_spec: Any, sizes: Sequence[ImageSize]) -> list[list[Sampl
             ids = [token_spec.video_token_id if isinstance(size, VideoSize) else 95 for size in own]
             # Ids of text are below those of placeholders, 94 and 95.
             tokens = np.insert(rng.integers(1, 94, size=length), places, np.array(ids, np.int64))
-            images = [rng.standard_normal((*size[2:3], token_spec.num_channels, *size[:2]), dtype=np.float32)
-                      for size in own]
+            images = [rng.standard_normal(token_spec.pixel_shape(size), dtype=np.float32) for size in own]
             samples.append(Sample(f"{number}.{place}", tokens, tokens < 94, own, images))
         packs.append(samples)
     return packs

@@ -104,7 +104,7 @@ def inputs_of(config: Config, sizes: Sequence[Size], dtype: Any = None) -> tuple
     """Random images of these sizes, and the encoder's inputs."""
     import torch
 
-    from mimo.data.collate import PatchOrder, packed_patches, whole_images
+    from mimo.data.encoder_inputs import PatchOrder, packed_patches, whole_images
     from tests.support import provider_cases as cases
 
     images = [cases.draw(3, *size, seed=30 + number).numpy() for number, size in enumerate(sizes)]

@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from mimo.data.batch import Microbatch
-from mimo.data.collate import PatchOrder, split_images, unpatchify
+from mimo.data.encoder_inputs import PatchOrder, split_images, unpatchify
 from mimo.protocols import LANGUAGE, Sample, VideoSize
 from mimo.refit.options import RefitOptions
 from mimo.registry import model_provider
@@ -50,6 +50,9 @@ QWEN3_MODEL = QWEN_MODEL | {
 QWENS = {QWEN: QWEN_MODEL, "refit-qwen3-vl": QWEN3_MODEL, "refit-qwen3-vl-moe": QWEN3_MODEL | {
     "model_type": "qwen3_vl_moe", "tie_word_embeddings": False, "text_config": QWEN3_MODEL["text_config"] | {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}}}
+# Its tiles are those of the engine's processor, so the images have any size.
+NEXT = "refit-llava-next"
+NEXT_IMAGES = ("--seq-length", "80", "--mock-image-size", "24", "--mock-image-size-cv", "0.8")
 QWEN_IMAGES = ("--seq-length", "56", "--mock-image-size", "16", "--mock-image-size-cv", "0.3",
                "--mock-video-fraction", "0")
 LENGTH = ("--seq-length", "40", "--global-batch-size", "8", "--mock-text-only-fraction", "0.5")
@@ -62,6 +65,9 @@ def register() -> None:
     """Make the model known in this process, as `refit.register`."""
     model = {"vision_config": hf_families.CLIP, "text_config": refit.TEXT | {"model_type": "llama"}}
     hf_families.LLAVA_MODELS[NAME] = hf_families.MODELS[NAME] = model
+    tiled = {"vision_config": hf_families.CLIP, "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]],
+             "text_config": model["text_config"] | {"max_position_embeddings": 128}}
+    hf_families.LLAVA_NEXT_MODELS[NEXT] = hf_families.MODELS[NEXT] = tiled
     hf_families.QWEN_MODELS.update(QWENS)
     hf_families.MODELS.update(QWENS)
 
@@ -81,7 +87,8 @@ def allow_stale_caches() -> None:
 
 def flags_of(folder: str, layout: tuple[str, ...], name: str = NAME) -> tuple[str, ...]:
     """Flags of a run of the model that is saved in `folder`."""
-    return hf_families.flags_of(name, folder, (*LENGTH, *(QWEN_IMAGES if name in QWENS else ()), *layout))
+    images = QWEN_IMAGES if name in QWENS else NEXT_IMAGES if name == NEXT else ()
+    return hf_families.flags_of(name, folder, (*LENGTH, *images, *layout))
 
 
 def save(rank: int, folder: str, name: str = NAME) -> dict[str, Any]:
@@ -95,7 +102,7 @@ def save(rank: int, folder: str, name: str = NAME) -> dict[str, Any]:
     model = hf_families.build_hf(name)
     hf_families.save_published(model, folder)
     flags = flags_of(folder, ("--layout", "colocated"), name)
-    if name in QWENS:
+    if name != NAME:
         config = equality.parse(list(flags))
         provider, family = model_provider(config.model.model_provider), config.model_family
         provider.write_processor(family, Path(folder), hf_processor.CLIP_MEAN, hf_processor.CLIP_STD)
@@ -106,14 +113,11 @@ def save(rank: int, folder: str, name: str = NAME) -> dict[str, Any]:
     for mock in hf_families._batches(rank, flags, 1):
         batch = _with_stored_pixels(mock, folder)
         images = _images_of_samples(mock, folder)
-        pixels = batch.encoders["vision"].inputs
         assert batch.text is not None
         ids = batch.text.input_ids
-        if name in QWENS:
-            sizes = hf_families.sizes_of(flags, batch.text.keys)
-            pixels = hf_families.qwen_inputs(model.config, pixels, sizes) | {"position_ids": batch.text.position_ids}
+        inputs = hf_families.hf_inputs(model.config, name, flags, batch)
         with torch.no_grad():
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **pixels).logits
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits
         for key, row, row_logits in zip(batch.text.keys, ids.tolist(), logits, strict=True):
             found["tokens"][key], found["logits"][key] = row, row_logits
             found["prompts"][key] = _prompt(row, images[key])
@@ -140,6 +144,10 @@ def _write_processor(folder: str) -> None:
 def _to_images(inputs: dict[str, Any], folder: str) -> list[Any]:
     """Return the 8-bit images nearest to an encoder's normalised pixels, as PIL's."""
     processor, pixels = _image_processor(folder), inputs["pixel_values"]
+    if "tile_counts" in inputs:
+        # Any image of the size will do whose content is the same on every rank: that of its first tile, repeated.
+        return [Image.fromarray(np.resize((tiles[0].numpy() * 64 + 128).clip(0, 255).astype(np.uint8), (*size, 3)))
+                for size, tiles in split_images(inputs)]
     if "imgs_sizes" in inputs:
         order = PatchOrder(processor.patch_size, processor.merge_size, processor.temporal_patch_size)
         pixels = [torch.from_numpy(unpatchify(patches.numpy(), size, order))
@@ -162,7 +170,11 @@ def _with_stored_pixels(batch: Microbatch, folder: str) -> Microbatch:
         pixels = encoder.inputs.get("pixel_values", torch.empty(0))
         if len(pixels):
             images = _to_images(encoder.inputs, folder)
-            stored = _image_processor(folder)(images, return_tensors="pt")["pixel_values"].view(pixels.shape)
+            stored = _image_processor(folder)(images, return_tensors="pt")["pixel_values"]
+            if "tile_counts" in encoder.inputs:
+                stored = torch.cat([tiles[:count] for tiles, count in zip(stored, encoder.inputs["tile_counts"],
+                                                                         strict=True)])
+            stored = stored.view(pixels.shape)
             assert stored.shape == pixels.shape and stored.dtype == pixels.dtype
             encoder = replace(encoder, inputs=encoder.inputs | {"pixel_values": stored})
         encoders[name] = encoder

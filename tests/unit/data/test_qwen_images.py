@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl import Qwen2VLImageProcessor
 from data.energon.provider import provider as energon
 from data.image_tiling import tile_image, tile_sizes, tiling_of
 from mimo.config.cli import parse
-from mimo.data.collate import PatchOrder, packed_patches
+from mimo.data.encoder_inputs import PatchOrder, packed_patches
 from mimo.registry import model_provider
 from providers.common import qwen_processor
 

@@ -37,7 +37,8 @@ from mimo.commands.main import main
 from mimo.config.cli import parse, parse_as
 from mimo.config.rl_run import RlRunConfig
 from mimo.data.batch import normalised
-from mimo.data.collate import PatchOrder, Placeholders, collate_text, expand_images, packed_patches
+from mimo.data.collate import Placeholders, collate_text, expand_images
+from mimo.data.encoder_inputs import PatchOrder, packed_patches
 from mimo.grid.layout import build_layout
 from mimo.protocols import DataRequest, Sample, VideoProcessing
 from mimo.registry import model_provider

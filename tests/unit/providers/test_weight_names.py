@@ -14,7 +14,7 @@ from mimo.protocols import LANGUAGE
 from mimo.weights.match import ModuleMatch, check_tensor, match_source
 from mimo.weights.rules import WeightMap
 from mimo.weights.safetensors_io import Catalog, HfSource, SourceTensor
-from providers import causal_lm, llava, nemotron_h, qwen2_5_vl, qwen3_vl
+from providers import causal_lm, llava, llava_next, nemotron_h, qwen2_5_vl, qwen3_vl
 from providers.common.vision_language import VISION
 from tests.support.hf_families import LLAVA_MODELS, MODELS, QWEN_MODELS, TEXT_MODELS, build_hf
 
@@ -67,10 +67,11 @@ def maps_of(model: Any) -> dict[str, WeightMap]:
         family: Any = qwen2_5_vl if sizes["model_type"] == "qwen2_5_vl" else qwen3_vl
         own = family.from_hf(sizes)
         return {module: family.provider.weight_map(own, module) for module in (VISION, LANGUAGE)}
-    if sizes["model_type"] != "llava":
+    if sizes["model_type"] not in ("llava", "llava_next"):
         return {LANGUAGE: causal_lm.provider.weight_map(causal_lm.from_hf(sizes), LANGUAGE)}
-    config = llava.from_hf(sizes)
-    return {module: llava.provider.weight_map(config, module) for module in (VISION, LANGUAGE)}
+    kind: Any = llava if sizes["model_type"] == "llava" else llava_next
+    config = kind.from_hf(sizes)
+    return {module: kind.provider.weight_map(config, module) for module in (VISION, LANGUAGE)}
 
 
 def renamed(shapes: Shapes, *changes: tuple[str, str]) -> dict[str, Iterable[int]]:

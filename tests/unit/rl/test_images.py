@@ -17,7 +17,7 @@ from PIL import Image
 from data import image_tiling
 from data.energon.provider import Config as energon_flags
 from mimo.config.rl_run import RlRunConfig, validate_rl
-from mimo.data.collate import PatchOrder, patchify
+from mimo.data.encoder_inputs import PatchOrder, patchify
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE, VideoSize
 from mimo.registry import model_provider
@@ -72,10 +72,11 @@ def test_images_count_as_the_tokens_that_they_become(images):
 
 def test_parts_of_a_microbatch_have_keys_and_counts_of_their_own(images):
     own = completions(0)
-    keys, counts, of_images = images.text_parts(own[:5], 2)
-    assert keys == ("prompt 0#0 prompt 0#1", "prompt 1#0 prompt 1#1 prompt 2#0")
-    assert counts == {"vision": (8, 8)} and of_images == {"vision": (4,) * 4}
-    assert images.text_parts(own[:1], 2) == (("", "prompt 0#0"), {"vision": (0, 4)}, {"vision": (4,)})
+    assert images.text_parts(own[:5], 2) == {
+        "keys": ("prompt 0#0 prompt 0#1", "prompt 1#0 prompt 1#1 prompt 2#0"),
+        "token_counts": {"vision": (8, 8)}, "image_lengths": {"vision": (4,) * 4}, "tile_lengths": {}}
+    assert images.text_parts(own[:1], 2) == {"keys": ("", "prompt 0#0"), "token_counts": {"vision": (0, 4)},
+                                             "image_lengths": {"vision": (4,)}, "tile_lengths": {}}
 
 
 @pytest.mark.parametrize(("changes", "expected"), [
@@ -156,7 +157,7 @@ def as_request_image(picture: np.ndarray) -> object:
 
 
 @pytest.mark.parametrize(("flags", "expected"), [
-    ("--model-provider mock", "image processors for rollouts exist only for --model-provider llava, qwen2_5_vl, qwe"),
+    ("--model-provider mock", "image processors for rollouts exist only for --model-provider llava, llava_next, qwe"),
     ("--vision-num-channels 1", "--vision-num-channels 1: image processors .* take images of 3 channels"),
     ("--no-vision-class-token", "CLIP has --vision-class-token and --vision-pre-layernorm, SigLIP"),
 ])

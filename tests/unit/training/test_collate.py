@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from mimo.data.collate import PatchOrder, Placeholders, collate_encoder, collate_text
+from mimo.data.collate import Placeholders, collate_encoder, collate_text
+from mimo.data.encoder_inputs import PatchOrder
 from mimo.data.positions import TokenGrid
 from mimo.protocols import Sample, VideoSize
 from mimo.registry import model_provider

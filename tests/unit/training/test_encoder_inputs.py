@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mimo.data.batch import EncoderBatch, Microbatch, PackedSequences, TextBatch, map_tensors
-from mimo.data.collate import (
+from mimo.data.encoder_inputs import (
     PatchOrder,
     join_images,
     merge_inputs,
