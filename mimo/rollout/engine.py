@@ -147,6 +147,7 @@ def prepare_vllm(options: EngineOptions, place: NodePlace | None) -> dict[str, A
     refuse_data_parallel(options.extra.get("data_parallel_size", 1), "data_parallel_size")
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
 
     from mimo.refit.options import BACKEND, register
     from mimo.rollout import vllm_models
@@ -159,9 +160,13 @@ def prepare_vllm(options: EngineOptions, place: NodePlace | None) -> dict[str, A
         "enable_expert_parallel": options.enable_expert_parallel, "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs, "load_format": options.load_format, "seed": options.seed,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND)}
-    if options.pipeline_parallel_size > 1 and _is_hybrid(Path(options.model) / "config.json"):
+    decoder = _decoder_values(Path(options.model) / "config.json")
+    if options.pipeline_parallel_size > 1 and {"hybrid_override_pattern", "layers_block_type"} & decoder.keys():
         # vLLM's prefix cache asserts that every stage has a Mamba-2 layer.
         arguments["enable_prefix_caching"] = False
+    if current_platform.is_cpu() and "kv_lora_rank" in decoder and options.dtype == "float32":
+        # On CPUs with AMX, vLLM would choose a backend of latent attention that computes in bfloat16 alone.
+        arguments["attention_config"] = {"backend": "CPU_MLA"}
     if any(each.name == DEVICE_NORMALIZE for each in fields(EngineArgs)):
         arguments[DEVICE_NORMALIZE] = False
     arguments |= options.extra
@@ -172,10 +177,12 @@ def prepare_vllm(options: EngineOptions, place: NodePlace | None) -> dict[str, A
     return arguments
 
 
-def _is_hybrid(path: Path) -> bool:
-    """Whether a config.json describes a decoder of Mamba-2 and other layers."""
-    values = json.loads(path.read_text(encoding="utf-8"))
-    return bool({"hybrid_override_pattern", "layers_block_type"} & values.get("llm_config", values).keys())
+def _decoder_values(path: Path) -> dict[str, Any]:
+    """Return what a config.json says of the decoder; nothing if there is none, which vLLM then reports."""
+    if not path.is_file():
+        return {}
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return dict(values.get("llm_config", values))
 
 
 class EngineNode:

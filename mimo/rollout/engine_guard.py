@@ -1,7 +1,8 @@
 """A process that ends an engine whose starter is gone.
 
 `python engine_guard.py PID` reads from a pipe whose other end the starter holds, so that standard input ends when the
-starter ends, for whatever reason. An engine or worker that hangs or was stopped would not notice this by itself.
+starter ends, for whatever reason. An engine or worker that hangs or was stopped would not notice this by itself. The
+guard of a Ray actor is started by the actor, to end its workers.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ def guard(pid: int) -> None:
 
 
 def _family(pid: int) -> set[psutil.Process]:
-    """Return the engine's process and all processes that it has started."""
+    """Return the engine's process and all processes that it has started, which this one may be among."""
     try:
         engine = psutil.Process(pid)
-        return {engine, *engine.children(recursive=True)}
+        return {engine, *engine.children(recursive=True)} - {psutil.Process()}
     except psutil.NoSuchProcess:
         return set()
 

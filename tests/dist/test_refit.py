@@ -23,14 +23,15 @@ MOE_LAYOUTS = {"one-process": (1, ""), "tp2": (2, "--llm-tp 2 --sequence-paralle
                "tp2-ep2": (4, "--llm-tp 2 --sequence-parallel --llm-dp 2 --llm-ep 2"),
                "tp2-expert-tp2": (2, "--llm-tp 2 --sequence-parallel --llm-expt-tp 2")}
 LAYOUTS = {"refit-qwen3": DENSE_LAYOUTS, "refit-qwen3-tied": {"tp2": DENSE_LAYOUTS["tp2"]},
-           "refit-qwen3-moe": MOE_LAYOUTS, "refit-nemotron-h": DENSE_LAYOUTS}
+           "refit-qwen3-moe": MOE_LAYOUTS, "refit-nemotron-h": DENSE_LAYOUTS,
+           "refit-deepseek": {"pp2": DENSE_LAYOUTS["pp2"], "ep2": MOE_LAYOUTS["ep2"]}}
 # Tensor-parallel size and stages of engines. vLLM has no expert parallelism on CPUs: `CPUUnquantizedExperts.apply` of
 # its experts/cpu_moe.py leaves out the `expert_map`, so that a worker looks for experts that others have, and crashes.
 # It has no experts without a gate on CPUs either, as Nemotron's are: `FusedMoEConfig.__post_init__` refuses them.
 ENGINES = {"1": (1, 1), "tp2": (2, 1), "pp2": (1, 2)}
 CASES = [(name, layout, "1") for name, layouts in LAYOUTS.items() for layout in layouts]
-CASES += [(name, layout, sizes) for name, layout in (("refit-qwen3-moe", "tp2-ep2"), ("refit-nemotron-h", "tp2"))
-          for sizes in ("tp2", "pp2")]
+CASES += [(name, layout, sizes) for sizes in ("tp2", "pp2") for name, layout in (
+    ("refit-qwen3-moe", "tp2-ep2"), ("refit-nemotron-h", "tp2"), ("refit-deepseek", "pp2"))]
 OPTIONS = RefitOptions(backend="gloo", dtype="float32", timeout_s=60, chunk_bytes=10_000)
 
 Engine = Callable[[str, str], tuple[Path, EngineProcess, dict[str, torch.Tensor]]]

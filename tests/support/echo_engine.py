@@ -6,6 +6,7 @@ The process imports this module to find its stand-in, so it must not import Mega
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -74,6 +75,10 @@ class NotingEngine(EchoEngine):
     def variable(self, name: str) -> str | None:
         """Return an environment variable."""
         return os.environ.get(name)
+
+    def start_worker(self) -> int:
+        """Start a process that never ends by itself, like a worker that hangs. Return its id."""
+        return subprocess.Popen(["sleep", "10000"]).pid
 
 
 def use_noting_engine() -> None:

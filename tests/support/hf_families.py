@@ -232,6 +232,8 @@ def qwen_inputs(config: Any, inputs: dict[str, Any], sizes: Sequence[ImageSize])
 def flags_of(name: str, folder: str, layout: tuple[str, ...]) -> tuple[str, ...]:
     """Flags of a run of the model `name` that is saved in `folder`."""
     provider = "llava" if name in LLAVA_MODELS else "nemotron_h" if name in NEMOTRON_MODELS else "causal_lm"
+    if MODELS[name].get("model_type") == "deepseek_v3":
+        provider = "deepseek_v3"
     sizes: tuple[str, ...] = ()
     if name in LLAVA_NEXT_MODELS:
         provider = "llava_next"

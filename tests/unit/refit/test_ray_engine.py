@@ -19,6 +19,7 @@ import pytest
 import ray
 
 from mimo.refit.rendezvous import RefitError
+from mimo.rollout.engine_guard import LOOK_S
 from mimo.rollout.ray_actors import RayCluster, RayEngines
 from tests.support.echo_engine import engine_options, fail_to_start, sleep_long, use_noting_engine
 
@@ -60,6 +61,10 @@ def wait_for(is_done: Callable[[], bool]) -> None:
     assert is_done()
 
 
+def has_ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
 def process_of(client: Any) -> psutil.Process:
     return psutil.Process(int(re.findall(r"process (\d+)", client.name)[0]))
 
@@ -74,6 +79,8 @@ def test_each_actor_has_gpus_of_its_own_and_what_was_forwarded_and_no_rank(tmp_p
         with pytest.raises(RefitError, match=r"Traceback(.|\n)*ZeroDivisionError: by nothing"):
             clients[0].update_weights({"name": "a", "error": ZeroDivisionError("by nothing")})
         killed, stopped = process_of(clients[0]), process_of(clients[1])
+        workers = [psutil.Process(each.call("start_worker")) for each in clients]
+        time.sleep(LOOK_S + 1)  # until the guards have seen them
         killed.kill()
         began = time.monotonic()
         with pytest.raises(RefitError, match=rf"the engine in process {killed.pid} on .* \(a Ray actor\) has ended: "
@@ -84,7 +91,7 @@ def test_each_actor_has_gpus_of_its_own_and_what_was_forwarded_and_no_rank(tmp_p
         impatient = dataclasses.replace(clients[1], timeout_s=0.5)
         with pytest.raises(RefitError, match=rf"process {stopped.pid} .* did not answer prompt_logprobs within 0\.5 s"):
             impatient.prompt_logprobs([])
-    wait_for(lambda: not psutil.pid_exists(stopped.pid) or stopped.status() == psutil.STATUS_ZOMBIE)
+    wait_for(lambda: all(map(has_ended, [stopped, *workers])))
 
 
 def test_a_signal_to_the_group_of_this_process_is_not_for_ray(tmp_path: Path) -> None:

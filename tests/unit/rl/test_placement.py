@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,20 @@ def test_an_engine_that_is_data_parallel_by_itself_is_refused(monkeypatch: pytes
         check_placement(parsed(device="cpu"), 0)
     monkeypatch.setenv("VLLM_DP_SIZE", "1")
     check_placement(parsed(device="cpu"), 0)
+
+
+@pytest.mark.parametrize(("device", "flags", "expected"), [
+    ("cuda", "--norm-epsilon 1e-5", "--norm-epsilon 1e-05: vLLM uses it for the norms of latents too, which"),
+    ("cuda", "--rope-type rope --kv-lora-rank 256", ""),
+    ("cpu", "", ""),
+    ("cpu", "--kv-lora-rank 256", "--kv-lora-rank 256 --qk-pos-emb-head-dim 64: .* for CPUs takes 512 and 64 only"),
+    ("cpu", "--rope-type rope", "--rope-type rope: vLLM on CPUs applies plain rotary positions to the wrong numbers"),
+])
+def test_latent_attention_that_vllm_computes_otherwise_is_refused(host: pytest.MonkeyPatch, device: str, flags: str,
+                                                                  expected: str) -> None:
+    config = parse_as(RlRunConfig, ["--model-provider", "deepseek_v3", "--device", device, *flags.split()], DESCRIPTION)
+    with pytest.raises(ValueError, match=expected) if expected else nullcontext():
+        check_placement(config, 1)
 
 
 @pytest.mark.parametrize("model", ["nemotron_h", "nemotron-moe-vlm-tiny"])
