@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.launch import ROOT, put_commands
+from tests.support.launch import start_bench
+from tests.support.slurm import put_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-PROGRAM = [sys.executable, str(ROOT / "scripts" / "bench" / "rl_sweep.py"), "--device", "cpu"]
-
-
-def sweep(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*PROGRAM, *arguments], check=False, capture_output=True, text=True, timeout=580,
-                          env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"})
 
 
 def test_every_arm_is_a_row_one_that_runs_out_of_memory_too() -> None:
     # Stages fill a microbatch up with padding, 12,000 tokens of 16,384 here; its attention needs gigabytes on the CPU.
-    done = sweep("--layout", "--llm-pp 2", "--tokens", "256", "--tokens", "16384", "--prompt-length", "16",
-                 "--completion-length", "96:0.6", "--repeats", "2", "--memory-limit-gib", "0.5", "--",
-                 "--global-batch-size", "32")
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = start_bench("rl_sweep", "--layout", "--llm-pp 2", *"""--device cpu --tokens 256 --tokens 16384
+        --prompt-length 16 --completion-length 96:0.6 --repeats 2 --memory-limit-gib 0.5 --
+        --global-batch-size 32""".split())
     found = json.loads(done.stdout.splitlines()[-1])
     fits, full = found["arms"]
     assert (fits["max_tokens"], fits["ranks"], fits["error"]) == (256, 2, "")
@@ -42,26 +34,14 @@ def test_every_arm_is_a_row_one_that_runs_out_of_memory_too() -> None:
     assert len(rows) == 2 and rows[1].startswith("| --llm-pp 2 | 16384 | 2 | 1/2/1/1 | out of memory | ")
 
 
-# Both nodes are this machine.
-SRUN = """
-while [[ "$1" == --* ]]; do
-    case "$1" in --nodes=*) nodes="${1#*=}" ;; esac
-    shift
-done
-for ((node = 0; node < nodes; node++)); do SLURM_NODEID=$node "$@" & pids+=($!); done
-for pid in "${pids[@]}"; do wait "$pid" || exit 1; done
-"""
-
-
 def test_an_arm_runs_over_the_nodes_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_commands(tmp_path, "/bin/bash", {"srun": SRUN, "scontrol": "echo localhost; echo localhost"})
+    put_cluster(tmp_path, "", scontrol="echo localhost; echo localhost")
     for name, value in (("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}"), ("SLURM_JOB_NODELIST", "n[1-2]"),
                         ("SLURM_JOB_ID", str(os.getpid()))):
         monkeypatch.setenv(name, value)
-    done = sweep("--slurm", "--gpus-per-node", "1", "--out", str(tmp_path / "out"), "--layout", "--llm-dp 2",
-                 "--tokens", "128", "--tokens", "256", "--prompt-length", "16", "--completion-length", "32:0.6",
-                 "--repeats", "1", "--", "--global-batch-size", "16")
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = start_bench("rl_sweep", "--out", str(tmp_path / "out"), "--layout", "--llm-dp 2", *"""--device cpu --slurm
+        --gpus-per-node 1 --tokens 128 --tokens 256 --prompt-length 16 --completion-length 32:0.6 --repeats 1 --
+        --global-batch-size 16""".split())
     *_, fastest, last = done.stdout.splitlines()
     for row in json.loads(last)["arms"]:
         assert row["error"] == "" and row["tokens_per_s_per_rank"] == pytest.approx(row["tokens_per_s"] / 2)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from scripts.bench.timeline import PATTERN, configure, main, parse_arguments, summary
-from tests.support.launch import ROOT
+from tests.support.launch import bench
 
 FLAGS = """--device cpu --steps 8 --warmup-steps 2 --model-provider mock --dataset-provider mock --seq-length 128
 --micro-batch-size 2 --global-batch-size 4 --encoder-dp 1 --llm-dp 1""".split()
@@ -43,12 +39,7 @@ def test_flags_that_cannot_work_are_refused_before_any_run(capsys: pytest.Captur
 
 @pytest.mark.slow
 def test_both_arms_run(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "bench" / "timeline.py"), *FLAGS, "--tensorboard-dir",
-               str(tmp_path)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=280,
-                          env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"})
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = bench("timeline", *FLAGS, "--tensorboard-dir", str(tmp_path))
     assert (found["device"], found["device_name"]) == ("cpu", platform.machine())
     assert (found["ranks"], found["steps"]) == (2, 8)
     assert min(found["on_ms"], found["off_ms"], found["ratio_low"]) > 0

@@ -6,10 +6,8 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,69 +18,31 @@ from mimo.config.cli import parse, parse_as
 from mimo.config.rl_run import RlRunConfig, validate_rl
 from scripts.bench.presets import MODELS
 from scripts.rl import hf_model, wait_for_ray
-from tests.support.launch import ROOT, put_commands
+from tests.support.launch import ROOT
+from tests.support.slurm import BASH, end, put_cluster, requeued, stop_training, submit
 from tests.support.small_tokenizer import write_tokenizer
 
-BASH = shutil.which("bash") or "/bin/bash"
 RL = ROOT / "scripts" / "rl"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 INSTRUCTION = 'Think "twice"; $HOME, then ####'
 
 # The trainer is noted, not started; everything else of Python runs.
-PYTHON = f"""
+PYTHON = rf"""
 case "$*" in
-    *preflight.py*) printf '%s\\n' "$@" >"$STATE/preflight"; exit "$(<"$STATE/preflight_code")" ;;
+    *preflight.py*) printf '%s\n' "$@" >"$STATE/preflight"; exit "$(<"$STATE/preflight_code")" ;;
     *wait_for_ray.py*) echo "$*" >"$STATE/waited"; exit "$(<"$STATE/ray_code")" ;;
-    -m\\ torch.distributed.run*) ;;
+    -m\ torch.distributed.run*) ;;
     *) exec {sys.executable} "$@" ;;
 esac
-printf '%s\\0' "$@" >"$STATE/command"
-echo "${{PET_NODE_RANK:-}}" >>"$STATE/ranks"
-[[ -e "$STATE/mode" ]] || exit 0
-stopping=
-trap 'stopping=1' TERM
-touch "$STATE/running$SLURM_NODEID"
-while [[ "$(<"$STATE/mode")" == train && -z "$stopping" ]]; do sleep 0.1; done
-if [[ -n "$stopping" ]]; then echo saved >"$STATE/saved$SLURM_NODEID"; exit 1; fi
-if [[ "$(<"$STATE/mode")" == crash ]]; then exit 1; fi
-echo -n 200 >"$STATE/run/checkpoints/latest_checkpointed_iteration.txt"
 """
-SRUN = """
-echo "$*" >>"$STATE/srun"
-while [[ "$1" == --* ]]; do
-    case "$1" in --nodes=*) nodes="${1#*=}" ;; esac
-    shift
-done
-export SLURM_STEP_ID=7
-pids=()
-for ((node = 0; node < nodes; node++)); do SLURM_NODEID=$node "$@" & pids+=($!); done
-[[ "$*" != *torch.distributed.run* ]] || echo "${pids[@]}" >"$STATE/step"
-code=0
-for pid in "${pids[@]}"; do
-    while true; do
-        one=0
-        wait "$pid" || one=$?
-        kill -0 "$pid" 2>/dev/null || break
-    done
-    ((one <= code)) || code=$one
-done
-exit $code
-"""
-COMMANDS = {
-    "python": PYTHON,
-    # The first attempt of a node fails.
-    "ray": 'echo "$*" >>"$STATE/ray"; mkdir "$STATE/tried$SLURM_NODEID-$#" 2>/dev/null && exit 1 || exit 0',
-    "srun": SRUN,
-    "scontrol": 'echo "$*" >>"$STATE/scontrol"; [[ "$1" != show ]] || printf "n%s\\n" 1 2 3 4',
-    "squeue": "echo RUNNING",
-    "scancel": 'echo "$*" >"$STATE/scancel"; read -r -a pids <"$STATE/step"; kill -TERM "${pids[@]}"',
-}
+# The first attempt of a node fails.
+RAY = 'echo "$*" >>"$STATE/ray"; mkdir "$STATE/tried$SLURM_NODEID-$#" 2>/dev/null && exit 1 || exit 0'
 
 
 @pytest.fixture
 def place(tmp_path):
     """Commands in place of Python and Slurm's, a small mixture of experts and problems, in folders with spaces."""
-    put_commands(tmp_path, BASH, COMMANDS)
+    put_cluster(tmp_path, PYTHON, ray=RAY)
     write_tokenizer(tmp_path / "my model", chat_template=TEMPLATE)
     (tmp_path / "my model" / "config.json").write_text(json.dumps(MODELS["tiny"]))
     (tmp_path / "my data").mkdir()
@@ -172,23 +132,16 @@ def edited(job: Path, place: Path, values: dict[str, str] | None = None) -> Path
     return job
 
 
-def submit(place: Path, *arguments: str, values: dict[str, str] | None = None,
-           mode: str = "finish") -> subprocess.Popen[str]:
-    """Start the job of several nodes as Slurm does."""
+def start(place: Path, *arguments: str, values: dict[str, str] | None = None,
+          mode: str = "finish") -> subprocess.Popen[str]:
+    """Start the job of four nodes with other values of its variables."""
     edited(place / "job.sh", place, values)
     (place / "mode").write_text(mode)
-    environment = {"PATH": f"{place / 'bin'}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT),
-                   "SLURM_JOB_ID": "42", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "n[1-4]"}
-    return subprocess.Popen([BASH, str(place / "job.sh"), *arguments], env=environment, text=True, cwd=ROOT,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-
-def end(job: subprocess.Popen[str]) -> str:
-    return job.communicate(timeout=100)[0]
+    return submit(place, 4, *arguments)
 
 
 def test_a_job_has_its_engine_and_its_trainer_on_nodes_of_their_own(place, monkeypatch):
-    job = submit(place, "--gsm8k-instruction", INSTRUCTION)
+    job = start(place, "--gsm8k-instruction", INSTRUCTION)
     output = end(job)
     assert job.returncode == 0 and "finished: 200 iterations" in output, output
     started = (place / "ray").read_text().splitlines()
@@ -218,7 +171,7 @@ def test_a_job_has_its_engine_and_its_trainer_on_nodes_of_their_own(place, monke
 def test_a_job_stages_on_the_nodes_of_its_trainer(place, monkeypatch):
     stage = {"STAGE_FROM": f'("{place}/my model" "{place}/my data")', "STAGE_TO": f"{place}/disk",
              "MODEL": f"{place}/disk/my model", "DATA": f"{place}/disk/my data"}
-    job = submit(place, values=stage)
+    job = start(place, values=stage)
     output = end(job)
     assert job.returncode == 0, output
     assert any("--nodelist=n1,n2" in step and "stage.py" in step for step in (
@@ -228,17 +181,12 @@ def test_a_job_stages_on_the_nodes_of_its_trainer(place, monkeypatch):
 
 
 def test_sigterm_reaches_the_trainer_alone_and_requeues_the_job(place):
-    job = submit(place, mode="train")
-    until = time.monotonic() + 60
-    while not all((place / f"running{node}").exists() for node in (0, 1)):
-        assert time.monotonic() < until and job.poll() is None, "the trainer did not start"
-        time.sleep(0.1)
-    job.send_signal(signal.SIGTERM)
-    output = end(job)
+    job = start(place, mode="train")
+    output = stop_training(place, job)
     assert job.returncode == 0, output
     assert (place / "scancel").read_text() == "--signal=TERM 42.7\n"
     assert (place / "saved0").exists() and (place / "saved1").exists()
-    assert "requeued: SIGTERM" in output and "requeue 42" in (place / "scontrol").read_text()
+    assert "requeued: SIGTERM" in output and requeued(place)
 
 
 @pytest.mark.parametrize(("values", "mode", "expected"), [
@@ -247,11 +195,9 @@ def test_sigterm_reaches_the_trainer_alone_and_requeues_the_job(place):
     ({}, "crash", "training ended with exit code 1; see"),
 ])
 def test_an_error_of_a_job_is_named_and_not_requeued(place, values, mode, expected):
-    job = submit(place, values=values, mode=mode)
+    job = start(place, values=values, mode=mode)
     output = end(job)
-    assert job.returncode == 2 and expected in output
-    asked = place / "scontrol"
-    assert not asked.exists() or "requeue" not in asked.read_text()
+    assert job.returncode == 2 and expected in output and not requeued(place)
 
 
 @pytest.mark.parametrize(("arguments", "flag", "variable"), [
@@ -261,7 +207,7 @@ def test_an_error_of_a_job_is_named_and_not_requeued(place, values, mode, expect
     (("--run-dir", "/elsewhere"), "--run-dir", "RUN_DIR"),
 ])
 def test_flags_that_requeueing_depends_on_are_refused(place, arguments, flag, variable):
-    job = submit(place, *arguments)
+    job = start(place, *arguments)
     output = end(job)
     assert job.returncode == 2 and output.startswith(f"error: {flag}: ") and f"edit {variable} in it" in output
     assert not (place / "srun").exists() and not (place / "scontrol").exists()
@@ -273,7 +219,7 @@ def test_flags_that_requeueing_depends_on_are_refused(place, arguments, flag, va
 ])
 def test_nothing_is_trained_where_a_step_before_it_failed(place, name, expected):
     (place / name).write_text("1")
-    job = submit(place)
+    job = start(place)
     output = end(job)
     assert job.returncode == 2 and expected in output and not (place / "command").exists()
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,12 +17,11 @@ from preflight_checks.run_plan import plan
 
 from mimo.config.cli import parse
 from mimo.config.validate import num_microbatches, train_iterations
-from tests.support.launch import put_commands
+from tests.support.launch import ROOT
 from tests.support.preflight import run_preflight
+from tests.support.slurm import end, put_cluster, requeued, stop_training, submit
 
-ROOT = Path(__file__).resolve().parents[2]
 SBATCH = ROOT / "scripts" / "sbatch"
-BASH = shutil.which("bash") or "/bin/bash"
 SHARED = {"common.sh", "node.sh", "nemotron_54l.sh"}
 SCRIPTS = sorted(path for path in SBATCH.glob("*.sh") if path.name not in SHARED)
 
@@ -181,23 +177,7 @@ def test_a_script_takes_nothing_from_the_environment(monkeypatch):
 
 # ---- a job: Slurm's commands and the trainer replaced, on two "nodes" of this host ----
 
-SRUN = """
-while [[ "$1" == --* ]]; do shift; done
-pids=()
-for node in 0 1; do SLURM_NODEID=$node "$@" & pids+=($!); done
-echo "${pids[@]}" >"$STATE/step"
-code=0
-for pid in "${pids[@]}"; do
-    while true; do
-        one=0
-        wait "$pid" || one=$?
-        kill -0 "$pid" 2>/dev/null || break
-    done
-    ((one <= code)) || code=$one
-done
-exit $code
-"""
-PYTHON = """
+PYTHON = r"""
 if [[ "$*" == *preflight.py* ]]; then
     echo "$*" >"$STATE/preflight"
     exit "$(<"$STATE/preflight_code")"
@@ -206,37 +186,19 @@ if [[ "$*" == *stage.py* ]]; then
     printf '%s\n' "$SLURM_NODEID" "$@" >>"$STATE/staged$SLURM_NODEID"
     exit "$(<"$STATE/stage_code")"
 fi
-echo "$PET_NODE_RANK $*" >>"$STATE/trainer"
-stopping=
-trap 'stopping=1' TERM
-touch "$STATE/running$SLURM_NODEID"
-while [[ "$(<"$STATE/mode")" == train && -z "$stopping" ]]; do sleep 0.1; done
-if [[ -n "$stopping" ]]; then echo saved >"$STATE/saved$SLURM_NODEID"; exit 1; fi
-case "$(<"$STATE/mode")" in
-    finish) echo -n 158946 >"$STATE/run/checkpoints/latest_checkpointed_iteration.txt" ;;
-    duration) echo -n 500 >"$STATE/run/checkpoints/latest_checkpointed_iteration.txt" ;;
-    crash) [[ "$SLURM_NODEID" == 0 ]] || exit 1 ;;
-esac
 """
-COMMANDS = {
-    "srun": SRUN,
-    "python": PYTHON,
-    "scontrol": 'echo "$*" >>"$STATE/scontrol"; [[ "$1" != show ]] || printf "n1\\nn2\\n"',
-    "squeue": 'cat "$STATE/job_state"',
-    "scancel": 'read -r -a pids <"$STATE/step"; kill -TERM "${pids[@]}"',
-}
 
 
 @pytest.fixture
 def cluster(tmp_path):
     """A folder with commands in place of Slurm's and Python, and a script of two nodes that uses them."""
-    put_commands(tmp_path, BASH, COMMANDS)
+    put_cluster(tmp_path, PYTHON)
     values = {"PYTHON": tmp_path / "bin" / "python", "DATA_PATH": tmp_path, "TOKENIZER": tmp_path,
               "NEMOTRON_CHECKPOINT": tmp_path, "RUNS": tmp_path, "RUN_NAME": "run", "LLM_NODES": 1}
     shutil.copy(SBATCH / "prod_33n_gbs768_ep8.sh", tmp_path / "job.sh")
     for name, value in values.items():
         set_value(tmp_path, name, value)
-    for name, value in (("mode", "finish"), ("preflight_code", "0"), ("stage_code", "0"), ("job_state", "RUNNING")):
+    for name, value in (("mode", "finish"), ("preflight_code", "0"), ("stage_code", "0")):
         (tmp_path / name).write_text(value)
     return tmp_path
 
@@ -247,31 +209,13 @@ def set_value(folder: Path, name: str, value: object) -> None:
     job.write_text(job.read_text().replace("\ntrain_nemotron\n", f"\n{name}={value}\ntrain_nemotron\n"))
 
 
-def submit(folder: Path, *arguments: str, **settings: str) -> subprocess.Popen[str]:
-    """Start a job's script as Slurm does."""
-    environment = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT),
-                   "SLURM_JOB_ID": "42", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
-    return subprocess.Popen([BASH, str(folder / "job.sh"), *arguments], env=environment | settings, text=True,
-                            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-
-def end(job: subprocess.Popen[str]) -> str:
-    output, _ = job.communicate(timeout=100)
-    return output
-
-
-def requeued(folder: Path) -> bool:
-    return "requeue 42" in (folder / "scontrol").read_text()
-
-
 def test_a_run_that_comes_to_its_end_is_not_requeued(cluster):
-    job = submit(cluster)
+    job = submit(cluster, 2)
     output = end(job)
     assert job.returncode == 0, output
     assert "finished: 158946 iterations" in output and not requeued(cluster)
-    ranks = sorted(line.split()[0] for line in (cluster / "trainer").read_text().splitlines())
-    assert ranks == ["0", "1"]
-    command = (cluster / "trainer").read_text()
+    assert sorted((cluster / "ranks").read_text().split()) == ["0", "1"]
+    command = (cluster / "command").read_text().replace("\0", " ")
     assert "--nnodes 2 --nproc-per-node 8 --master-addr n1 --master-port 20042 " in command
     assert f"{ROOT}/train_hetero.py --layout disjoint" in command and "--llm-dp 4 " in command
     checked = (cluster / "preflight").read_text()
@@ -281,10 +225,10 @@ def test_a_run_that_comes_to_its_end_is_not_requeued(cluster):
 
 def test_a_run_that_stops_by_the_clock_is_requeued_and_goes_on_in_logs_of_its_own(cluster):
     (cluster / "mode").write_text("duration")
-    output = end(submit(cluster))
+    output = end(submit(cluster, 2))
     assert "requeued: --exit-duration-in-mins, at iteration 500 of 158946" in output and requeued(cluster)
     (cluster / "mode").write_text("finish")
-    output = end(submit(cluster, SLURM_RESTART_COUNT="1"))
+    output = end(submit(cluster, 2, SLURM_RESTART_COUNT="1"))
     assert "attempt 1 " in output and "from iteration 500 of 158946" in output
     assert sorted(path.name for path in (cluster / "run" / "logs").iterdir()) == ["42-attempt-000", "42-attempt-001"]
 
@@ -292,25 +236,21 @@ def test_a_run_that_stops_by_the_clock_is_requeued_and_goes_on_in_logs_of_its_ow
 def test_flags_do_not_change_between_the_attempts_of_a_job(cluster):
     """Slurm runs its copy of the script again, but what the script sources is that of the checkout."""
     (cluster / "mode").write_text("duration")
-    end(submit(cluster))
+    end(submit(cluster, 2))
     set_value(cluster, "GBS", 1536)
-    job = submit(cluster, SLURM_RESTART_COUNT="1")
+    job = submit(cluster, 2, SLURM_RESTART_COUNT="1")
     output = end(job)
     assert job.returncode == 2 and "the flags (>) are not those of the job's first attempt (<)" in output
     assert "< 768" in output and "> 1536" in output
-    assert len((cluster / "trainer").read_text().splitlines()) == 2, "one line for each node of the first attempt"
+    assert len((cluster / "ranks").read_text().split()) == 2, "one for each node of the first attempt"
 
 
 @pytest.mark.parametrize("whom", ["the job's script", "the steps"])
 def test_sigterm_lets_the_run_save_and_requeues_it(cluster, whom):
     (cluster / "mode").write_text("train")
-    job = submit(cluster)
-    wait_for(cluster / "running0", cluster / "running1")
-    if whom == "the job's script":  # --signal=B:TERM@600
-        job.send_signal(signal.SIGTERM)
-    else:  # a preemption with grace time
-        subprocess.run([str(cluster / "bin" / "scancel")], check=True)
-    output = end(job)
+    job = submit(cluster, 2)
+    # The script: --signal=B:TERM@600. The steps: a preemption with grace time.
+    output = stop_training(cluster, job, steps=whom == "the steps")
     assert job.returncode == 0, output
     assert (cluster / "saved0").exists() and (cluster / "saved1").exists()
     assert "requeued: SIGTERM" in output and requeued(cluster)
@@ -318,11 +258,9 @@ def test_sigterm_lets_the_run_save_and_requeues_it(cluster, whom):
 
 def test_a_job_that_was_cancelled_is_not_requeued(cluster):
     (cluster / "mode").write_text("train")
-    job = submit(cluster)
-    wait_for(cluster / "running0", cluster / "running1")
+    job = submit(cluster, 2)
     (cluster / "job_state").write_text("COMPLETING")
-    job.send_signal(signal.SIGTERM)
-    output = end(job)
+    output = stop_training(cluster, job)
     assert "not requeued from here: the job is COMPLETING" in output and not requeued(cluster)
 
 
@@ -330,17 +268,17 @@ def test_a_crash_is_not_requeued_even_where_slurm_then_stops_the_other_nodes(clu
     (cluster / "mode").write_text("crash")
     (cluster / "run" / "logs" / "42-attempt-000").mkdir(parents=True)
     (cluster / "run" / "logs" / "42-attempt-000" / "stopped").touch()
-    job = submit(cluster)
+    job = submit(cluster, 2)
     output = end(job)
     assert job.returncode == 2 and "training ended with exit code 1; see" in output and not requeued(cluster)
 
 
 def test_nothing_starts_after_a_preflight_that_failed(cluster):
     (cluster / "preflight_code").write_text("1")
-    job = submit(cluster)
+    job = submit(cluster, 2)
     output = end(job)
     assert job.returncode == 2 and "preflight failed with exit code 1; nothing was started" in output
-    assert not (cluster / "trainer").exists() and not requeued(cluster)
+    assert not (cluster / "command").exists() and not requeued(cluster)
 
 
 def stage_first(folder: Path) -> None:
@@ -352,7 +290,7 @@ def stage_first(folder: Path) -> None:
 
 def test_files_are_staged_on_every_node_before_the_preflight(cluster):
     stage_first(cluster)
-    output = end(submit(cluster))
+    output = end(submit(cluster, 2))
     assert "finished: " in output, output
     for node in "01":
         assert (cluster / f"staged{node}").read_text().splitlines() == [
@@ -363,7 +301,7 @@ def test_files_are_staged_on_every_node_before_the_preflight(cluster):
 def test_nothing_starts_where_staging_failed(cluster):
     stage_first(cluster)
     (cluster / "stage_code").write_text("1")
-    job = submit(cluster)
+    job = submit(cluster, 2)
     output = end(job)
     assert job.returncode == 2 and "staging to /nowhere/disk failed with exit code 1; nothing was started" in output
     assert not (cluster / "preflight").exists() and not requeued(cluster)
@@ -378,24 +316,16 @@ def test_nothing_starts_where_staging_failed(cluster):
 ])
 def test_a_job_checks_its_paths_and_nodes_first(cluster, name, value, expected):
     set_value(cluster, name, value)
-    job = submit(cluster)
+    job = submit(cluster, 2)
     output = end(job)
     assert job.returncode == 2 and expected in output
     assert not (cluster / "preflight").exists()
 
 
 def test_flags_behind_a_name_that_nothing_would_read_are_refused(cluster):
-    job = submit(cluster, "--lr", "1e-4")
+    job = submit(cluster, 2, "--lr", "1e-4")
     output = end(job)
     assert job.returncode == 2 and output == "error: --lr 1e-4: this script takes no flags; edit those in it\n"
-
-
-def wait_for(*paths: Path) -> None:
-    """Wait until files are there."""
-    until = time.monotonic() + 60
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < until, f"{paths} did not appear"
-        time.sleep(0.1)
 
 
 @pytest.mark.slow

@@ -49,6 +49,20 @@ def torchrun(num_processes: int, *flags: str, timeout_s: float = 280, script: st
     return finish(start_torchrun(num_processes, *flags, script=script, **changes), timeout_s)
 
 
+def start_bench(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of scripts/bench to its end."""
+    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "bench" / f"{name}.py"), *flags], check=False,
+                          capture_output=True, text=True, timeout=580, env=environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def bench(name: str, *flags: str) -> dict[str, Any]:
+    """Run a program of scripts/bench and return the figures on its last line."""
+    found: dict[str, Any] = json.loads(start_bench(name, *flags).stdout.splitlines()[-1])
+    return found
+
+
 def wait_for_steps(run_dir: Path, process: subprocess.Popen[str], timeout_s: float = 200) -> None:
     """Wait until a run has recorded an iteration; AssertionError with its output where it does not."""
     metrics = run_dir / "metrics.jsonl"

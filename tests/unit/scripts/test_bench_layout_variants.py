@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,6 @@ from mimo.config.validate import validate
 from scripts.bench import layouts, presets
 from scripts.bench.layout_search import COLOCATED, HOMOGENEOUS, Candidate, search
 from scripts.bench.layout_variants import MOST_FITS, Trial, Variants, Work, next_recomputation
-from scripts.bench.layouts import OUT_OF_MEMORY, Outcome
 
 LAYERS = 40
 BASE = f"""--model-provider mock --dataset-provider mock --seq-length 128 --device cpu --global-batch-size 24 --no-bf16
@@ -98,36 +95,6 @@ def test_windows_without_room_get_a_budget() -> None:
     # 94 % of 100 GiB are 34 GiB more than without any: too much, so half of it comes next.
     assert {(0, 0.0, False), (0, 34.0, True), (0, 17.0, False), (1, None, False)} <= budgets
     assert any(trial.candidate.config.layout.llm_pp_layout for trial in trials.values())
-
-
-def test_a_whole_search_keeps_all_rows_and_compares_with_the_best(monkeypatch, capsys) -> None:
-    def run(configs: Any, names: Any, *_: Any, **__: Any) -> list[Outcome]:
-        return [outcome(config) for config in configs]
-
-    def outcome(config: RunConfig) -> Outcome:
-        if config.layout.llm_dp == 2 and config.model.recompute == "none":
-            return Outcome(OUT_OF_MEMORY)
-        speed = 100.0 * config.train.micro_batch_size + 7.0 * (config.layout.llm_pp_layout is not None)
-        return Outcome("", speed, 1.0, 5.0, 2.0, [3.0] * 8, {"vision": 1.0, "language": 3.0}, {}, [1.5] * 8,
-                       {"vision": 1.0, "language": 4.0})
-
-    monkeypatch.setattr(layouts, "run_all", run)
-    flags = "--device cpu --gpus 2 --global-batch-size 24 --num-layers 8 --kind homogeneous --kind colocated".split()
-    assert layouts.main(flags) == 0
-    captured = capsys.readouterr()
-    found = json.loads(captured.out.splitlines()[-1])
-    rows = {row["layout"]: row for row in found["layouts"]}
-    assert rows["--layout homogeneous --llm-dp 2"]["error"] == OUT_OF_MEMORY
-    assert "--layout homogeneous --llm-dp 2 --recompute full" in rows
-    best = [row for row in rows.values() if row["rounds"]]
-    assert {row["kind"] for row in best} == {"homogeneous", "colocated"} and {row["rounds"] for row in best} == {3}
-    (reference,) = [row for row in best if row["kind"] == "homogeneous"]
-    assert "--llm-pp-layout" in reference["layout"] and "--micro-batch-size 4" in reference["layout"]
-    assert reference["search_tokens_per_s"] == 407 and "search: " in captured.err and "will take about" in captured.err
-    # The time is up before anything else begins.
-    assert layouts.main([*flags, "--search-minutes", "0", "--only", "--llm-tp 2"]) == 0
-    few = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert all("--llm-tp 2" in row["layout"] for row in few["layouts"]) and few["pruned"]["homogeneous"] > 0
 
 
 def test_the_list_runs_nothing(monkeypatch, capsys) -> None:

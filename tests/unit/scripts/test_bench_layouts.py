@@ -15,33 +15,12 @@ from mimo.config.trainer import RunConfig
 from mimo.config.validate import validate
 from mimo.planner.costs import GPUS, Profile
 from scripts.bench import layouts
-from scripts.bench.layout_search import COLOCATED, DISJOINT, HOMOGENEOUS, KINDS, all_layouts, by_split, grids, search
+from scripts.bench.layout_search import COLOCATED, DISJOINT, HOMOGENEOUS, KINDS, by_split, search
 from scripts.bench.layouts import OUT_OF_MEMORY, Outcome, outcome_of
 
 BASE = """--model-provider mock --dataset-provider mock --seq-length 128 --device cpu --global-batch-size 24 --no-bf16
 --train-iters 1""".split()
 FLAGS = ["--device", "cpu", "--gpus", "4", "--global-batch-size", "24", "--no-variants"]
-
-
-def test_grids_are_all_of_a_size_the_least_split_first():
-    found = list(grids(8))
-    assert len(set(found)) == len(found) == 10 and all(tp * dp * pp == 8 for tp, dp, pp in found)
-    assert found[0] == (1, 8, 1) and [tp * pp for tp, _, pp in found] == sorted(tp * pp for tp, _, pp in found)
-
-
-@pytest.mark.parametrize("size", [2, 4, 6])
-def test_kinds_differ_in_where_the_grids_are(size):
-    same = list(all_layouts(HOMOGENEOUS, size))
-    assert {layout.layout for layout in same} == {"homogeneous"} and any(layout.llm_pp == size for layout in same)
-    assert {layout.llm_tp * layout.llm_dp * layout.llm_pp for layout in same} == {size}
-    shared = list(all_layouts(COLOCATED, size))
-    assert all(layout.llm_tp != layout.encoder_tp for layout in shared
-               if layout.llm_pp == 1 and not layout.encoder_window)
-    assert any(layout.llm_pp > 1 for layout in shared) and any(layout.encoder_window for layout in shared)
-    assert {layout.encoder_pp for layout in shared} == {1}
-    sizes = [(layout.encoder_tp * layout.encoder_dp * layout.encoder_pp, layout.llm_tp * layout.llm_dp * layout.llm_pp)
-             for layout in all_layouts(DISJOINT, size)]
-    assert {sum(each) for each in sizes} == {size} and {each[0] for each in sizes} == set(range(1, size))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -58,13 +37,6 @@ def test_layouts_that_the_search_finds_work_and_have_their_flags(kind):
         assert str(error.value) == reason
     names = [candidate.name for candidate in found]
     assert len(set(names)) == len(names)
-
-
-def test_encoder_ranks_that_share_a_lane_get_larger_microbatches():
-    found, _ = search(parse(BASE), COLOCATED, 2)
-    assert "--layout colocated --encoder-dp 2 --llm-tp 2 --sequence-parallel --micro-batch-size 2" in [
-        candidate.flags for candidate in found]
-    assert {candidate.config.train.global_batch_size for candidate in found} == {24}
 
 
 def test_the_best_split_comes_first():
@@ -166,32 +138,11 @@ def test_a_profile_gives_predictions_and_the_share_of_the_bound(runs, capsys, tm
     assert "--layout homogeneous --llm-dp 4" in listed[2]
 
 
-def test_runs_differ_in_layout_and_microbatches_alone(runs):
-    assert layouts.main([*FLAGS, "--candidates", "9", "--rounds", "1"]) == 0
-    configs = [config for config, name in runs.made if name.startswith("search")]
-    assert len({(config.layout, config.train.micro_batch_size) for config in configs}) == len(configs) > 8
-    for config in configs:
-        same = {name: value for name, value in vars(config.train).items() if name != "micro_batch_size"}
-        assert same == {name: vars(configs[0].train)[name] for name in same} and config.model == configs[0].model
-
-
 @pytest.mark.parametrize(("steps", "search_steps"), [(4, 1), (1, 4), (2, 2)])
 def test_all_runs_repeat_the_same_batches_and_warmup_has_seen_them(runs, steps, search_steps):
     assert layouts.main([*FLAGS, "--rounds", "1", "--warmup-steps", "3", "--steps", str(steps), "--search-steps",
                          str(search_steps)]) == 0
     assert len(runs.num_batches) >= 3 and set(runs.num_batches) == {min(3, steps)}
-
-
-def test_out_of_memory_is_a_row_and_not_the_end(runs, capsys):
-    runs.changes["--layout homogeneous --llm-dp 4"] = {"error": OUT_OF_MEMORY}
-    assert layouts.main([*FLAGS, "--rounds", "1"]) == 0
-    out = capsys.readouterr().out
-    (line,) = [line for line in out.splitlines() if "| out of memory |" in line]
-    assert "--layout homogeneous --llm-dp 4" in line
-    rows = {row["layout"]: row for row in json.loads(out.splitlines()[-1])["layouts"]}
-    assert rows["--layout homogeneous --llm-dp 4"]["tokens_per_s"] is None
-    # The best that is left is what others are compared with.
-    assert rows["--llm-dp 3"]["over_homogeneous"] == pytest.approx(310 / 200)
 
 
 def test_a_run_that_fails_and_losses_that_differ_are_errors(runs, capsys):
@@ -222,22 +173,6 @@ def test_impossible_flags_are_refused_before_any_run(runs, capsys, flags, messag
     except SystemExit as stopped:
         code = stopped.code
     assert code == 2 and message in capsys.readouterr().err and not runs.made
-
-
-def test_layouts_that_are_named_take_the_place_of_a_search(runs, capsys):
-    named = ["--disjoint", "--encoder-dp 2 --llm-dp 2", "--homogeneous", "--layout colocated --encoder-dp 4 --llm-dp 4"]
-    assert layouts.main([*FLAGS, *named, "--rounds", "1"]) == 0
-    _, rows = result(capsys)
-    assert [name for name in rows if not name.startswith(COLOCATED)] == [
-        f"homogeneous: {named[3]}", f"disjoint: {named[1]}"]
-
-
-def test_kinds_that_are_not_asked_for_do_not_run(runs, capsys):
-    assert layouts.main([*FLAGS, "--kind", "disjoint", "--candidates", "1", "--rounds", "1"]) == 0
-    found, rows = result(capsys)
-    assert [name.partition(":")[0] for name in rows] == [DISJOINT] and len(runs.made) == 2
-    # Nothing ran before that says what the modules compute.
-    assert found["layouts"][0]["over_homogeneous"] is None
 
 
 @pytest.fixture
@@ -271,14 +206,6 @@ def test_runs_share_their_processes_up_to_one_that_fails(started, tmp_path, caps
     started.clear()
     found = layouts.run_all([config] * 4, names, tmp_path, 2, 1, 1, None, fresh=True)
     assert started == [[name] for name in names] and [bool(outcome.error) for outcome in found] == [0, 1, 0, 0]
-
-
-def test_folders_of_an_earlier_invocation_count_for_nothing(started, tmp_path):
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "done").touch()
-    config = parse([*BASE, "--encoder-dp", "1", "--llm-dp", "1"])
-    assert [outcome.error for outcome in layouts.run_all([config], ["bad"], tmp_path, 2, 1, 1, None)] == [
-        OUT_OF_MEMORY]
 
 
 def test_figures_that_are_none_or_not_finite_differ() -> None:

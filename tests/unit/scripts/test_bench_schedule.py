@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,14 +22,11 @@ from scripts.bench.schedule_figures import (
     cut,
     figures,
     mean_pass_seconds,
-    median_block,
     merge,
     merged,
-    microbatch_seconds,
     prefetch_bound,
     prefetch_bound_of_step,
     split,
-    straggler_factor,
 )
 
 WORDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "x": Kind.BRIDGE_WAIT, "p": Kind.PIPELINE_WAIT, "d": Kind.DATA_WAIT,
@@ -140,12 +135,6 @@ def test_the_parts_sum_to_the_step_whatever_the_ranks_do(texts, lanes):
         assert min(found.values()) > -1e-9 and found["slower passes"] == pytest.approx(0)
 
 
-def test_times_of_microbatches_are_those_of_lanes():
-    steps = [rank(0, "language", "FFBBFB", 0), rank(1, "language", "FBFFBB", 1), rank(2, "vision", "FFFFBB")]
-    assert microbatch_seconds(steps, "language") == [[4, 2], [2, 4]]
-    assert straggler_factor([[4, 2], [2, 4]]) == pytest.approx(8 / 6)
-
-
 def test_bounds():
     assert prefetch_bound(1, 1) == 2 and prefetch_bound(1, 3) == pytest.approx(4 / 3)
     assert prefetch_bound_of_step(1, 3, 1) == prefetch_bound(1, 3)
@@ -213,12 +202,6 @@ def test_eta_without_and_with_run_ahead():
     # Behind an encoder that is slower, the language model hides all of its time but with few microbatches.
     assert bound_of_eta(60, 50, 12) == 1 and bound_of_eta(60, 50, 2) == pytest.approx(120 / 160)
     assert bound_of_eta(30, 60, 12, 2) == pytest.approx(720 / 810)
-
-
-def test_the_block_in_the_middle():
-    draw = random.Random(0)
-    seconds = [draw.random() for _ in range(7)]
-    assert sorted(seconds)[3] == seconds[median_block(seconds)] and median_block([2.0, 1.0]) == 1
 
 
 @pytest.mark.parametrize(("flags", "message"), [

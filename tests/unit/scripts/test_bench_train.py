@@ -65,23 +65,6 @@ def test_a_model_that_does_not_say_what_it_computes_has_no_flops():
     assert bench.step_flops([{"iteration": 1, "hardware-flops": 1.0}]) is None
 
 
-def test_the_table_has_a_row_for_each_run_that_ended(trained, capsys):
-    assert bench.main([*FLAGS, "--seed", "1"]) == 1
-    out, err = capsys.readouterr()
-    assert "out of memory" in err
-    rows = [line for line in out.splitlines() if line.startswith("|")]
-    assert len(rows) == 3 and "ms a step" in rows[0] and rows[2].startswith("| apart | 3 | 2,000 | 66.67 |")
-    failed = json.loads(out.splitlines()[-1])["runs"][1]
-    assert failed["error"] == "the run ended with code 1:" and "colocated" in failed["command"]
-
-
-def test_runs_differ_in_their_layout_alone_and_leave_nothing(trained):
-    assert bench.main([*FLAGS, "--save", "kept", "--eval-interval", "1", "--eval-iters", "1"]) == 0
-    apart, together = trained["apart"], trained["together"]
-    assert [name for name in vars(apart) if vars(apart)[name] != vars(together)[name]] == ["layout"]
-    assert apart.checkpoint.save is None and not apart.train.eval_iters and apart.train.train_iters == 4
-
-
 @pytest.mark.parametrize(("flags", "code", "message"), [
     (["--run", "apart=--llm-dp 1"], 2, "give each run a name of its own"),
     (["--warmup-steps", "4"], 2, "--steps 4 --warmup-steps 4"),

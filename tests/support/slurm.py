@@ -1,0 +1,94 @@
+"""A Slurm job on this host: commands in place of Slurm's and of Python, and "nodes" that are processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from tests.support.launch import ROOT, put_commands
+
+BASH = shutil.which("bash") or "/bin/bash"
+# Notes its words and the processes of the trainer's step, and has the exit code of the step.
+SRUN = """
+echo "$*" >>"$STATE/srun"
+nodes="${SLURM_JOB_NUM_NODES:-1}"
+while [[ "$1" == --* ]]; do
+    case "$1" in --nodes=*) nodes="${1#*=}" ;; esac
+    shift
+done
+export SLURM_STEP_ID=7
+pids=()
+for ((node = 0; node < nodes; node++)); do SLURM_NODEID=$node "$@" & pids+=($!); done
+[[ "$*" != *torch.distributed.run* ]] || echo "${pids[@]}" >"$STATE/step"
+code=0
+for pid in "${pids[@]}"; do
+    while true; do
+        one=0
+        wait "$pid" || one=$?
+        kill -0 "$pid" 2>/dev/null || break
+    done
+    ((one <= code)) || code=$one
+done
+exit $code
+"""
+# The trainer notes its words and does what the file `mode` says.
+TRAINER = r"""
+printf '%s\0' "$@" >"$STATE/command"
+echo "${PET_NODE_RANK:-}" >>"$STATE/ranks"
+[[ -e "$STATE/mode" ]] || exit 0
+stopping=
+trap 'stopping=1' TERM
+touch "$STATE/running$SLURM_NODEID"
+while [[ "$(<"$STATE/mode")" == train && -z "$stopping" ]]; do sleep 0.1; done
+if [[ -n "$stopping" ]]; then echo saved >"$STATE/saved$SLURM_NODEID"; exit 1; fi
+case "$(<"$STATE/mode")" in
+    finish) echo -n 999999 >"$STATE/run/checkpoints/latest_checkpointed_iteration.txt" ;;
+    duration) echo -n 500 >"$STATE/run/checkpoints/latest_checkpointed_iteration.txt" ;;
+    crash) [[ "$SLURM_NODEID" == 0 ]] || exit 1 ;;
+esac
+"""
+
+
+def put_cluster(folder: Path, python: str, **commands: str) -> None:
+    """Put Slurm's commands into `folder/bin`, `python`, which becomes the trainer where it does not end, and more."""
+    put_commands(folder, BASH, {
+        "python": python + TRAINER, "srun": SRUN, "squeue": 'cat "$STATE/job_state"',
+        "scontrol": 'echo "$*" >>"$STATE/scontrol"; [[ "$1" != show ]] || printf "n%s\\n" $(seq $SLURM_JOB_NUM_NODES)',
+        "scancel": 'echo "$*" >"$STATE/scancel"; read -r -a pids <"$STATE/step"; kill -TERM "${pids[@]}"'} | commands)
+    (folder / "job_state").write_text("RUNNING")
+
+
+def submit(folder: Path, nodes: int, *arguments: str, **settings: str) -> subprocess.Popen[str]:
+    """Start `folder/job.sh` as Slurm does."""
+    environment = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT),
+                   "SLURM_JOB_ID": "42", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": f"n[1-{nodes}]"}
+    return subprocess.Popen([BASH, str(folder / "job.sh"), *arguments], env=environment | settings, text=True,
+                            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def end(job: subprocess.Popen[str]) -> str:
+    """Wait for a job, and return its output."""
+    return job.communicate(timeout=100)[0]
+
+
+def stop_training(folder: Path, job: subprocess.Popen[str], *, steps: bool = False) -> str:
+    """Send SIGTERM to the job's script, or to its steps, when two nodes train; return the job's output."""
+    until = time.monotonic() + 60
+    while not all((folder / f"running{node}").exists() for node in (0, 1)):
+        assert time.monotonic() < until and job.poll() is None, "the trainer did not start"
+        time.sleep(0.1)
+    if steps:
+        subprocess.run([str(folder / "bin" / "scancel")], check=True)
+    else:
+        job.send_signal(signal.SIGTERM)
+    return end(job)
+
+
+def requeued(folder: Path) -> bool:
+    """Whether the job asked for another attempt."""
+    asked = folder / "scontrol"
+    return asked.exists() and "requeue 42" in asked.read_text()
