@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 import re
@@ -34,9 +35,18 @@ LAYOUTS = {
     "cp2-dp2": (4, "--llm-cp 2 --llm-dp 2", 24, 2),
     "cp4": (4, "--llm-cp 4", 24, 5),
 }
-# Every term that looks at whole sequences.
-OF_SEQUENCES = dataclasses.replace(IN_REWARD, policy_loss="gspo", loss_aggregation="seq-mean-token-mean",
-                                   importance_correction="sequence", importance_low=1.0, importance_high=1.33)
+# In the second update of a rollout, ratios are clipped. The first of these has every term of whole sequences.
+TWICE = dataclasses.replace(CONFIG, updates_per_rollout=2)
+LOSSES = {
+    "sequences": dataclasses.replace(TWICE, kl_in="reward", kl_type="k1", policy_loss="gspo",
+                                     loss_aggregation="seq-mean-token-mean", importance_correction="sequence",
+                                     importance_low=1.0, importance_high=1.33),
+    "gspo": dataclasses.replace(TWICE, policy_loss="gspo", loss_aggregation="seq-mean-token-mean", kl_type="k2",
+                                importance_correction="icepop"),
+    "cispo": dataclasses.replace(TWICE, policy_loss="cispo", clip_ratio_low=0.01, clip_ratio_high=0.01,
+                                 loss_aggregation="seq-mean-token-sum-norm", loss_norm_length=16, kl_type="k1"),
+    "ppo": dataclasses.replace(TWICE, clip_ratio_low=0.01, clip_ratio_high=0.01, dual_clip_ratio=1.02),
+}
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +86,18 @@ def test_every_layout_and_budget_takes_the_same_step(pool, expected_of, layout):
     assert_same_updates(expected_of(CONFIG), found, num_microbatches)
 
 
-@pytest.mark.parametrize("layout", fast_only(["cp2-ep2"], ["cp2-ep2", "cp2-pp2", "cp4"]))
-def test_terms_of_whole_sequences_are_the_same_where_ranks_share_them(pool, expected_of, layout):
-    world_size, flags, budget, num_microbatches = LAYOUTS[layout]
-    config = dataclasses.replace(OF_SEQUENCES, max_tokens_per_microbatch=budget)
+@pytest.mark.parametrize(("kind", "layout"), fast_only(
+    [("sequences", "cp2-ep2"), ("gspo", "more-microbatches"), ("cispo", "tp2")], [
+        *itertools.product(LOSSES, ("more-microbatches", "dp2-ep2", "tp2", "pp2", "cp2-ep2")),
+        ("sequences", "cp2-pp2"), ("sequences", "cp4")]))
+def test_every_loss_is_the_same_on_every_layout(pool, expected_of, kind, layout):
+    world_size, flags, budget, _ = LAYOUTS[layout]
+    config = dataclasses.replace(LOSSES[kind], max_tokens_per_microbatch=budget)
     found = pool.run(policy_updates.update, tuple(flags.split()), world_size, config, world_size=world_size)
-    expected = expected_of(OF_SEQUENCES)
-    assert_same_updates(expected, found, num_microbatches)
-    assert expected.results[0].metrics["importance_clipped_fraction"] < 1
+    expected = expected_of(LOSSES[kind])
+    assert_same_updates(expected, found, found[0].results[0].num_microbatches)
+    metrics = expected.results[0].metrics
+    assert metrics["clipped_low"] + metrics["clipped_high"] > 0 and metrics["importance_clipped_fraction"] < 1
 
 
 @pytest.mark.slow
@@ -124,10 +138,9 @@ def test_updates_of_one_rollout_take_the_ratios_to_the_policy_before_the_first(p
 @pytest.mark.parametrize("layout", LAYOUTS, ids="two-updates-{}".format)
 def test_every_layout_and_budget_takes_the_same_two_steps(pool, expected_of, layout):
     world_size, flags, budget, _ = LAYOUTS[layout]
-    two = dataclasses.replace(CONFIG, updates_per_rollout=2)
-    expected = expected_of(two)
+    expected = expected_of(TWICE)
     found = pool.run(policy_updates.update, tuple(flags.split()), world_size,
-                     dataclasses.replace(two, max_tokens_per_microbatch=budget), world_size=world_size)
+                     dataclasses.replace(TWICE, max_tokens_per_microbatch=budget), world_size=world_size)
     assert_same_updates(expected, found, found[0].results[0].num_microbatches)
 
 

@@ -19,8 +19,12 @@ from mimo.rl.rollouts import Completion
 from mimo.watchdog.process_exit import ReportedElsewhereError
 from tests.support import equality
 from tests.support.global_state import Piece, read_parameters
-from tests.support.policy_steps import FLAGS, VOCAB_SIZE
 
+VOCAB_SIZE = 93
+FLAGS = f"""--model-provider causal_lm --dataset-provider mock --device cpu --no-bf16 --transformer-impl local
+--global-batch-size 8 --micro-batch-size 1 --train-iters 1 --lr-decay-style constant --num-generations 0
+--watchdog-timeout-s 60 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2
+--ffn-hidden-size 48 --vocab-size {VOCAB_SIZE} --make-vocab-size-divisible-by 64""".split()
 PROMPTS = ((3, 4), (5,), (7, 8, 9, 10), (11, 12))
 LENGTHS = (9, 4, 1, 12, 6, 15, 3, 7)
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --qk-layernorm --moe-aux-loss-coeff 0".split()

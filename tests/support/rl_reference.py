@@ -21,8 +21,7 @@ from mimo.rl.policy import PolicyResult, PolicyTrainer
 from mimo.rl.reference import ReferencePolicy, reference_policy
 from mimo.watchdog.process_exit import ReportedElsewhereError
 from tests.support import equality, hf_families, policy_updates
-from tests.support.policy_steps import FLAGS, VOCAB_SIZE
-from tests.support.policy_updates import MOE, completions
+from tests.support.policy_updates import FLAGS, MOE, VOCAB_SIZE, completions
 from tests.support.resuming import bits, exact_state
 
 CONFIG = RlConfig(completions_per_prompt=2, temperature=0.7, importance_cap=1.1, max_tokens_per_microbatch=24)
