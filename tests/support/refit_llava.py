@@ -6,7 +6,6 @@ Functions run inside worker processes; see `hf_families` for the model and `refi
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from safetensors.torch import load_file
 
 from mimo.data.batch import Microbatch
 from mimo.data.encoder_inputs import PatchOrder, split_images, unpatchify
-from mimo.protocols import LANGUAGE, Sample, VideoSize
+from mimo.protocols import Sample, VideoSize
 from mimo.refit.options import RefitOptions
 from mimo.registry import model_provider
 from mimo.rollout.engine import RolloutEngine, Sampling
@@ -26,6 +25,7 @@ from mimo.rollout.process import EngineHandle
 from mimo.visual import ImageSize
 from providers.common import hf_processor
 from tests.support import equality, hf_families, refit
+from tests.support.steps import logits_by_sample
 
 NAME = "refit-llava"
 QWEN = "refit-qwen2.5-vl"
@@ -213,26 +213,10 @@ def _prompt(tokens: list[int], images: list[tuple[Any, int]]) -> dict[str, Any]:
     return {"prompt_token_ids": short, "multi_modal_data": {"image": [image for image, _ in images]}}
 
 
-@torch.no_grad()
 def _log_probabilities(parts: Any, batches: list[Microbatch]) -> dict[str, torch.Tensor]:
     """Log-probs `[s, vocab]` of every next token by sample; on ranks with the last stage."""
-    from mimo.training.evaluate import forward_values
-    from mimo.training.step import run_schedule
-
-    found: dict[str, torch.Tensor] = {}
-
-    def collect(batch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        group = parts.grids.collections[LANGUAGE].tp
-        shards = [torch.empty_like(logits) for _ in range(group.size())]
-        dist.all_gather(shards, logits.contiguous(), group=group)
-        assert batch.text is not None
-        whole = torch.cat(shards, dim=-1)[..., :hf_families.VOCAB_SIZE].double().log_softmax(-1).float()
-        found.update(zip(batch.text.keys, whole, strict=True))
-        zero = torch.zeros((), device=logits.device)
-        return zero, zero.int(), zero
-
-    run_schedule(parts, batches, partial(forward_values, function=None, consume=collect), forward_only=True)
-    return found
+    return {key: logits[:, :hf_families.VOCAB_SIZE].double().log_softmax(-1).float()
+            for key, logits in logits_by_sample(parts, batches).items()}
 
 
 def video_sample(folder: str, provider: Any, family: Any) -> tuple[Sample, dict[str, Any]]:
@@ -322,7 +306,6 @@ def sync(rank: int, folder: str, layout: tuple[str, ...], world_size: int, handl
         engine's prompts from their second token on, and `answers`, its likeliest next token with its log-prob and
         version, both by sample on the first rank; `report`, of the sync.
     """
-    from mimo.model.build import set_training
     from mimo.refit.sender import connect
 
     register()
@@ -330,7 +313,6 @@ def sync(rank: int, folder: str, layout: tuple[str, ...], world_size: int, handl
     found = []
     with hf_families.trainer_of(flags, world_size) as parts:
         hf_families.load(parts, model=folder)
-        set_training(parts.built.model, False)
         batches = [_with_stored_pixels(batch, folder) for batch in hf_families._batches(rank, flags, world_size)]
         sender = connect(parts.built, parts.grids, model_provider(parts.config.model.model_provider),
                          parts.config.model_family, handle, handle.num_workers, options, address="127.0.0.1")

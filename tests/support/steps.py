@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from mimo.config.validate import validate
+from mimo.data.batch import Microbatch
 from mimo.grid.spec import Layout
+from mimo.protocols import LANGUAGE
 from tests.support import equality
 from tests.support.global_state import set_parameters
 
@@ -103,3 +108,27 @@ def run_loop(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str,
         loop.TrainingLoop(config, grids, current_platform(), model_provider(config.model.model_provider),
                           dataset_provider(config.data.dataset_provider)).run()
     return records
+
+
+@torch.no_grad()
+def logits_by_sample(parts: Any, batches: Sequence[Microbatch]) -> dict[str, torch.Tensor]:
+    """Logits `[s, padded vocabulary]` of this rank's samples by key, without dropout; none before the last stage."""
+    from mimo.model.build import set_training
+    from mimo.training.evaluate import forward_values, whole_rows
+    from mimo.training.step import run_schedule
+
+    found: dict[str, torch.Tensor] = {}
+
+    def collect(batch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        groups = parts.grids.collections[LANGUAGE]
+        assert batch.text is not None
+        logits = whole_rows(batch.text, logits, groups.cp).contiguous()
+        shards = [torch.empty_like(logits) for _ in range(groups.tp.size())]
+        dist.all_gather(shards, logits, group=groups.tp)
+        found.update(zip(batch.text.keys, torch.cat(shards, dim=-1), strict=True))
+        zero = torch.zeros((), device=logits.device)
+        return zero, zero.int(), zero
+
+    set_training(parts.built.model, False)
+    run_schedule(parts, list(batches), partial(forward_values, function=None, consume=collect), forward_only=True)
+    return found

@@ -14,7 +14,7 @@ from mimo.protocols import LANGUAGE
 from mimo.weights.match import ModuleMatch, check_tensor, match_source
 from mimo.weights.rules import WeightMap
 from mimo.weights.safetensors_io import Catalog, HfSource, SourceTensor
-from providers import causal_lm, llava, llava_next, nemotron_h, qwen2_5_vl, qwen3_vl
+from providers import causal_lm, deepseek_v3, llava, llava_next, nemotron_h, qwen2_5_vl, qwen3_vl
 from providers.common.vision_language import VISION
 from tests.support.hf_families import LLAVA_MODELS, MODELS, QWEN_MODELS, TEXT_MODELS, build_hf
 
@@ -63,6 +63,8 @@ def maps_of(model: Any) -> dict[str, WeightMap]:
     sizes = model.config.to_dict()
     if sizes["model_type"] == "nemotron_h":
         return {LANGUAGE: nemotron_h.provider.weight_map(nemotron_h.from_hf(sizes), LANGUAGE)}
+    if sizes["model_type"] == "deepseek_v3":
+        return {LANGUAGE: deepseek_v3.provider.weight_map(deepseek_v3.from_hf(sizes), LANGUAGE)}
     if sizes["model_type"] in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):
         family: Any = qwen2_5_vl if sizes["model_type"] == "qwen2_5_vl" else qwen3_vl
         own = family.from_hf(sizes)
