@@ -21,6 +21,11 @@ from mimo.rl.prompts import Normalisation, Prompt, PromptVideo
 
 if TYPE_CHECKING:
     from data.energon.task_encoder import PlannedVideo
+    from data.video import VideoInfo
+
+
+# Frames of videos whose headers are kept, about 40 bytes each.
+KEPT_FRAMES = 5_000_000
 
 
 class ConversationPrompts:
@@ -66,6 +71,9 @@ class ConversationPrompts:
         self.normalisation = Normalisation(mean, std)
         self.video_processing = video_processing_of(config, tokens) if self._encoder.tokenizer.video_text else None
         self._video_token, self._has_tiles = tokens.video_token_id, tokens.tiles is not None
+        # Of videos, by record and place in it, so that a file whose header was read is opened again only for pixels.
+        self._infos: dict[tuple[int, int], VideoInfo] = {}
+        self._kept_frames = 0
         self._records = ShuffledRecords(len(self._reader), seed, split)
         _, ends = self._encoder.tokenizer.encode_question([{"role": "user", "content": "A"}])
         if not ends:
@@ -94,12 +102,17 @@ class ConversationPrompts:
             *before, last = found.messages or [{}]
             if not before or last.get("role") != "assistant":
                 raise ValueError("has no answer at its end, against which completions are scored")
-            planned = [self._encoder.planned(name, content) for name, content in found.videos]
+            planned = [self._encoder.planned(name, content, self._infos.get((int(number), place)))
+                       for place, (name, content) in enumerate(found.videos)]
             question = self._encoder.question(before, found.images, found.tools, planned, pixels=False)
             tokens = question.sample.tokens
             videos = self._prompt_videos(tokens, planned)
         except (ValueError, OSError) as error:
             raise ValueError(f"{self._flag} {self._key(number)}: {error}") from error
+        for place, video in enumerate(planned):
+            if (int(number), place) not in self._infos and self._kept_frames < KEPT_FRAMES:
+                self._infos[int(number), place] = video.info
+                self._kept_frames += video.info.num_frames
         ids = tuple(tokens.tolist())
         pictures = partial(self._pictures, tokens, found.images, planned)
         return Prompt(self._key(number), str(self.tokenizer.decode(ids)), ids, _text(last["content"]), {},

@@ -274,15 +274,19 @@ class VlmTaskEncoder(TaskEncoder):
         except UNDECODABLE as error:
             raise ValueError(f"undecodable image {name}: {reason_of(error)}") from error
 
-    def planned(self, name: str, content: Video) -> PlannedVideo:
-        """Choose the frames of a video, from its header. Raises ValueError if it cannot be used."""
+    def planned(self, name: str, content: Video, info: VideoInfo | None = None) -> PlannedVideo:
+        """Choose the frames of a video, from its header or, if that has been read before, from `info`.
+
+        Raises ValueError if it cannot be used.
+        """
         if self._video is None and self._request.tokens.video_token_id >= 0:
             raise ValueError(f"has video {name}, but the model's video processor is not supported; a start with "
                              "--video-fps 2 says why")
         if self._video is None:
             raise ValueError(f"has video {name}, but the model takes no videos; --model-provider qwen2_5_vl and "
                              "qwen3_vl do")
-        info = self._frame_list_info(name, content) if isinstance(content, FrameList) else probe(name, content)
+        if info is None:
+            info = self._frame_list_info(name, content) if isinstance(content, FrameList) else probe(name, content)
         limit = self._config.max_image_pixels
         if info.height * info.width > limit:
             raise ValueError(f"video {name} has frames of {info.height}x{info.width} pixels, more than "

@@ -33,6 +33,8 @@ CASES = {
     "text-only": (2, f"{FROZEN} --global-batch-size 4 --mock-text-only-fraction 1.0", (2,)),
     "packed-images": (2, f"{FROZEN} --global-batch-size 4 --vision-dynamic-resolution --no-vision-class-token "
                          "--vision-image-size 32 --vision-pixel-shuffle 2 --mock-image-size 32", (2,)),
+    "tiles": (2, f"{FROZEN} --global-batch-size 4 --model-provider llava_next --vision-image-grid-pinpoints 16x32 "
+                 "32x16 --mock-image-size 24 --mock-image-size-cv 0.6 --seq-length 96", (2,)),
 }
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data import character_tokenizer
 from tests.support.chat_templates import QWEN2_VL
 from tests.support.launch import broken_off_and_whole, records, torchrun
 from tests.support.small_tokenizer import write_tokenizer
@@ -30,6 +31,11 @@ QWEN_TOWER = """--vision-patch-size 4 --vision-hidden-size 64 --vision-num-layer
 --vision-ffn-hidden-size 96 --video-token-id 31 --vision-start-token-id 30 --vision-end-token-id 29"""
 QWEN3 = [*COMMON, *f"""--model-provider qwen3_vl {QWEN_TOWER} --kv-channels 32 --mrope-section 6 5 5
 --vision-num-position-embeddings 9 --vision-deepstack-layers 0 1""".split()]
+TILES = """--model-provider llava_next --vision-image-size 8 --vision-patch-size 4 --vision-hidden-size 64
+--vision-num-layers 2 --vision-num-attention-heads 2 --vision-ffn-hidden-size 96 --vision-image-grid-pinpoints 8x16 16x8
+16x16 8x24 --dataset-provider conversations --prompt-format plain --reward tests.support.rl_rewards:length
+--vocab-size 128 --image-token-id 120 --seq-length 96 --max-position-embeddings 96 --max-tokens-per-microbatch 384
+--eval-prompts 4""".split()
 # No layer of experts, for which the engine has no kernels on CPUs.
 NEMOTRON = """--device cpu --no-bf16 --transformer-impl local --model-provider nemotron-moe-vlm-tiny
 --hybrid-layer-pattern M*-* --kv-channels 32 --vision-patch-size 4 --vision-max-image-size 64
@@ -75,6 +81,23 @@ def test_three_steps_of_models_with_images_of_any_size(tmp_path: Path, model: st
     num_processes, flags = LAYOUTS[layout]
     check_three_steps(tmp_path, num_processes, [*MODELS[model], *PROMPTS[prompts].split(), *flags.split()],
                       max_difference=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["fan-out", "colocated"])
+def test_three_steps_of_a_model_that_joins_tiles(tmp_path: Path, layout: str) -> None:
+    """The engine cuts whole images of any size itself."""
+    num_processes, flags = LAYOUTS[layout]
+    rng = np.random.default_rng(0)
+    with (tmp_path / "train.jsonl").open("w") as file:
+        for number, sizes in enumerate((((9, 23),), (), ((16, 8), (30, 30)), ((5, 40),))):
+            names = [f"{number}-{place}.png" for place in range(len(sizes))]
+            for name, size in zip(names, sizes, strict=True):
+                Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8)).save(tmp_path / name)
+            file.write(json.dumps({"image": names, "question": "what?", "answer": "a cat"}) + "\n")
+    data = [f"--{name}={tmp_path / 'train.jsonl'}" for name in ("data-path", "valid-data-path")]
+    tokenizer = character_tokenizer.write(tmp_path / "tokenizer")
+    check_three_steps(tmp_path / "run", num_processes, [
+        *COMMON, *TILES, *data, "--tokenizer", str(tokenizer), *flags.split()], max_difference=1e-5)
 
 
 SPECIAL = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>",

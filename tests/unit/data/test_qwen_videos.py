@@ -461,7 +461,7 @@ def test_an_export_has_the_processor_of_training(tmp_path, family, setting):
 
 
 @pytest.mark.parametrize("family", SETTINGS)
-def test_prompts_show_engine_and_trainer_the_frames_of_training(tmp_path, family):
+def test_prompts_show_engine_and_trainer_the_frames_of_training(tmp_path, family, monkeypatch):
     write_processor(tmp_path, family, SETTINGS[family][1])
     for number in range(2):
         (tmp_path / f"{number}.mp4").write_bytes(write_video(11 + 20 * number, 60, 90, RATES[number + 4], seed=number))
@@ -481,6 +481,10 @@ def test_prompts_show_engine_and_trainer_the_frames_of_training(tmp_path, family
     assert prompt.token_ids == tuple(row.tokens[:len(prompt.token_ids)].tolist())
     assert not row.target_mask[:len(prompt.token_ids)].any() and row.target_mask[len(prompt.token_ids)], "the answer"
     assert list(prompt.image_sizes) == list(row.image_sizes)
+    monkeypatch.setattr("data.energon.task_encoder.probe", None)  # what the first reading found is kept
+    again = prompts.prompt(0)
+    assert (again.token_ids, again.image_sizes) == (prompt.token_ids, prompt.image_sizes)
+    assert all(map(np.array_equal, again.pictures(), prompt.pictures()))
     videos = prompts.video_processing
     images = [pixels if row.normalisation is None else row.normalisation.normalise(pixels) for pixels in row.images]
     for picture, size, trained in zip(prompt.pictures(), prompt.image_sizes, images, strict=True):

@@ -20,7 +20,7 @@ from providers.common.vision_language import VISION
 PROVIDER = model_provider("qwen2_5_vl")
 # Text model, inner width of the tower, tied: the published models. Compared with copies of config.json (3b; 32b but for
 # depth and heads of the tower) and with a printed model (7b, docs/qwen2.5vl_graph.md of acproject/duorou) in public
-# repositories. None has that of 72b, which is written from memory.
+# repositories. For 72b there is a table of its text model (those of Qwen2.5-72B), and one of the towers in the paper.
 PUBLISHED: dict[str, tuple[dict[str, Any], int, bool]] = {
     "3b": ({"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
             "num_key_value_heads": 2, "vocab_size": 151936}, 3420, True),
