@@ -196,7 +196,7 @@ setup_venv() {
     fi
     ensure_venv || return 1
     ensure_uv || say "uv $UV_VERSION could not be installed."
-    say "Installing the pinned $name set: a first time downloads several gigabytes, most of them PyTorch's."
+    say "Installing the pinned $name set. The first time this downloads several gigabytes, most of them for PyTorch."
     rm -f "$VENV"/setup-*.stamp
     _remove_other_vllm "$name" || return 1
     _install_pins "$name" || return 1

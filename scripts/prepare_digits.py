@@ -67,7 +67,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--samples {chosen.samples} --shards {chosen.shards} --seed {chosen.seed}: need 1 <= shards <= "
                      "samples and seed >= 0")
     if chosen.out.exists() and any(chosen.out.iterdir()):
-        parser.error(f"{chosen.out}: is not empty")
+        parser.error(f"{chosen.out}: is not empty; name a new folder")
     return chosen
 
 
@@ -223,12 +223,16 @@ def main(arguments: list[str] | None = None) -> None:
     num_text = max(round(chosen.samples * TEXT_SHARE / (1 - TEXT_SHARE)), 1)
     num_val = len(digits.valid_numbers(config))
     images, texts = range(chosen.samples), range(chosen.samples, chosen.samples + num_text)
+    print(f"writing {chosen.samples} samples with images to {out / 'digits'}", flush=True)
     write_dataset(out / "digits", chosen, {"train": images, "val": range(num_val)}, text_only=False)
+    print(f"writing {num_text} samples of text to {out / 'text'}", flush=True)
     write_dataset(out / "text", chosen, {"train": texts, "val": range(num_val)}, text_only=True)
     if chosen.llava:
+        print(f"writing the samples with images to {out / 'llava'}, too", flush=True)
         write_llava(out / "llava", chosen, {"train": images, "val": range(num_val)})
     write_tokenizer(out / "tokenizer")
     if chosen.model:
+        print(f"making the model {out / 'model'}", flush=True)
         write_model(out / "model", out / "tokenizer", chosen.image_size)
     (out / "blend.yaml").write_text(
         "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
@@ -239,8 +243,8 @@ def main(arguments: list[str] | None = None) -> None:
     # The in-memory set counts grey levels up to 16. Here, the lightest one is 240 of 255.
     scale = 16 * GREY_STEP / 255
     print(f"{chosen.samples} train and {num_val} val samples with images, {num_text} train samples of text in {out}")
-    print("Train on them with")
-    print(f"  --dataset-provider energon --data-path {out / 'blend.yaml'} --tokenizer {out / 'tokenizer'} \\")
+    print("Flags that train on them:")
+    print(f"    --dataset-provider energon --data-path {out / 'blend.yaml'} --tokenizer {out / 'tokenizer'} \\")
     if chosen.llava:
         print(f"or  --dataset-provider conversations --data-path {out / 'llava'} --tokenizer {out / 'tokenizer'} \\")
     print(f"  --image-mean {digits.PIXEL_MEAN * scale!r} --image-std {digits.PIXEL_STD * scale!r}"

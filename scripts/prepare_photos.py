@@ -170,7 +170,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if chosen.max_patches < MIN_PATCHES:
         parser.error(f"--max-patches {chosen.max_patches}: must be at least {MIN_PATCHES}")
     if chosen.out.exists() and any(chosen.out.iterdir()):
-        parser.error(f"{chosen.out}: is not empty")
+        parser.error(f"{chosen.out}: is not empty; name a new folder")
     return chosen
 
 
@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
     patches = [crop.num_patches for crop in crops]
     print(f"{chosen.num_samples} train and {chosen.num_valid} val samples of {min(patches)} to {max(patches)} patches "
           f"(mean {np.mean(patches):.0f}) in {out}")
-    print("Train on them with")
+    print("Flags that train on them:")
     print(f"  --dataset-provider energon --data-path {out / 'photos'} --tokenizer {out / 'tokenizer'} \\")
     print(f"  --image-token-id {IMAGE_TOKEN_ID} --image-tiling dynamic --min-patches {MIN_PATCHES} "
           f"--max-patches {chosen.max_patches}")

@@ -23,7 +23,7 @@ while (($#)); do
             ;;
         --steps=*)
             steps="${1#*=}"
-            [[ "$steps" =~ ^[1-9][0-9]*$ ]] || { say "--steps $steps: a whole number above 0; $usage"; exit 2; }
+            [[ "$steps" =~ ^[1-9][0-9]*$ ]] || { say "--steps $steps: must be a whole number above 0; $usage"; exit 2; }
             # A shorter run warms up shorter.
             flags+=(--train-iters "$steps" --lr-warmup-iters "$((steps / 20))")
             ;;
@@ -37,11 +37,16 @@ tensorboard_dir="${tensorboard_dir:-$run_dir/tensorboard}"
 
 setup_venv cpu
 cd "$ROOT"
+flags=(--config scripts/configs/quickstart.toml --run-dir "$run_dir" --tensorboard-dir "$tensorboard_dir"
+    ${flags[@]+"${flags[@]}"})
+# Flags that cannot be read end the script here, with one message. torchrun would add pages of its own.
+"$VENV/bin/python" train_hetero.py "${flags[@]}" --print-config >/dev/null
+say "Starting 4 training processes. Their first lines take about half a minute the first time, and later a few seconds."
 # One thread per process, because four share the cores. Dynamo would compile the few fused functions of Megatron Core.
 OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 "$VENV/bin/python" -m torch.distributed.run --standalone --nproc-per-node 4 \
-    train_hetero.py --config scripts/configs/quickstart.toml \
-    --run-dir "$run_dir" --tensorboard-dir "$tensorboard_dir" ${flags[@]+"${flags[@]}"}
+    train_hetero.py "${flags[@]}"
 
+say "Writing the report."
 "$VENV/bin/python" scripts/report.py "$run_dir" >/dev/null
 
 absolute() { case "$1" in /*) echo "$1" ;; *) echo "$ROOT/$1" ;; esac; }
@@ -51,4 +56,5 @@ report:       $(absolute "$run_dir")/report.html (open it in a browser: did it l
 metrics:      $(absolute "$run_dir")/metrics.jsonl (one record an iteration)
 TensorBoard:  $(absolute "$tensorboard_dir")
 look at them: $VENV/bin/tensorboard --logdir $(absolute "$tensorboard_dir")
+next:         docs/tutorial.md, after 'source .venv/bin/activate': your own images, rewards, export and serving
 MESSAGE

@@ -10,9 +10,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 usage="usage: scripts/run_hetero_mock.sh [--nproc N] [flags of train_hetero.py ...]
 
-Trains 10 iterations on mock data, with N processes on this host (default: 8), one a GPU. Half of them hold the encoder,
-data parallel; the other half holds the language model, tensor parallel 2 with sequence parallelism where its size is
-even, data parallel otherwise, experts split over all of it. Of 8:
+Trains 10 iterations on mock data, with N processes on this host (default: 8), one for each GPU. Half of them hold the
+encoder, data parallel. The other half holds the language model: tensor parallel 2 with sequence parallelism if that half
+has an even size, and data parallel otherwise. Experts are split over the whole half. With 8 processes the flags are
 
   --encoder-dp 4 --llm-tp 2 --llm-dp 2 --sequence-parallel, and --llm-ep 4 for a mixture of experts
 
@@ -43,7 +43,7 @@ while (($#)); do
     shift
 done
 if [[ ! "$nproc" =~ ^[1-9][0-9]*$ ]]; then
-    say "--nproc $nproc: a whole number above 0"
+    say "--nproc $nproc: must be a whole number above 0"
     exit 2
 fi
 
@@ -71,7 +71,7 @@ except ValueError as error:
 ranks = int(sys.argv[1])
 if not text_only and config.layout.layout == "disjoint":
     if ranks % 2:
-        sys.exit(f"error: --nproc {ranks}: an even number, one half for the encoder and one for the language model")
+        sys.exit(f"error: --nproc {ranks}: must be even; one half is for the encoder and one for the language model")
     ranks //= 2
 tp = 1 if ranks % 2 else 2
 flags = ["--llm-tp", tp, "--llm-dp", ranks // tp]

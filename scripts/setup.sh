@@ -9,14 +9,14 @@ usage="usage: scripts/setup.sh SET
 
 Brings .venv to a pinned set and to this checkout. SET is one of these:
 
-  cpu      training on CPUs, and scripts/quickstart.sh, which installs it
-  rl-cpu   with it vLLM's build for CPUs, and Ray; installed by scripts/rl/*_cpu.sh
-  cpu-dev  with these what scripts/test.sh runs; installed by it
-  gpu      cpu and Transformer Engine: training on GPUs
-  rl-gpu   with it vLLM and Ray; installed by scripts/rl/*_gpu.sh and scripts/rl/gsm8k_qwen3.sh
+  cpu      for training on CPUs; scripts/quickstart.sh installs it
+  rl-cpu   cpu with vLLM's build for CPUs and Ray, for the tutorial; scripts/rl/*_cpu.sh install it
+  cpu-dev  rl-cpu with the tools of scripts/test.sh, which installs it
+  gpu      cpu with Transformer Engine, for training on GPUs
+  rl-gpu   gpu with vLLM and Ray; scripts/rl/*_gpu.sh and scripts/rl/gsm8k_qwen3.sh install it
 
-Sets add to what .venv has. vLLM is there in one build, the one of the set that was asked for last. gpu and rl-gpu are
-for CUDA 13 and need a driver for it."
+A set keeps the packages that .venv already has. The exception is vLLM: .venv holds one build of it, for CPUs or for
+GPUs, and the last set decides which. gpu and rl-gpu are built for CUDA 13 and need driver 580 or newer."
 
 sets=()
 for file in "$ROOT"/scripts/requirements/*.txt; do

@@ -10,9 +10,10 @@ that is there with the right size and time is not copied again, an interrupted c
 files that the source no longer has are removed. If several processes of a node run this program, one copies. The others
 wait for it and end with its exit code. TO/.staged.json records which files are there.
 
-Reads that hang are given up: a child process does them. It is killed after --timeout-s without a byte, and the file is
-tried again --retries times. The last line says what was done, on stdout, or on stderr with --print-path. The exit code
-is 0, 1 if a file could not be copied, or 2 for flags that cannot work. The program needs no torch.
+A child process reads each file, so that a read that hangs can be given up: the process is killed after --timeout-s
+without a byte, and the file is tried again, --retries times at most. The last line says what was done, on stdout, or on
+stderr with --print-path. The exit code is 0, 1 if a file could not be copied, or 2 for flags that cannot work. The
+program needs no torch.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def read_flags(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="folder, file or hf://organisation/name[@revision]")
-    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="on a disk of the node")
+    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder on a disk of the node")
     parser.add_argument("--include", action="append", default=[], metavar="PATTERN",
                         help="only files whose relative name matches, as '*.safetensors'; may be given several times")
     parser.add_argument("--timeout-s", type=float, default=120.0,
@@ -92,7 +93,7 @@ def find_places(sources: list[str], folder: Path) -> dict[str, Path]:
     for source in sources:
         name = parse(source).name if source.startswith(PREFIX) else Path(os.path.abspath(source)).name
         if not name:
-            raise ValueError(f"{source} has no name to be staged under")
+            raise ValueError(f"{source} has no name that its copy could have")
         other = next((other for other, place in places.items() if place.name == name and other != source), None)
         if other is not None:
             raise ValueError(f"{other} and {source} would both become {folder / name}: stage them --to two folders")
@@ -134,7 +135,7 @@ def stage_local(flags: argparse.Namespace, known: dict[str, StagedSource], progr
         if options.verify:
             wrong = damaged(children, there, known, progress)
             for copy in wrong:
-                progress.say(f"{copy.target}: not what {copy.source} is: copying it again")
+                progress.say(f"{copy.target} differs from {copy.source}: copying it again")
             absent, there = [*absent, *wrong], [copy for copy in there if copy not in wrong]
         counts = Counter({"copied": len(absent), "copied_bytes": sum(copy.wanted.size for copy in absent),
                           "there": len(there), "there_bytes": sum(copy.wanted.size for copy in there)})
@@ -211,7 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{progress.host}: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"{progress.host}: interrupted; the next start goes on from here", file=sys.stderr)
+        print(f"{progress.host}: interrupted; the same command continues from here", file=sys.stderr)
         return 130
     line = summary(flags, progress.host, counts, time.monotonic() - began)
     print(line, file=sys.stderr if flags.print_path else sys.stdout)

@@ -144,7 +144,7 @@ def _image_folder(given: str, place: str) -> Path | str:
     if is_url(given):
         return given
     if given and not Path(given).is_dir():
-        raise ValueError(f"--image-folder {given}: is no folder")
+        raise ValueError(f"--image-folder {given}: is not a folder")
     if not given and is_url(place):
         return place.rpartition("/")[0] if place.endswith(SUFFIXES) else place
     return Path(given or place) if given or Path(place).is_dir() else Path(place).parent
@@ -306,7 +306,7 @@ def _entry(folder: Path | str, number: int, entry: Any, split: str, config: Conf
         path, files = _opened(place, None if is_file or split == "val" else split, cache)
         images = None if entry.get("images") is None else remote.joined(folder, str(entry["images"]))
         if images is not None and not is_url(images) and not Path(images).is_dir():
-            raise ValueError(f"images {images}: is no folder")
+            raise ValueError(f"images {images}: is not a folder")
         found = _image_folder(config.image_folder if images is None else images, place)
     except ValueError as error:
         raise ValueError(f"entry {number}: {place}: {error}") from error

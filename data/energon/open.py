@@ -30,6 +30,7 @@ from megatron.energon.task_encoder.base import TaskEncoder
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from data.conversation_files import sources as conversation_files
+from data.conversation_files.files import SUFFIXES
 from data.conversation_files.provider import Config as FilesConfig
 from data.conversations import is_image, is_read, is_video
 from data.energon.provider import Config, check_path, path_of
@@ -80,8 +81,10 @@ def check_prepared(config: Config, split: str) -> None:
     if not exists:
         raise ValueError(f"{flag} {path}: does not exist")
     if kind in (EnergonDatasetType.INVALID, EnergonDatasetType.FILESYSTEM):
-        raise ValueError(f"{flag} {path}: neither a folder prepared with `energon prepare {path}` nor a metadataset "
-                         "YAML: it has no .nv-meta/.info.json")
+        has_records = any(next(location.glob(f"*{suffix}"), None) is not None for suffix in SUFFIXES)
+        other = "; --dataset-provider conversations reads its files as they are" if has_records else ""
+        raise ValueError(f"{flag} {path}: is neither a folder prepared with `energon prepare {path}`, which has "
+                         f".nv-meta/.info.json, nor a metadataset YAML{other}")
     if kind is not EnergonDatasetType.JSONL:
         return
     if not location.with_suffix(IJSONL_SUFFIX).is_file():

@@ -120,6 +120,8 @@ def ask(flags: AskFlags, run_flags: Sequence[str], platform: Platform) -> int:
     engine = _engine(flags.engine, asked)
     print(f"{folder}: answered by {'vLLM' if engine == 'vllm' else 'the trainer'} on {platform.name}",
           file=sys.stderr, flush=True)
+    if engine == "vllm":
+        print("starting vLLM, which may take minutes; --engine trainer starts sooner", file=sys.stderr, flush=True)
     tokens = _ask_vllm(asked, platform) if engine == "vllm" else _ask_trainer(asked, layout, platform)
     print(dataset.decode(config.dataset, [token for token in tokens if token not in question.end_token_ids]))
     return 0

@@ -272,7 +272,7 @@ def _closing(out: Path, folder: Path, count: int, flags: ExportFlags) -> list[st
     architectures = (read_config_json(out) or {}).get("architectures") or ["AutoModel"]
     lines.append(f"  transformers.{architectures[0]}.from_pretrained({str(out)!r})")
     if (out / CONFIG_JSON).is_file() and any((out / name).is_file() for name in _TOKENIZERS):
-        lines.append(f"  vllm serve {out}")
+        lines.append(f"  python -m vllm.entrypoints.openai.api_server --model {out}")
     elif flags.hf_base:
         lines.append(f"  --hf-base {flags.hf_base} has no tokenizer; put one there for servers such as vLLM")
     else:

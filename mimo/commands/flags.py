@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,6 +15,9 @@ from mimo import registry
 from mimo.checkpoint import paths
 from mimo.weights import hub
 from mimo.weights.configuration import CONFIG_JSON, read_config_json
+
+# File of a run's folder (--run-dir) that has its flags.
+RUN_FLAGS = "run_config.toml"
 
 
 @dataclass(frozen=True)
@@ -259,9 +263,20 @@ def checkpoint_folder(path: str, step: int | None, command: str) -> Path:
     root = Path(path)
     found = paths.find(root, step, command, repair=False)
     if found is None:
-        what = f"it has neither {paths.TRACKER} nor {paths.METADATA}" if root.is_dir() else "there is no such folder"
-        raise ValueError(f"{command} {path}: no checkpoint: {what}")
+        raise ValueError(f"{command} {path}: no checkpoint: {_what_is_there(root)}")
     return found
+
+
+def _what_is_there(folder: Path) -> str:
+    """Describe a folder that holds no checkpoint. People often give the folder of a run's records."""
+    if not folder.is_dir():
+        return "there is no such folder"
+    flags = folder / RUN_FLAGS
+    if not flags.is_file():
+        return f"it has neither {paths.TRACKER} nor {paths.METADATA}"
+    save = tomllib.loads(flags.read_text(encoding="utf-8")).get("checkpoint", {}).get("save")
+    where = f"its checkpoints are in {save} (--save)" if save else "it saved none; --save FOLDER saves them"
+    return f"this is the folder of a run's records (--run-dir), and {where}"
 
 
 def provider_name(given: str | None, folder: Path) -> str:

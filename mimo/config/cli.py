@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import shutil
 import sys
@@ -105,7 +106,8 @@ def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, descriptio
     defaults = run_type()
     sections = {field.name: type(getattr(defaults, field.name)) for field in dataclasses.fields(run_type)
                 if getattr(defaults, field.name) is not None}
-    model = known.model_provider or merged.get("model_provider", defaults.model.model_provider)
+    model = known.model_provider or merged.get("model_provider") or _family_of(
+        known.hf_config or merged.get("hf_config", "")) or defaults.model.model_provider
     dataset = known.dataset_provider or merged.get("dataset_provider", defaults.data.dataset_provider)
     sections["model_family"] = _config_type(registry.model_provider(str(model)), f"--model-provider {model}")
     sections["dataset"] = _config_type(run_type.find_dataset(str(dataset)), f"--dataset-provider {dataset}")
@@ -113,6 +115,7 @@ def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, descriptio
     _refuse_shared_names(every)
     # Values of files become the defaults of the flags.
     instances = _apply_files(sections, files, run_type.family_defaults)
+    instances["model"] = dataclasses.replace(instances["model"], model_provider=str(model))
     if not {"-h", "--help"} & set(argv):
         refuse_foreign_flags(argv, [name for section in every.values() for name in toml_file.typed_fields(section)])
     titles = {"model_family": f"{model} model" if model in registry.MODEL_PROVIDERS else "model-family",
@@ -290,7 +293,25 @@ def _prescan() -> argparse.ArgumentParser:
     parser.add_argument("--config", action="append", default=[])
     parser.add_argument("--model-provider", "--model_provider")
     parser.add_argument("--dataset-provider", "--dataset_provider")
+    parser.add_argument("--hf-config", "--hf_config")
     return parser
+
+
+def _family_of(hf_config: str) -> str | None:
+    """Return the built-in model family of a value of --hf-config; None if there is none that takes this flag."""
+    if not hf_config:
+        return None
+    path = Path(hub.local_folder("--hf-config", hf_config))
+    try:
+        values = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+        architectures = values.get("architectures") or ()
+    except (OSError, ValueError, AttributeError):
+        return None  # the family that reads the file says what is wrong with it
+    for architecture in architectures:
+        name = registry.provider_of(str(architecture))
+        if name is not None and "hf_config" in toml_file.typed_fields(registry.model_provider(name).Config):
+            return name
+    return None
 
 
 def _config_type(provider: Any, flag: str) -> type:

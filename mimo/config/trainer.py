@@ -244,7 +244,8 @@ class ModelConfig:
     """Model: which family, precision, implementation, what is frozen."""
 
     model_provider: str = "llava"
-    """Model family: a built-in name (docs/providers.md lists them) or pkg.module:attr."""
+    """Model family: a built-in name (docs/providers.md lists them) or pkg.module:attr. Without this flag, it is the
+    family of the model in --hf-config, if there is one."""
     bf16: bool = True
     """Parameters and activations in bfloat16 (fp32 master weights); --no-bf16 trains in float32."""
     transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto"

@@ -117,7 +117,9 @@ def describe_images(config: RunConfig, model_provider: ModelProvider) -> str | N
             details.append(f"--{name.replace('_', '-')} {value}")
     if chosen.use_thumbnail:
         details.append("--use-thumbnail")
-    mean, std = (" ".join(map(str, values)) for values in (chosen.mean, chosen.std))
+    # One value stands for all channels.
+    mean, std = (" ".join(map(str, values[:1] if len(set(values)) == 1 else values))
+                 for values in (chosen.mean, chosen.std))
     return f"images: {' '.join(details)} --image-mean {mean} --image-std {std}"
 
 

@@ -139,16 +139,15 @@ def _other_division(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[st
         shared = encoder_dp <= llm_dp * rows[1]
         if divides and shared and rows[0] % (rows[1] * llm_dp) == 0 and (encoder_dp, llm_dp) != now:
             options.append((predicted(encoder_dp, llm_dp), encoder_dp, llm_dp))
+    found = f"The {escape(waiting)} grid waited for the other grid for {percent(shares[waiting])} of its step"
     if options and not run.learns_from_rewards and step_s / min(options)[0] >= LEAST_GAIN:
         best_s, encoder_dp, llm_dp = min(options)
-        yield Advice(f"{escape(waiting)} waited for the other grid for {percent(shares[waiting])} of its step.",
-                     f"--encoder-dp {encoder_dp} --llm-dp {llm_dp}",
+        yield Advice(f"{found}.", f"--encoder-dp {encoder_dp} --llm-dp {llm_dp}",
                      f"It should be {rounded(step_s / best_s)} times as fast, if passes shrink with the replicas.")
     else:
-        yield Advice(f"{escape(waiting)} waited for the other grid for {percent(shares[waiting])} of its step, and no "
-                     f"other division of the {world} ranks with the same splits should gain "
-                     f"{100 * (LEAST_GAIN - 1):.0f} %. On colocated and homogeneous grids nobody waits for another "
-                     "grid: mimo plan compares them.", "")
+        yield Advice(f"{found}. No other division of the {world} ranks with the same splits should gain "
+                     f"{100 * (LEAST_GAIN - 1):.0f} %. In colocated and homogeneous layouts no grid waits for another "
+                     "one: <code>mimo plan</code> compares them.", "")
 
 
 # Data.

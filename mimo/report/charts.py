@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +112,14 @@ def _cut(lines: Sequence[Line]) -> tuple[float, str]:
                                f"{number(highest.x[place])}; a double click shows all.")
 
 
+def _ticks(low: float, high: float) -> dict[str, Any]:
+    """Return ticks of a logarithmic axis with their full values. Plotly would label 20 as 2, beside the tick of 2."""
+    if high > 1000 * low:
+        return {}  # then Plotly labels powers of ten alone
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return {"tickvals": [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)], "tickformat": "~g"}
+
+
 def line_chart(title: str, lines: Sequence[Line], *, log: bool = False, zero: bool = False, note: str = "") -> str:
     """Return a chart of figures over iterations, or nothing if no line has a value to show.
 
@@ -130,6 +139,8 @@ def line_chart(title: str, lines: Sequence[Line], *, log: bool = False, zero: bo
         return ""
     traces = [trace for line in shown for trace in _traces(line)]
     values: dict[str, Any] = {"type": "log"} if log else {"rangemode": "tozero"} if zero else {}
+    if log:
+        values |= _ticks(min(float(line.y.min()) for line in shown), max(float(line.y.max()) for line in shown))
     top, cut = _cut(shown) if zero and not log else (0.0, "")
     if cut:
         values["range"] = [min(0.0, *(float(line.y.min()) for line in shown)), top]

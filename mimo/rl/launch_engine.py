@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from mimo.refit.rendezvous import RefitError
 from mimo.rl.placement import forwarded, replica_gpus
 from mimo.rl.prompts import ImagePromptSet, Normalisation, VideoPromptSet
 from mimo.rollout.engine import EngineOptions
+from mimo.rollout.launcher import leave_group, leave_launcher
 from mimo.rollout.process import EngineLostError, start_processes
 from mimo.rollout.replicas import AnsweredError, RolloutClient, one_client
 from mimo.visual import VideoProcessorProvider
@@ -80,11 +80,6 @@ def has_processor(folder: Path) -> bool:
     return (folder / TOKENIZER).is_file()
 
 
-# Variables that torchrun sets for its workers. In an engine's process they would make its own process group join the
-# trainer's.
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
-                      "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-LAUNCHER_PREFIX = "TORCHELASTIC_"
 # Defaults of an engine's environment: it looks nothing up on a hub, does not log the hundreds of lines of its start,
 # and on the CPU it compiles nothing and leaves its workers on all cores (vLLM's own choice needs a NUMA node for each).
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -300,22 +295,3 @@ def describe_model(config: RlRunConfig, provider: ModelProvider, has_videos: boo
     except OSError as error:
         raise ValueError(f"--run-dir {config.observe.run_dir}: cannot be written: {error}") from error
     return folder
-
-
-def leave_group() -> None:
-    """Leave the trainer's process group, in the process of a child engine.
-
-    The launcher sends its signals to the group. A trainer that is told to stop finishes its iteration first, and needs
-    its engine for that. The engine ends when the trainer does.
-    """
-    leave_launcher()
-    os.setsid()
-
-
-def leave_launcher() -> None:
-    """Forget the launcher in the engine's process, which is not a worker and ends with the rank that started it."""
-    for name in list(os.environ):
-        if name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIX):
-            del os.environ[name]
-    # Ctrl-C reaches every process of the terminal; the trainer finishes its iteration first.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

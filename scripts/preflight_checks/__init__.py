@@ -1,1 +1,1 @@
-"""Parts of scripts/preflight.py: an sbatch script's command, this host, what the nodes say to each other."""
+"""Parts of scripts/preflight.py: reading an sbatch script, checking this host, and messages between the nodes."""

@@ -61,7 +61,7 @@ class MessageBoard:
         self._store.set(f"{topic}/{self.place.node}", json.dumps(said))
 
     def announce(self, what: str) -> None:
-        """Announce an event, no matter from which node."""
+        """Announce an event. It does not matter which node announces it."""
         self._store.set(what, "")
 
     def announced(self, what: str) -> bool:
@@ -91,5 +91,5 @@ class MessageBoard:
             self._store.wait([f"{topic}/0"], timedelta(seconds=timeout_s))
             return json.loads(self._store.get(f"{topic}/0"))
         except DistError as error:
-            raise ValueError(f"{self.place.name}: {self.place.hosts[0]} said nothing {topic!r} in {timeout_s:g} s"
+            raise ValueError(f"{self.place.name}: {self.place.hosts[0]} sent no message {topic!r} in {timeout_s:g} s"
                              ) from error

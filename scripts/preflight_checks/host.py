@@ -147,7 +147,7 @@ def check_mamba_kernels(findings: Findings) -> None:
     packages = {"mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d"}
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        findings.warnings.append(f"Mamba-2 layers go without {' and '.join(missing)}, which is slower; "
+        findings.warnings.append(f"Mamba-2 layers are slower without {' and '.join(missing)}; install with: "
                                  f"pip install --no-build-isolation {' '.join(packages[name] for name in missing)}")
     else:
         findings.facts.append("kernels of Mamba-2 layers are installed")

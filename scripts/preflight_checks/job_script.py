@@ -36,7 +36,7 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, one a GPU."""
+        """Number of ranks, one for each GPU."""
         return self.nodes * self.gpus_per_node
 
 
@@ -63,8 +63,8 @@ def read_job(script: Path) -> Job:
             raise ValueError(f"{script}: #SBATCH --{directive}={value}, and the layout of the script uses {used} "
                              f"(torchrun {option}): change one of them")
     if directives.get("ntasks-per-node", "1") != "1":
-        raise ValueError(f"{script}: #SBATCH --ntasks-per-node={directives['ntasks-per-node']}: one torchrun a node "
-                         "starts a process a GPU, so it has to be 1")
+        raise ValueError(f"{script}: #SBATCH --ntasks-per-node={directives['ntasks-per-node']}: each node runs one "
+                         "torchrun, which starts a process for each GPU, so it has to be 1")
     unedited = [f"{flags[place - 1]} {word}" for place, word in enumerate(flags) if word.startswith(PLACEHOLDER)]
     return Job(nodes, gpus, flags, printed, unedited)
 

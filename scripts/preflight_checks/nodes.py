@@ -1,4 +1,4 @@
-"""Preflight over all nodes: each checks itself, then they connect to each other. The first decides and reports."""
+"""Preflight over all nodes: each node checks itself, then all connect. The first node decides and reports."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def check_nodes(board: MessageBoard, config: RunConfig, timeout_s: float) -> int
     findings = check_host(config, device, place.gpus_per_node, timeout_s)
     board.post("host", asdict(findings))
     report = Report(board, device, config) if place.is_first else None
-    # A check ends within twice its time limit, and the nodes may be apart by as much. The other nodes wait for as long
-    # as the first node may wait for all of them. If it is gone, they notice at once.
+    # A check ends within twice its time limit, and one node may start it that much later than another. The other nodes
+    # wait for as long as the first node may wait for all of them. If the first node is gone, they notice at once.
     patience_s, told_s = 4 * timeout_s, 16 * timeout_s
     verdict = report.hosts(timeout_s) if report else board.ask_first("after host", told_s)
     for topic, group in (("node", [place.node]), ("all", nodes)):

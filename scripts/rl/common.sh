@@ -19,7 +19,7 @@ choose_python() {
     fi
     "$PYTHON" -c 'import importlib.metadata as installed, sys
 sys.exit(not any([*installed.distributions(name=name)] for name in sys.argv[1:]))' "$@" && return 0
-    say "PYTHON=$PYTHON is no Python with the extra $set_name (package $1); without PYTHON the script sets up .venv"
+    say "PYTHON=$PYTHON lacks the extra $set_name (package $1); if PYTHON is not set, the script sets up .venv"
     exit 2
 }
 
@@ -44,7 +44,7 @@ supervised() {
     local processes="$1" runs="$2"
     shift 2
     if [[ -e "$runs/supervised/done" ]]; then
-        say "$runs/checkpoints is there: reinforcement learning starts from it"
+        say "$runs/checkpoints already holds the supervised run: reinforcement learning starts from it"
         return 0
     fi
     launch "$processes" train_hetero.py "$@" --save "$runs/checkpoints" --run-dir "$runs/supervised"

@@ -52,7 +52,7 @@ while (($#)); do
     esac
     shift
 done
-[[ "$nproc" =~ ^[1-9][0-9]*$ ]] || { say "--nproc $nproc: a whole number above 0"; exit 2; }
+[[ "$nproc" =~ ^[1-9][0-9]*$ ]] || { say "--nproc $nproc: must be a whole number above 0"; exit 2; }
 if [[ -z "${PYTHON:-}" ]]; then
     if [[ -n "$plan" ]]; then setup_venv cpu; else setup_venv rl-gpu; fi
     PYTHON="$VENV/bin/python"

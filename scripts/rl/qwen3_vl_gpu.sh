@@ -25,7 +25,7 @@ while (($#)); do
     esac
     shift
 done
-[[ "$nproc" =~ ^[1-9][0-9]*$ ]] || { say "--nproc $nproc: a whole number above 0"; exit 2; }
+[[ "$nproc" =~ ^[1-9][0-9]*$ ]] || { say "--nproc $nproc: must be a whole number above 0"; exit 2; }
 run=(--config scripts/configs/rl_qwen3_vl_gpu.toml --encoder-dp "$nproc" --llm-dp "$nproc" --engine-dp "$nproc"
     --run-dir "${RUNS:-runs/qwen3_vl_gpu}" ${flags[@]+"${flags[@]}"})
 if [[ -n "$plan" ]]; then

@@ -43,12 +43,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Wait, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("address", metavar="HOST:PORT", help="address of the head node")
-    parser.add_argument("--gpus", type=float, required=True)
-    parser.add_argument("--timeout-s", type=float, default=300.0)
+    parser.add_argument("--gpus", type=float, required=True, help="number of GPUs to wait for")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="seconds to wait (default: 300)")
     given = parser.parse_args(arguments)
     if not given.address.rpartition(":")[2].isdecimal():
         parser.error(f"{given.address} is not HOST:PORT")
-    until, found, reason = time.monotonic() + given.timeout_s, 0.0, "; nobody answers there"
+    until, found, reason = time.monotonic() + given.timeout_s, 0.0, "; nothing answers at that address"
     while True:
         if answers(given.address, given.timeout_s):
             found, reason = count_gpus(given.address)

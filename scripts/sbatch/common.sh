@@ -99,12 +99,12 @@ derive_sizes() {
 check_paths() {
     local name
     for name in "${SITE_PATHS[@]}"; do
-        [[ "${!name}" == /* ]] || die "$name=${!name}: an absolute path"
+        [[ "${!name}" == /* ]] || die "$name=${!name}: must be an absolute path"
         [[ "${!name}" != /path/to/* ]] || die "$name=${!name}: edit this path"
         [[ "$name" == RUN_DIR || -e "${!name}" ]] || is_staged "${!name}" ||
             die "$name=${!name}: there is no such file or folder"
     done
-    [[ -x "$PYTHON" ]] || die "PYTHON=$PYTHON: not a program"
+    [[ -x "$PYTHON" ]] || die "PYTHON=$PYTHON: is not a program"
 }
 
 # Whether the nodes get a path from STAGE_FROM.
@@ -122,7 +122,8 @@ stage_files() {
     local code=0
     ((${#STAGE_FROM[@]})) || return 0
     require_set STAGE_TO
-    [[ "$STAGE_TO" == /* && "$STAGE_TO" != /path/to/* ]] || die "STAGE_TO=$STAGE_TO: a folder on every node's own disk"
+    [[ "$STAGE_TO" == /* && "$STAGE_TO" != /path/to/* ]] ||
+        die "STAGE_TO=$STAGE_TO: must be a folder on every node's own disk"
     run_step "$@" "$PYTHON" "$ROOT/scripts/stage.py" "${STAGE_FROM[@]}" --to "$STAGE_TO" || code=$?
     if ((code != 0)) && [[ -z "$stopped" ]]; then
         die "staging to $STAGE_TO failed with exit code $code; nothing was started"
@@ -181,7 +182,7 @@ requeue() {
     if [[ "$state" != RUNNING ]]; then
         say "not requeued from here: the job is $state"
     elif ((ATTEMPT >= MAX_REQUEUES)); then
-        die "requeued $ATTEMPT times: not again"
+        die "requeued $ATTEMPT times, which is the most (MAX_REQUEUES): not requeued again"
     else
         say "requeued: $1, at iteration $(saved_iterations) of $TRAIN_ITERS"
         scontrol requeue "$SLURM_JOB_ID"

@@ -1,1 +1,1 @@
-"""Parts of scripts/stage.py: child processes that copy, a lock of the node, a record of what is there."""
+"""Parts of scripts/stage.py: processes that copy, a lock for each node, and a record of the files that are there."""

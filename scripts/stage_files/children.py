@@ -201,7 +201,7 @@ class Progress:
                 self._done.pop(task.name, None)
             self._done[task.name] = self._done.get(task.name, 0) + answer.get("bytes", 0) + answer.get("kept", 0)
             if answer.get("done", {}).get("kept"):
-                self.say(f"{task.name}: {format_gb(answer['done']['kept'])} were there of a copy that broke off")
+                self.say(f"{task.name}: continued after the {format_gb(answer['done']['kept'])} of an interrupted copy")
             if time.monotonic() - self._shown > SHOW_S:
                 self._shown = time.monotonic()
                 done = sum(self._done.values())

@@ -149,7 +149,7 @@ def _check_apart(listing: Listing) -> None:
         raise StageError(f"{place} is a link; a copy cannot be made there")
     real, target = Path(listing.real), Path(os.path.realpath(place))
     if real.is_relative_to(target) or target.is_relative_to(real):
-        raise StageError(f"{listing.source} and its copy {place} lie in each other")
+        raise StageError(f"{listing.source} and its copy {place} contain each other")
 
 
 def missing(listings: list[Listing], options: Options) -> tuple[list[Copy], list[Copy]]:
@@ -164,7 +164,7 @@ def missing(listings: list[Listing], options: Options) -> tuple[list[Copy], list
 
 
 def damaged(children: Children, there: list[Copy], known: dict[str, StagedSource], progress: Progress) -> list[Copy]:
-    """Return the copies whose content is wrong, by the checksum of when they were copied or else of the source now."""
+    """Return the copies whose content is wrong, by their recorded checksum, or else by that of the source."""
     expected: dict[str, str] = {}
     tasks, found = [], {}
     for copy in there:

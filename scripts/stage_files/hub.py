@@ -43,8 +43,8 @@ def parse(source: str) -> HubSource:
     """Parse `hf://[datasets/]organisation/name[@revision]`. Raises ValueError."""
     match = PATTERN.fullmatch(source)
     if not match:
-        raise ValueError(f"{source}: write hf://organisation/name or hf://datasets/organisation/name, and behind it "
-                         "@revision where it is not the main branch")
+        raise ValueError(f"{source}: write hf://organisation/name or hf://datasets/organisation/name, followed by "
+                         "@revision unless you want the main branch")
     return HubSource(match["repo"], match["name"], "dataset" if match["datasets"] else "model",
                      match["revision"] or "main")
 

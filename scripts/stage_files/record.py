@@ -1,6 +1,6 @@
 """Files that staging keeps in its folder: the record of what has been staged, and a lock.
 
-The lock lets one process of a node stage at a time. It ends with its holder, whose result the others read.
+The lock lets one process of a node stage at a time. It is released when its holder ends, whose result the others read.
 """
 
 from __future__ import annotations

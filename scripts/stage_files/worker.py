@@ -4,8 +4,8 @@ A read from a file system that hangs cannot be interrupted. Here it blocks this 
 without waiting for it. The program needs only the standard library. Answers are lines of JSON on stdout: any number
 that report progress, then one with `done` or with `error`.
 
-Files are not copied by rsync, which nodes and container images may lack, so that this program would still be needed. It
-also records no checksum for --verify, and a read that hangs ends it with an exit code that does not name the file.
+rsync does not do the copying, because nodes and container images may lack it. It also records no checksum for --verify,
+and if a read hangs, its exit code does not name the file.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def copy(task: dict[str, Any], tell: Teller) -> dict[str, Any]:
         status = os.fstat(source)
         if written != size or (status.st_size, status.st_mtime_ns) != (size, task["mtime_ns"]):
             raise Refusal(f"{task['source']} changed while it was copied")
-        # Whoever may not read the source may not read the copy, either. Its owner must be able to.
+        # The copy has the permissions of the source, but its owner can always read it.
         os.fchmod(part, task["mode"] & 0o777 | 0o400)
         os.utime(part, ns=(task["mtime_ns"], task["mtime_ns"]))
         os.fsync(part)

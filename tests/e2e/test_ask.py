@@ -44,6 +44,14 @@ def test_mistakes_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[
     ):
         assert main(["ask", *map(str, words)]) == 2
         assert expected in capsys.readouterr().err
+    run = tmp_path / "run"
+    run.mkdir()
+    for flags, expected in (("[checkpoint]\nsave = \"runs/sft\"\n", "its checkpoints are in runs/sft (--save)"),
+                            ("[checkpoint]\n", "it saved none; --save FOLDER saves them")):
+        (run / "run_config.toml").write_text(flags)
+        for words in (["ask", str(run), "why?"], ["inspect", str(run)], ["export", str(run), "out"]):
+            assert main(words) == 2
+            assert expected in capsys.readouterr().err
 
 
 def expected_answer(folder: Path, images: list[Path], text: str) -> str:

@@ -318,7 +318,7 @@ def test_from_hugging_face_to_training_and_back(worker: WorkerPool, tmp_path: Pa
         assert losses(tmp_path / "imported") == losses(tmp_path / "direct")[:1], "both start from the same weights"
     assert "iteration 2, 8 consumed samples" in mimo("inspect", save).stdout
     told = mimo("export", save, out, "--hf-base", source).stdout
-    assert f"from_pretrained({str(out)!r})" in told and f"vllm serve {out}" in told
+    assert f"from_pretrained({str(out)!r})" in told and f"vllm.entrypoints.openai.api_server --model {out}" in told
     assert (out / "tokenizer.json").is_file()
     after = worker.run(hf_families.reloaded_logits, name, str(out), str(source))[0]
     assert after.keys() == before.keys()

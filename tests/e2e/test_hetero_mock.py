@@ -57,8 +57,8 @@ def test_the_layout_follows_from_the_model_and_flags_win(checkout, flags, expect
 
 
 @pytest.mark.parametrize(("flags", "expected"), [
-    (["--nproc", "3", "--model-provider", "mock"], "--nproc 3: an even number"),
-    (["--nproc", "many"], "--nproc many: a whole number above 0"),
+    (["--nproc", "3", "--model-provider", "mock"], "--nproc 3: must be even"),
+    (["--nproc", "many"], "--nproc many: must be a whole number above 0"),
     (["--nproc"], "--nproc needs a value"),
     (["--model-provider", "nowhere"], "--model-provider nowhere: unknown"),
 ])

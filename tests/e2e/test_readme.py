@@ -91,7 +91,10 @@ OTHER_FLAGS = {
     "--ntasks-per-node": None,
 }
 # Messages of other programs in the page on troubleshooting.
-OTHER_MESSAGES = ("EADDRINUSE",)
+OTHER_MESSAGES = (
+    "EADDRINUSE", "mimo: command not found", "ModuleNotFoundError: No module named 'numpy'",
+    "Available memory on node 0 (... GiB) on startup is less than desired CPU memory utilization ...",
+)
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -95,7 +95,8 @@ def test_one_node_reads_from_its_own_disk(place, monkeypatch):
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [
-    ((), "usage: "), (("my model",), "usage: "), (("my model", "my data", "--nproc", "no"), "--nproc no: a whole"),
+    ((), "usage: "), (("my model",), "usage: "),
+    (("my model", "my data", "--nproc", "no"), "--nproc no: must be a whole"),
     (("my data", "my data"), "has no config.json"), (("nowhere", "my data"), "nowhere: there is no such folder"),
 ])
 def test_a_script_for_one_node_names_wrong_settings(place, arguments, expected):
@@ -347,7 +348,7 @@ def test_a_recipe_wants_vllm_before_its_supervised_run(name, extra, tmp_path):
     for given in (python, tmp_path / "nowhere"):
         done = subprocess.run(recipe_command(name, RL), capture_output=True, text=True, timeout=60, check=False,
                               env=os.environ | {"PYTHON": str(given), "RUNS": str(tmp_path / "runs")})
-        assert done.returncode == 2 and f"PYTHON={given} is no Python with the extra {extra} (" in done.stderr
+        assert done.returncode == 2 and f"PYTHON={given} lacks the extra {extra} (" in done.stderr
         assert not (tmp_path / "runs").exists()
 
 

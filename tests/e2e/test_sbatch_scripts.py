@@ -308,10 +308,10 @@ def test_nothing_starts_where_staging_failed(cluster):
 
 
 @pytest.mark.parametrize(("name", "value", "expected"), [
-    ("STAGE_FROM", "(/data)", "STAGE_TO=/path/to/local-disk: a folder on every node's own disk"),
+    ("STAGE_FROM", "(/data)", "STAGE_TO=/path/to/local-disk: must be a folder on every node's own disk"),
     ("DATA_PATH", "/nowhere/blend.yaml", "DATA_PATH=/nowhere/blend.yaml: there is no such file or folder"),
     ("TOKENIZER", "/path/to/tokenizer", "TOKENIZER=/path/to/tokenizer: edit this path"),
-    ("RUNS", "runs", "RUN_DIR=runs/run: an absolute path"),
+    ("RUNS", "runs", "RUN_DIR=runs/run: must be an absolute path"),
     ("LLM_NODES", "2", "the job has 2 nodes, the layout needs ENCODER_NODES 1 + LLM_NODES 2 = 3"),
 ])
 def test_a_job_checks_its_paths_and_nodes_first(cluster, name, value, expected):

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -282,6 +283,16 @@ def test_broken_environment_is_not_up_to_date(set_up, machine):
     (set_up / ".venv" / "bin" / "python").unlink()
     (set_up / ".venv" / "bin" / "python").symlink_to("/nonexistent/python")
     assert source(set_up, "is_set_up cpu-dev", machine).returncode == 1
+
+
+def test_quickstart_refuses_an_unknown_flag_before_it_starts_processes(set_up, machine):
+    (set_up / "train_hetero.py").symlink_to(ROOT / "train_hetero.py")
+    paths = os.pathsep.join([str(ROOT), sysconfig.get_path("purelib")])
+    done = subprocess.run([BASH, str(set_up / "scripts" / "quickstart.sh"), "--step", "20"],
+                          env=machine | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "Unrecognized options: --step, 20" in done.stderr
+    assert "Starting 4" not in done.stderr and "ChildFailedError" not in done.stderr
 
 
 @pytest.mark.slow

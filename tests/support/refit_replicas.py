@@ -50,8 +50,8 @@ class UnderRay:
 def sync_under_ray(rank: int, name: str, folder: str, engine: EngineOptions, options: RefitOptions,
                    prompts: dict[str, list[int]], steps: int) -> UnderRay:
     """Start an engine under a Ray of this process, give it weights, ask it, kill it, end Ray."""
-    from mimo.rl.launch_engine import leave_launcher
     from mimo.rl.placement import forwarded
+    from mimo.rollout.launcher import leave_launcher
     from mimo.rollout.ray_actors import RayCluster, RayEngines
 
     before = signal.getsignal(signal.SIGTERM)

@@ -1,6 +1,7 @@
 """Flags to a RunConfig: every section flat, providers' own flags, messages, help."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -80,6 +81,18 @@ def test_a_file_can_name_the_providers_and_a_flag_overrides_them(tmp_path):
         parse(["--config", path])
     later = write(tmp_path / "b.toml", f'model-provider = "{FAKE[1]}"\ndataset-provider = "{FAKE[3]}"\n')
     assert isinstance(parse(["--config", path, "--config", later]).model_family, FakeModelConfig)
+
+
+def test_the_model_of_hf_config_decides_the_family_unless_a_flag_does(tmp_path):
+    provider = registry.model_provider("qwen3_vl")
+    (tmp_path / "config.json").write_text(json.dumps(provider.hf_config(provider.Config())))
+    for path in (tmp_path, tmp_path / "config.json"):
+        config = parse(["--hf-config", str(path), "--dataset-provider", "mock"])
+        assert (config.model.model_provider, type(config.model_family)) == ("qwen3_vl", provider.Config)
+    config = parse(["--hf-config", str(tmp_path), "--model-provider", "llava", "--dataset-provider", "mock"])
+    assert config.model.model_provider == "llava", "which refuses the file later"
+    (tmp_path / "config.json").write_text("{")
+    assert parse(["--hf-config", str(tmp_path), "--dataset-provider", "mock"]).model.model_provider == "llava"
 
 
 def test_unknown_keys_are_listed_together_with_the_nearest_names(tmp_path):

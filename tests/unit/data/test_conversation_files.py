@@ -333,7 +333,7 @@ def test_a_missing_image_names_the_folder_that_has_it(tmp_path, config):
         provider.validate(config, request())
     write_lines(tmp_path / "train.jsonl", [{"image": "x.png", "caption": "a"}, {"image": "1.png", "caption": "a"}])
     provider.validate(config, request())
-    with pytest.raises(ValueError, match=f"--image-folder {tmp_path}/x: is no folder"):
+    with pytest.raises(ValueError, match=f"--image-folder {tmp_path}/x: is not a folder"):
         provider.validate(replace(config, image_folder=f"{tmp_path}/x"), request())
 
 
@@ -437,7 +437,7 @@ def test_files_are_mixed_by_weights_or_repetitions(tmp_path, config):
         ("train: [{path: a.jsonl, repetitions: .inf}]", "entry 1: repetitions inf: expected a number above 0"),
         ("train: [{path: a.jsonl, weight: 1}, a.jsonl]", "train: give a weight to every file"),
         ("train: [{path: a.jsonl, weight: 1}, {path: a.jsonl, weight: 1, repetitions: 2}]", "give a weight to every"),
-        ("train: [{path: a.jsonl, images: x}]", "images .*/x: is no folder"),
+        ("train: [{path: a.jsonl, images: x}]", "images .*/x: is not a folder"),
         ("train: [", "is not YAML"),
     ],
 )

@@ -183,11 +183,14 @@ def test_a_set_without_a_sample_for_each_worker_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("folder", "message"),
     [("", "--data-path: name the folder"), ("absent", "--data-path .*absent: does not exist"),
-     ("empty", "--data-path .*empty: neither a folder prepared"),
+     ("empty", "--data-path .*empty: is neither a folder prepared .* nor a metadataset YAML$"),
+     ("files", "--data-path .*files: is neither .*; --dataset-provider conversations reads its files as they are$"),
      ("set", "--data-path .*set: cannot open the 'train' split: Invalid split")],
 )
 def test_a_folder_that_is_not_prepared_is_refused_with_the_flag(tmp_path, folder, message):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "train.jsonl").write_text("{}")
     split = text_shards(tmp_path / "set", train=(2,)) / ".nv-meta" / "split.yaml"
     split.write_text(split.read_text().replace("train:", "learn:"))
     with pytest.raises(ValueError, match=message):

@@ -153,8 +153,8 @@ def test_mamba_layers_without_their_kernels_are_a_warning(monkeypatch):
     there.add("mamba_ssm")
     check_mamba_kernels(findings)
     first, second = findings.warnings
-    assert "without mamba_ssm and causal_conv1d, " in first and first.endswith(" mamba-ssm causal-conv1d")
-    assert "without causal_conv1d, " in second and findings.problems == []
+    assert "without mamba_ssm and causal_conv1d; " in first and first.endswith(" mamba-ssm causal-conv1d")
+    assert "without causal_conv1d; " in second and findings.problems == []
     there.add("causal_conv1d")
     check_mamba_kernels(findings)
     assert len(findings.warnings) == 2 and findings.facts == ["kernels of Mamba-2 layers are installed"]

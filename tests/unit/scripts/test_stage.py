@@ -125,7 +125,7 @@ def test_checksums_find_what_size_and_time_do_not(tmp_path, model):
     os.utime(damaged, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert "0 files copied" in stage(model, "--to", tmp_path / "disk")
     said = stage(model, "--to", tmp_path / "disk", "--verify")
-    assert f"{damaged}: not what {model}/weights/one.safetensors is" in said and "1 file copied" in said
+    assert f"{damaged} differs from {model}/weights/one.safetensors" in said and "1 file copied" in said
     assert contents(tmp_path / "disk" / "model") == contents(model)
     # Without a record, those of the source as it is now.
     write(damaged, seed=9)
@@ -158,7 +158,7 @@ def test_a_copy_that_is_killed_goes_on_where_it_stopped(tmp_path):
     with part.open("r+b") as stream:
         stream.write(b"kept")
     said = stage(tmp_path / "model", "--to", tmp_path / "disk", "--block-mib", 1)
-    assert f"{kept / 1e9:.3g} GB were there of a copy that broke off" in said
+    assert f"continued after the {kept / 1e9:.3g} GB of an interrupted copy" in said
     assert (tmp_path / "disk" / "model" / "weights").read_bytes() == b"kept" + data[4:]
     assert parts(tmp_path / "disk") == []
 
@@ -169,7 +169,7 @@ def test_a_part_of_an_older_source_is_not_used(tmp_path):
     process.send_signal(signal.SIGKILL)
     end(process, -signal.SIGKILL)
     data = write(tmp_path / "model" / "weights", 10 * MB, seed=2)
-    assert "broke off" not in stage(tmp_path / "model", "--to", tmp_path / "disk", "--block-mib", 1)
+    assert "interrupted copy" not in stage(tmp_path / "model", "--to", tmp_path / "disk", "--block-mib", 1)
     assert (tmp_path / "disk" / "model" / "weights").read_bytes() == data and parts(tmp_path / "disk") == []
 
 
@@ -246,7 +246,7 @@ def test_mistakes_are_named(tmp_path, model):
     assert "would both become" in stage(model, tmp_path / "other" / "model", "--to", disk, code=2)
     assert "--timeout-s 0 is too small" in stage(model, "--to", disk, "--timeout-s", 0, code=2)
     assert "hf://one: write hf://organisation/name" in stage("hf://one", "--to", disk, code=2)
-    assert "lie in each other" in stage(model, "--to", tmp_path, code=1)
+    assert "contain each other" in stage(model, "--to", tmp_path, code=1)
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "model").symlink_to(model)
     assert "linked/model is a link" in stage(model, "--to", tmp_path / "linked", code=1)

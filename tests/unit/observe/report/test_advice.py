@@ -32,11 +32,12 @@ def test_ranks_move_to_the_grid_that_others_wait_for(tmp_path: Path) -> None:
     run = run_with(tmp_path, steps(**balanced), FOUR + "llm-tp = 1\n")
     (found,) = advice(run)
     # 8 samples do not go into 3 replicas, and there is no other division whose sizes divide each other.
-    assert found.flags == "" and "mimo plan compares" in found.found
+    assert found.flags == "" and "<code>mimo plan</code> compares" in found.found
     text = (tmp_path / "run_config.toml").read_text().replace("global-batch-size = 8", "global-batch-size = 12")
     (tmp_path / "run_config.toml").write_text(text)
     (found,) = advice(read_run(tmp_path))
-    assert found.flags == "--encoder-dp 1 --llm-dp 3" and "vision waited for the other grid for 60 %" in found.found
+    assert found.flags == "--encoder-dp 1 --llm-dp 3" and (
+        "The vision grid waited for the other grid for 60 % of its step." in found.found)
     # 2 / 3 of 0.8 s, and 0.13 s of other work and waits, against 1 s.
     assert f"{1 / (0.8 * 2 / 3 + 0.13):.3g} times" in found.gain
     assert "<code>--encoder-dp 1 --llm-dp 3</code>" in advice_section([read_run(tmp_path)])
