@@ -29,8 +29,8 @@ TRAINERS_CACHES = ("/mimo-hetero-inductor", "/mimo-hetero-triton")
 # Epsilon of the trainer's norms of latents in DeepSeek-V3. vLLM's `DeepseekV2MLAAttention` has that of the model.
 LATENT_NORM_EPSILON = 1e-6
 # Sizes of a latent and of its rotary part that vLLM's kernel for CPUs takes
-# (`CPUMLABackend.get_supported_head_sizes`). Its operation for plain rotary positions, `RotaryEmbedding.forward_cpu`,
-# takes the rotary parts of all heads to lie one behind the other, which they do not; YaRN is computed by PyTorch.
+# (`CPUMLABackend.get_supported_head_sizes`). Its operation for plain rotary positions (`RotaryEmbedding.forward_cpu`)
+# is wrong for queries of three dimensions, as those of latent attention are. YaRN is computed by PyTorch.
 CPU_LATENTS = (512, 64)
 # Symbol of a layer of experts in the configuration of Nemotron-H.
 NEMOTRON_EXPERTS = "E"

