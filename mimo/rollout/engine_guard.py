@@ -1,8 +1,7 @@
 """A process that ends an engine whose starter is gone.
 
 `python engine_guard.py PID` reads from a pipe whose other end the starter holds, so that standard input ends when the
-starter ends, for whatever reason. An engine or worker that hangs or was stopped would not notice this by itself. The
-guard of a Ray actor is started by the actor, to end its workers.
+starter ends, for whatever reason. An engine or worker that hangs or was stopped would not notice this by itself.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ def guard(pid: int) -> None:
 
 
 def _family(pid: int) -> set[psutil.Process]:
-    """Return the engine's process and all processes that it has started, which this one may be among."""
+    """Return the engine's process and all processes that it has started."""
     try:
         engine = psutil.Process(pid)
-        return {engine, *engine.children(recursive=True)} - {psutil.Process()}
+        return {engine, *engine.children(recursive=True)}
     except psutil.NoSuchProcess:
         return set()
 

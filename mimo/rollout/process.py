@@ -143,7 +143,10 @@ class EngineProcess:
         # Not a daemon: an engine of several workers starts processes itself.
         self.process = context.Process(target=_serve, args=(options, self._key, there, setup))
         self.process.start()
-        self._guard = start_guard(self.process.pid)
+        # The guard has a session of its own, because a launcher ends all processes of this one's session. Its standard
+        # input ends with this process.
+        self._guard = subprocess.Popen([sys.executable, "-P", engine_guard.__file__, str(self.process.pid)],
+                                       stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
         atexit.register(self.close)  # Otherwise this process would wait for the engine's end at exit, for ever.
         there.close()
         if is_awaited:
@@ -174,16 +177,6 @@ class EngineProcess:
         assert self._guard.stdin is not None
         self._guard.stdin.close()
         self._guard.wait()
-
-
-def start_guard(pid: int | None) -> subprocess.Popen[bytes]:
-    """Start a process that ends an engine's process and all that it has started as soon as this process ends.
-
-    It has a session of its own, because a launcher ends all processes of this one's session. Its standard input ends
-    with this process.
-    """
-    return subprocess.Popen([sys.executable, "-P", engine_guard.__file__, str(pid)], stdin=subprocess.PIPE,
-                            stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 def start_processes(options: Sequence[EngineOptions], start_timeout_s: float = 600.0, call_timeout_s: float = 600.0,

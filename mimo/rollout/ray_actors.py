@@ -36,7 +36,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mimo.refit.rendezvous import RefitError
 from mimo.rollout.engine import EngineNode, EngineOptions, NodePlace
-from mimo.rollout.process import EngineCalls, EngineLostError, answer_of, make_engine, start_guard
+from mimo.rollout.process import EngineCalls, EngineLostError, answer_of, make_engine
 from mimo.rollout.replicas import RolloutClient, one_client
 
 # Seconds within which a cluster has to accept a connection.
@@ -62,8 +62,6 @@ class EngineActor:
     def start(self, options: EngineOptions, setup: Callable[[], None] | None,
               place: NodePlace | None = None) -> tuple[bool, str]:
         """Make the engine, or its workers on this node. Return whether that succeeded, and what went wrong."""
-        # Ray does not end the workers of an actor that was killed, and one that hangs does not end by itself.
-        self._guard = start_guard(os.getpid())
         try:
             if not Path(options.model).is_dir():
                 return False, f"sees no folder {options.model}: it has to be on a file system of all nodes"

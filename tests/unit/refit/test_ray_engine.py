@@ -19,7 +19,6 @@ import pytest
 import ray
 
 from mimo.refit.rendezvous import RefitError
-from mimo.rollout.engine_guard import LOOK_S
 from mimo.rollout.ray_actors import RayCluster, RayEngines
 from tests.support.echo_engine import engine_options, fail_to_start, sleep_long, use_noting_engine
 
@@ -80,7 +79,6 @@ def test_each_actor_has_gpus_of_its_own_and_what_was_forwarded_and_no_rank(tmp_p
             clients[0].update_weights({"name": "a", "error": ZeroDivisionError("by nothing")})
         killed, stopped = process_of(clients[0]), process_of(clients[1])
         workers = [psutil.Process(each.call("start_worker")) for each in clients]
-        time.sleep(LOOK_S + 1)  # until the guards have seen them
         killed.kill()
         began = time.monotonic()
         with pytest.raises(RefitError, match=rf"the engine in process {killed.pid} on .* \(a Ray actor\) has ended: "
