@@ -4,11 +4,12 @@
     python scripts/bench/refit.py --device cpu
 
 A trainer with random weights in the shape of a real model (without optimizer) uses the first GPUs, and a live vLLM
-engine the next. The arms take turns, --repeats times after one round that does not count: `direct` is `WeightSender` as
-it comes, `loader` sends every tensor through the engine's own loading, and `broadcast` (CUDA only) gathers whole
-tensors on the trainer's first rank and sends them with vLLM's packed NCCL broadcast. `bound_s` is the time that the
-bytes of the busiest worker take at the rate of a plain copy between two GPUs, measured in the same run. The last line
-of output is JSON; above it, a Markdown table shows medians in seconds.
+engine the next ones. With --colocated, the engine uses the trainer's GPUs, and weights go through CUDA IPC. The arms
+take turns, --repeats times after one round that does not count: `direct` is `WeightSender` as it comes, `loader` sends
+every tensor through the engine's own loading, and `broadcast` (CUDA only, not with --colocated) gathers whole tensors
+on the trainer's first rank and sends them with vLLM's packed NCCL broadcast. `bound_s` is the time that the bytes of
+the busiest worker take at the rate of a plain copy between two GPUs (with --colocated: within one), measured in the
+same run. The last line of output is JSON; above it, a Markdown table shows medians in seconds.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
         config = MODELS[chosen.model] | {"dtype": chosen.dtype, "torch_dtype": chosen.dtype}
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         started = time.monotonic()
-        engine = EngineProcess(engine_options(chosen, folder, trainer_gpus), 900, 900, setup=add_broadcast)
+        first_gpu = 0 if chosen.colocated else trainer_gpus
+        engine = EngineProcess(engine_options(chosen, folder, first_gpu), 900, 900, setup=add_broadcast)
         print(f"engine up in {time.monotonic() - started:.0f} s", file=sys.stderr)
         try:
             result = train(chosen, folder, engine.handle, trainer_gpus)
@@ -70,12 +72,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--engine-memory", type=float, default=0.6, help="fraction of GPU memory that vLLM may use")
     parser.add_argument("--engine-extra", type=json.loads, default={}, metavar="JSON",
                         help="""further arguments of vllm.LLM, such as '{"quantization": "fp8_per_block"}'""")
+    parser.add_argument("--colocated", action="store_true", help="the engine runs on the trainer's GPUs (CUDA only)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--arm", action="append", choices=("direct", "loader", "broadcast"),
                         help="default: direct, and broadcast on CUDA or loader on a CPU")
     parser.add_argument("--chunk-mib", type=int, default=512, help="size of a chunk of whole tensors")
     chosen = parser.parse_args(arguments)
-    chosen.arms = chosen.arm or (["direct", "broadcast"] if chosen.device == "cuda" else ["direct", "loader"])
+    can_broadcast = chosen.device == "cuda" and not chosen.colocated
+    chosen.arms = chosen.arm or ["direct", "broadcast" if can_broadcast else "loader"]
+    if chosen.colocated and chosen.device == "cpu":
+        parser.error("--colocated: on a CPU nothing is shared; the argument needs --device cuda")
+    if chosen.colocated and "broadcast" in chosen.arms:
+        parser.error("--arm broadcast: NCCL does not connect two processes on one GPU, as --colocated has them")
     if chosen.device == "cpu" and "broadcast" in chosen.arms:
         parser.error("--arm broadcast: vLLM's broadcast needs CUDA")
     chosen.dtype = "bfloat16" if chosen.device == "cuda" else "float32"
@@ -90,7 +98,7 @@ def trainer_ranks(chosen: argparse.Namespace) -> int:
 
 
 def engine_options(chosen: argparse.Namespace, folder: str, first_gpu: int) -> EngineOptions:
-    """Options of the engine, on the GPUs after the trainer's."""
+    """Options of the engine, whose first worker has the GPU `first_gpu`."""
     extra: dict[str, Any] = {"enforce_eager": True, "skip_tokenizer_init": True}
     environment = {"VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     if chosen.device == "cuda":
@@ -173,7 +181,7 @@ def measure(chosen: argparse.Namespace, built: Any, grids: Any, provider: Any, f
     import torch
     import torch.distributed as dist
 
-    backend = "nccl" if chosen.device == "cuda" else "gloo"
+    backend = "ipc" if chosen.colocated else "nccl" if chosen.device == "cuda" else "gloo"
     arms: dict[str, Callable[[str], RefitReport | None]] = {}
     plan_s: dict[str, float] = {}
     for name in chosen.arms:
@@ -201,7 +209,7 @@ def measure(chosen: argparse.Namespace, built: Any, grids: Any, provider: Any, f
                 if report is not None:
                     reports[name].append(report)
     answers = agreement(chosen, built, grids, handle, arms)
-    copy_rate = rate_of_copies() if chosen.device == "cuda" and grids.rank == 0 else None
+    copy_rate = rate_of_copies(chosen.colocated) if chosen.device == "cuda" and grids.rank == 0 else None
     parameters = sum(parameter.numel() for parameter in built.model.parameters())
     total = torch.tensor([parameters], dtype=torch.int64)
     dist.all_reduce(total, group=grids.host)
@@ -247,21 +255,22 @@ def direct_arm(name: str, chosen: argparse.Namespace, built: Any, grids: Any, pr
     return sender.send
 
 
-def rate_of_copies() -> float | None:
-    """Bytes per second of a plain copy from this GPU to the next. None if there is only one."""
+def rate_of_copies(within: bool) -> float | None:
+    """Bytes per second of a plain copy from this GPU to the next, or within this one. None if there is no next one."""
     import torch
 
-    if torch.cuda.device_count() < 2:
+    if torch.cuda.device_count() < 2 and not within:
         return None
+    other = 0 if within else 1
     here = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda:0")
-    there = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda:1")
+    there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{other}")
     best = float("inf")
     for _ in range(6):
         torch.cuda.synchronize(0)
-        torch.cuda.synchronize(1)
+        torch.cuda.synchronize(other)
         started = time.monotonic()
         there.copy_(here)
-        torch.cuda.synchronize(1)
+        torch.cuda.synchronize(other)
         torch.cuda.synchronize(0)
         best = min(best, time.monotonic() - started)
     return COPY_BYTES / best
@@ -283,6 +292,7 @@ def summary(chosen: argparse.Namespace, grids: Any, seconds: dict[str, list[floa
     result = {"model": chosen.model, "device": chosen.device, "dtype": chosen.dtype, "trainer": chosen.trainer,
               "trainer_ranks": grids.layout.world_size, "engine_tp": chosen.engine_tp,
               "engine_pp": chosen.engine_pp, "engine_ep": chosen.engine_ep, "engine_extra": chosen.engine_extra,
+              "colocated": chosen.colocated,
               "copy_gb_s": None, "rank_parameters_summed": parameters, "arms": arms}
     ours = arms.get("direct")
     if ours and copy_rate:
