@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.nano_nemotron_vl import NemotronH_Nano_VL_V2
 from vllm.model_executor.models.radio import RadioModel
 from vllm.transformers_utils.configs.radio import VIT_TIMM_DIM_BY_NAME
 
 # Keys of a vision configuration that hold the sizes of an encoder that timm does not have, in timm's order.
 SIZE_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-# The norm's name in a checkpoint, and the name under which vLLM's loader takes in such a norm.
-NORM, LOADED_NORM = "vision_model.radio_model.model.norm.", "vision_projector.vision_final_layernorm."
+# The norm's name in a checkpoint. vLLM's own loader ignores it.
+NORM = "vision_model.radio_model.model.norm."
 NORM_EPSILON = 1e-6
 
 
@@ -32,6 +33,8 @@ class NemotronVl(NemotronH_Nano_VL_V2):
         if self.config.vision_config.args.get("model_norm"):
             norm = torch.nn.LayerNorm(self.config.vit_hidden_size, eps=NORM_EPSILON)
             self.vision_final_layernorm = norm.to(self.llm_dtype)
+        elif not hasattr(self, "vision_final_layernorm"):  # vLLM 0.26 has no place for such a norm
+            self.vision_final_layernorm = None
 
     def get_vit_model_from_radio_config(self, hf_config: Any) -> RadioModel:
         """Build the encoder. vLLM looks its sizes up by the name of timm's model."""
@@ -71,9 +74,13 @@ class NemotronVl(NemotronH_Nano_VL_V2):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """Load a checkpoint."""
-        return super().load_weights(_renamed(weights))
+        return super().load_weights(self._without_norm(weights))
 
-
-def _renamed(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in weights:
-        yield (LOADED_NORM + name.removeprefix(NORM) if name.startswith(NORM) else name), tensor
+    def _without_norm(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Load the norm after the last layer, and yield everything else."""
+        for name, tensor in weights:
+            if name.startswith(NORM) and self.vision_final_layernorm is not None:
+                parameter = self.vision_final_layernorm.get_parameter(name.removeprefix(NORM))
+                default_weight_loader(parameter, tensor)
+            else:
+                yield name, tensor
