@@ -75,7 +75,7 @@ def image_html(position: int, image: ImageRecord, tiles: Sequence[np.ndarray], t
     height, width = tiles[0].shape[1:]
     rows, cols = fixed_grid(*image.size, tiling) if tiling.kind == "fixed" else (1, 1)
     if tiling.kind == "anyres":  # the whole image is shown behind its tiles
-        grid = best_pinpoint(*image.size, tiling)
+        grid = best_pinpoint(*image.size, tiling.pinpoints)
         rows, cols, tiles = grid[0] // height, grid[1] // width, [*tiles[1:], tiles[0]]
     shorter, longer = sorted([rows * height, cols * width])
     scale = LARGEST / longer if longer > LARGEST else max(min(SMALLEST // shorter, LARGEST // longer), 1)
@@ -131,8 +131,11 @@ def _token(text: str, ids: Sequence[int], css: str) -> str:
     return f'<span class="{css}" title="{"id" if len(ids) == 1 else "ids"} {" ".join(map(str, ids))}">{shown}</span>'
 
 
-def text_html(tokenizer: Any, row: Row, record: Record, image_token_id: int) -> str:
-    """Return the text of a sample, with marks for token boundaries, tokens to learn and placeholders of images."""
+def text_html(tokenizer: Any, row: Row, record: Record, image_token_id: int, *, is_joined: bool) -> str:
+    """Return the text of a sample, with marks for token boundaries, tokens to learn and placeholders of images.
+
+    `is_joined` says that an image of several tiles has one placeholder.
+    """
     ids, targets = row.tokens.tolist()[:MAX_TOKENS], row.target_mask.tolist()
     special = set(tokenizer.all_special_ids)
     parts: list[str] = []
@@ -141,7 +144,7 @@ def text_html(tokenizer: Any, row: Row, record: Record, image_token_id: int) -> 
     while start < len(ids):
         if ids[start] == image_token_id:
             image += 1
-            start += counts[image - 1]
+            start += 1 if is_joined else counts[image - 1]
             parts.append(f'<span class="image">image {image}'
                          + (f" &middot; {counts[image - 1]} tiles" if counts[image - 1] > 1 else "") + "</span>")
             continue
@@ -161,7 +164,9 @@ def text_html(tokenizer: Any, row: Row, record: Record, image_token_id: int) -> 
 def sample_html(tokenizer: Any, record: Record, row: Row, tiling: Tiling | None, image_token_id: int) -> str:
     """Return one sample; `tiling` is None for a model that takes no images."""
     figures, start = [], 0
-    tiles = [tile.numpy() for tile in row.images if tile.ndim == 3]
+    is_joined = tiling is not None and tiling.is_joined
+    tiles = [tile for each in row.images if is_joined or each.ndim == 3
+             for tile in (each.numpy() if is_joined else [each.numpy()])]
     for position, image in enumerate(record.images, 1):
         end = start + len(image.tiles)
         if position <= MAX_IMAGES and tiling is not None:
@@ -170,7 +175,7 @@ def sample_html(tokenizer: Any, record: Record, row: Row, tiling: Tiling | None,
     if len(record.images) > MAX_IMAGES:
         figures.append(f'<p class="more">and {len(record.images) - MAX_IMAGES} more images</p>')
     if tiling is not None:
-        frames = [frame for part in row.images if part.ndim == 4 for frame in part.numpy()]
+        frames = [frame for part in row.images if part.ndim == 4 and not is_joined for frame in part.numpy()]
         for position, video in enumerate(record.videos, 1):
             figures.append(video_html(position, video, frames[: video.sampled], tiling))
             del frames[: video.sampled]
@@ -179,4 +184,4 @@ def sample_html(tokenizer: Any, record: Record, row: Row, tiling: Tiling | None,
              f"images; {number(record.target_tokens)} to learn")
     shown = f'<div class="figures">{"".join(figures)}</div>' if figures else ""
     return (f'<article class="sample"><header><h3>{escape(key)}</h3><span>{escape(shard)}</span><span>{facts}</span>'
-            f"</header>{shown}{text_html(tokenizer, row, record, image_token_id)}</article>")
+            f"</header>{shown}{text_html(tokenizer, row, record, image_token_id, is_joined=is_joined)}</article>")

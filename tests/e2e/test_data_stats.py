@@ -253,6 +253,19 @@ def test_files_of_conversations_are_shown_too(main, folder, capsys, tmp_path):
     assert "'1.png': there is no file" in bad["reason"]
 
 
+@pytest.mark.parametrize(("family", "pinpoints", "tokens"), [
+    # Of three tiles of 16 tokens; joined, those of the grid have a token at the end of each of their four rows.
+    ("llava", "--image-grid-pinpoints", 48), ("llava_next", "--vision-image-grid-pinpoints", 52)])
+def test_tiles_of_any_resolution_are_shown(main, folder, capsys, tmp_path, family, pinpoints, tokens):
+    sizes = ["--vision-image-size", "16", "--vision-patch-size", "4", "--image-tiling", "anyres", pinpoints, "16x32"]
+    page = tmp_path / "page.html"
+    assert main([str(folder / "pairs"), "--tokenizer", str(folder / "tokenizer"), "--model-provider", family, *sizes,
+                 "--prompt-format", "chatml", "--out", str(page), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["tokens"]["image"]["mean"] == tokens
+    assert "2 x 1 tiles of 16 x 16 and a thumbnail; " + str(tokens) in page.read_text().replace("\n", "")
+
+
 @pytest.mark.parametrize(("name", "flags", "message"), [
     ("nowhere", (), "DATASET"),
     ("tokenizer", (), "energon prepare"),
