@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mimo.grid.groups import Grids
@@ -79,31 +78,6 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     """Norm of the difference over the norm of what was expected."""
     assert found.shape == expected.shape, (found.shape, expected.shape)
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
-
-
-def run_vision(vision: Any, pixels: Tensor) -> dict[str, Tensor]:
-    """Features of a random linear loss and every gradient."""
-    pixels = pixels.clone().requires_grad_(True)
-    features = vision({"pixel_values": pixels})
-    (features * draw(*features.shape, seed=5)).sum().backward()
-    assert pixels.grad is not None
-    return {"features": features.detach(), "pixels": pixels.grad}
-
-
-def run_language(language: Any, embeddings: Tensor, grids: Grids) -> dict[str, Tensor]:
-    """Logits gathered over the vocabulary, and the gradient of a random linear loss at the embeddings."""
-    from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
-
-    group = grids.collections[LANGUAGE].tp
-    embeddings = embeddings.clone().requires_grad_(True)
-    inputs = scatter_to_sequence_parallel_region(embeddings, group=group) if group.size() > 1 else embeddings
-    local = language(input_ids=None, position_ids=None, attention_mask=None, decoder_input=inputs)
-    weights = draw(*local.shape[:-1], local.size(-1) * group.size(), seed=5)
-    (local * weights.chunk(group.size(), dim=-1)[group.rank()]).sum().backward()
-    parts = [torch.empty_like(local) for _ in range(group.size())]
-    dist.all_gather(parts, local.detach().contiguous(), group=group)
-    assert embeddings.grad is not None
-    return {"logits": torch.cat(parts, dim=-1), "embeddings": embeddings.grad}
 
 
 def shard_of(name: str, full: Tensor, part: Tensor, stride: int, rank: int) -> Tensor:
