@@ -78,14 +78,6 @@ def test_slow_iterations_at_the_begin_and_stalls_do_not_count(tmp_path: Path) ->
     assert "vision: waiting at the bridge, 59.4 s more" in html
 
 
-def test_why_a_change_is_none(tmp_path: Path) -> None:
-    losses = [2.0 + 0.1 * (-1) ** step for step in range(100)]
-    records = [step_record(step, loss) for step, loss in enumerate(losses, 1)]
-    answer = did_it_learn(run_of(tmp_path, records))
-    assert "; a change below 1 % or below 2 standard errors of the difference does not count)" in answer.sentences
-    assert "standard errors" not in did_it_learn(run_of(tmp_path, usual_records())).sentences
-
-
 @pytest.mark.parametrize(("losses", "words"), [
     ([3.0 - 0.01 * step for step in range(100)], "Yes"),
     ([2.0 + 0.1 * (-1) ** step for step in range(100)], "Not clearly"),

@@ -77,14 +77,6 @@ def test_work_grows_as_the_records_and_not_as_their_square_where_keys_change() -
     assert num_calls(records) < 5 * num_calls(records[:400])
 
 
-def test_a_column_is_made_once_however_often_keys_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    full = np.full
-    monkeypatch.setattr("mimo.report.run_folder.np.full", lambda *of: made.append(of) or full(*of))
-    to_table([{"iteration": step, **({"b": 1.0} if step % 2 else {"c": 1.0})} for step in range(1, 101)])
-    assert len(made) == 3
-
-
 def test_a_run_that_died_while_it_wrote(tmp_path: Path) -> None:
     folder = write_run(tmp_path, [step_record(step, 1.0) for step in (1, 2, 3)], planned=500)
     with (folder / "metrics.jsonl").open("ab") as file:
