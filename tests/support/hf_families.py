@@ -236,13 +236,11 @@ def qwen_inputs(config: Any, inputs: dict[str, Any], sizes: Sequence[ImageSize])
 def flags_of(name: str, folder: str, layout: tuple[str, ...]) -> tuple[str, ...]:
     """Flags of a run of the model `name` that is saved in `folder`."""
     provider = "llava" if name in LLAVA_MODELS else "nemotron_h" if name in NEMOTRON_MODELS else "causal_lm"
-    if MODELS[name].get("model_type") == "deepseek_v3":
-        provider = "deepseek_v3"
     sizes: tuple[str, ...] = ()
     if name in LLAVA_NEXT_MODELS:
         provider = "llava_next"
         sizes = ("--mock-image-size", "30", "--mock-image-size-cv", "0.8", "--seq-length", "96")
-    if name in DEEPSEEK_MODELS:
+    if MODELS[name].get("model_type") == "deepseek_v3":
         provider, sizes = "deepseek_v3", ("--moe-aux-loss-coeff", "0")
     if name in QWEN_MODELS:
         provider = MODELS[name]["model_type"].removesuffix("_moe")
