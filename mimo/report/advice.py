@@ -180,8 +180,8 @@ def _from_rollouts(run: Run, flags: Mapping[str, Any]) -> Iterator[Advice]:
     if total and flags.get("rollout-mode") == "sync" and flags.get("engine-placement") in ("separate", "ray"):
         gain = total / max(rollout + parts.get("refit", 0.0), rest)
         if gain >= LEAST_GAIN:
-            yield Advice(f"The trainer waits {percent(rollout / total)} of an iteration for completions, and the "
-                         "engine is idle the rest of the time.",
+            yield Advice(f"The trainer waits {percent(rollout / total)} of an iteration while completions are "
+                         "generated, and the engine is idle the rest of the time.",
                          f"--rollout-mode one-step-off{' --engine-restarts 0' if flags.get('engine-restarts') else ''}",
                          f"It should be {rounded(gain)} times as fast.")
     equal, cut = _mean(run, "equal-reward-prompts"), _mean(run, "truncated-completions")

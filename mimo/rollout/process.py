@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge, wait
 from typing import Any
 
+from mimo.platform.megatron_import import quieten_megatron
 from mimo.refit.rendezvous import RefitError
 from mimo.rollout import engine_guard
 from mimo.rollout.engine import EngineOptions, NodePlace, Rollout, RolloutEngine, Sampling
@@ -292,6 +293,8 @@ def _answer(engine: RolloutEngine, call: _Call) -> None:
 def make_engine(options: EngineOptions, setup: Callable[[], None] | None,
                 place: NodePlace | None = None) -> RolloutEngine:
     """Make an engine in this process, after calling `setup`. `place` is its first node if it spreads over several."""
+    # The refit's receiver imports parts of Megatron Core.
+    quieten_megatron()
     if setup is not None:
         setup()
     return RolloutEngine(options) if place is None else RolloutEngine(options, place)
