@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicat
 
 from mimo.bridge.handshake import Rows, lanes_of, sources_of
 from mimo.bridge.slices import piece_messages, sends_whole_pieces, slice_rows
+from mimo.comm.host import gather
 from mimo.grid.groups import Grids
 from mimo.grid.spec import GridSpec
 from mimo.observability.clock import DeviceTimer, host_of_clock
@@ -114,8 +115,7 @@ class Bridge(BridgeCommunicator):
         self.group = self.gradient_group = self._new_group(members, backend)
         if run_ahead:
             self.gradient_group = self._new_group(members, backend)
-        hosts = [""] * layout.world_size
-        dist.all_gather_object(hosts, host_of_clock(), group=grids.host)
+        hosts = gather(grids, host_of_clock())
         one_host = len({hosts[rank] for rank in members}) == 1
 
         def served(dp: int) -> list[int]:

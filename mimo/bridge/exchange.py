@@ -88,7 +88,8 @@ class Exchange:
         """
         for kind, peers in enumerate((sends, receives)):
             assert set(peers) - {self._grids.rank} <= self._linked[what, kind], (what, kind, set(peers))
-        self._copy_own(sends, receives)
+        if self._grids.rank in receives:
+            receives[self._grids.rank].copy_(sends[self._grids.rank])
         inner, outer = (self._between_stages(sends, False), self._between_stages(receives, False)), (
             self._between_stages(sends, True), self._between_stages(receives, True))
         # Messages to other stages are posted first, so that no other stage waits for what this one waits for.
@@ -120,10 +121,6 @@ class Exchange:
         inside = self._grids.rank in self._first_stage
         return {peer: tensor for peer, tensor in messages.items()
                 if peer != self._grids.rank and (inside and peer in self._first_stage) != other}
-
-    def _copy_own(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
-        if self._grids.rank in receives:
-            receives[self._grids.rank].copy_(sends[self._grids.rank])
 
     def _post(self, group: dist.ProcessGroup, sends: dict[int, torch.Tensor],
               receives: dict[int, torch.Tensor]) -> list[dist.Work]:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -42,7 +41,7 @@ from mimo.checkpoint.state import (
     stream_object,
 )
 from mimo.checkpoint.writer import HostBuffer, Plan, Write, make_plan, serialized_objects
-from mimo.comm.host import gather, raise_known_errors, raise_on_any_rank
+from mimo.comm.host import gather, gather_at, raise_known_errors, raise_on_any_rank
 from mimo.watchdog.watchdog import Watchdog
 
 CONFIG_FILE = "run_config.toml"
@@ -247,11 +246,9 @@ class Saver:
         """Complete the present stage of the pending checkpoint. After the last stage, or an error, none is pending."""
         pending, self._pending = self._pending, None
         assert pending is not None
-        grids = self._state.grids
         if not pending.is_written:
             self._agree(pending.iteration, pending.write.wait())
-            written = [b""] * grids.layout.world_size if grids.rank == 0 else None
-            dist.gather_object(pending.write.written, written, dst=0, group=grids.host)
+            written = gather_at(self._state.grids, pending.write.written, 0)
             if written is not None:
                 assert self._plan is not None and self._plan.metadata is not None, "rank 0 plans for all"
                 content = Content(self._plan.metadata, written, pending.common)

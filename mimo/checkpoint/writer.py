@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from mimo.checkpoint import compat
-from mimo.comm.host import broadcast_object, raise_known_errors
+from mimo.comm.host import broadcast_object, gather_at, raise_known_errors
 from mimo.grid.groups import Grids
 
 
@@ -82,12 +81,10 @@ def make_plan(sharded: dict[str, Any], grids: Grids, files_per_rank: int) -> Pla
     state = torch_strategy.mcore_to_pyt_state_dict(by_key, False)
     planner = torch_strategy.MCoreSavePlanner(
         dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False)
-    is_first = grids.rank == 0
-    planner.set_up_planner(state, is_coordinator=is_first)
+    planner.set_up_planner(state, is_coordinator=grids.rank == 0)
     local = planner.create_local_plan()
-    plans = [None] * grids.layout.world_size if is_first else None
-    dist.gather_object(local, plans, dst=0, group=grids.host)
-    metadata = planner.create_global_plan(plans)[1] if is_first else None
+    plans = gather_at(grids, local, 0)
+    metadata = None if plans is None else planner.create_global_plan(plans)[1]
     files: list[PlannedFile] = []
     for items in compat.split_into_files(files_per_rank, local.items):
         if items:
@@ -104,9 +101,7 @@ def _check_slices(sharded: dict[str, Any], grids: Grids) -> None:
 
     Only rank 0 gathers the slices, because there are as many as ranks times tensors.
     """
-    is_first = grids.rank == 0
-    slices: list[Any] | None = [None] * grids.layout.world_size if is_first else None
-    dist.gather_object([entry.without_data() for entry in nested_values(sharded)], slices, dst=0, group=grids.host)
+    slices = gather_at(grids, [entry.without_data() for entry in nested_values(sharded)], 0)
     error = None
     if slices is not None:
         try:

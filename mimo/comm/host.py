@@ -20,6 +20,13 @@ def gather(grids: Grids, value: Any) -> list[Any]:
     return values
 
 
+def gather_at(grids: Grids, value: Any, rank: int) -> list[Any] | None:
+    """Return every rank's `value`, in rank order, on `rank`, and None on the others. Collective over the world."""
+    values: list[Any] | None = [None] * grids.layout.world_size if grids.rank == rank else None
+    dist.gather_object(value, values, dst=rank, group=grids.host)
+    return values
+
+
 def gather_results(grids: Grids, make: Callable[[], Any]) -> list[Any]:
     """Call a function on every rank and return all results, in rank order. Collective over the world.
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch.distributed as dist
-
+from mimo.comm.host import gather, gather_at
 from mimo.data.batch import Microbatch
 from mimo.grid.groups import Grids
 from mimo.grid.spec import Layout
@@ -159,8 +158,7 @@ class Gantt:
         """
         grids = self._grids
         if not self._hosts:
-            self._hosts = [""] * grids.layout.world_size
-            dist.all_gather_object(self._hosts, host_of_clock(), group=grids.host)
+            self._hosts = gather(grids, host_of_clock())
         offsets = clock_offsets(self._hosts, grids.rank, grids.host)
         # Hosts have different clocks: all intervals are moved to that of rank 0.
         offset_s = offsets[grids.rank]
@@ -168,9 +166,7 @@ class Gantt:
                  "microbatch": each.label.microbatch, "begin_s": each.begin_s + offset_s,
                  "end_s": each.end_s + offset_s}
                 for each in intervals if each.end_s > each.begin_s]
-        writes = grids.rank == self._writer
-        gathered: list[Any] | None = [None] * grids.layout.world_size if writes else None
-        dist.gather_object((grids.describe(), rows), gathered, dst=self._writer, group=grids.host)
+        gathered = gather_at(grids, (grids.describe(), rows), self._writer)
         if gathered is None:
             return None
         path = self._folder / f"step-{iteration}.json"

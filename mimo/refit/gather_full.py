@@ -18,24 +18,22 @@ class WholeTensors:
     """Whole tensors of a model whose ranks hold parts of them. Each iteration gathers their present values.
 
     Each holder sends its boxes of a tensor to the first rank of the world in one message, in the dtype of the wire.
-    Iterating is collective over the world.
+    Iterating is collective over the world. Ranks
+    other than the first get tensors on the meta device.
 
     Args:
         built: this rank's model.
         shards: places of the model's weights.
         device: device of the model, where whole tensors are put together.
-        everywhere: whether the first rank sends every whole tensor to all others; otherwise they get meta tensors.
 
     Attributes:
         entries: entries of the tensors, in the order of iteration.
     """
 
-    def __init__(self, built: BuiltModel, shards: TrainerShards, device: torch.device,
-                 everywhere: bool = False) -> None:
+    def __init__(self, built: BuiltModel, shards: TrainerShards, device: torch.device) -> None:
         self._built = built
         self._live = LiveTensors(built)
         self._device = device
-        self._everywhere = everywhere
         self._holders = shards.holders
         self.entries = shards.entries
         self._mine: dict[str, dict[Box, TensorSlice]] = {}
@@ -46,10 +44,7 @@ class WholeTensors:
         """Yield every whole tensor. Only one is in memory at a time. Collective."""
         self._built.finish_gathers("a refit")
         for number, entry in enumerate(self.entries):
-            whole = self._gathered(entry, self._boxes_of_senders(number, entry))
-            if self._everywhere:
-                dist.broadcast(_bytes(whole), src=0)
-            yield entry, whole
+            yield entry, self._gathered(entry, self._boxes_of_senders(number, entry))
 
     def _boxes_of_senders(self, number: int, entry: TensorMeta) -> dict[int, list[Box]]:
         """Choose the boxes that each rank sends, the same choice on every rank. Replicas take turns."""
@@ -61,13 +56,13 @@ class WholeTensors:
 
     @torch.no_grad()
     def _gathered(self, entry: TensorMeta, boxes: dict[int, list[Box]]) -> torch.Tensor:
-        """Return the whole tensor on the first rank, and one of its shape on the others."""
+        """Return the whole tensor on the first rank, and a meta tensor on the others."""
         rank, dtype = dist.get_rank(), torch_dtype(entry.dtype)
         if rank != 0:
             if rank in boxes:
                 parts = [self._held(entry, box).to(dtype).flatten() for box in boxes[rank]]
                 dist.send(_bytes(parts[0] if len(parts) == 1 else torch.cat(parts)), dst=0)
-            return torch.empty(entry.shape, dtype=dtype, device=self._device if self._everywhere else "meta")
+            return torch.empty(entry.shape, dtype=dtype, device="meta")
         whole = torch.empty(entry.shape, dtype=dtype, device=self._device)
         for sender, sent in sorted(boxes.items()):
             places = [whole[box.slices] for box in sent]

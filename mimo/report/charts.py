@@ -67,11 +67,11 @@ class Points:
     thinned: bool
 
 
-def thin(x: Floats, y: Floats, most: int = MAX_POINTS) -> Points:
-    """Return at most `2 * most` points as they are, and more points as `most` means of neighbouring ones."""
-    if len(x) <= 2 * most:
+def thin(x: Floats, y: Floats) -> Points:
+    """Return at most `2 * MAX_POINTS` points as they are, and more as `MAX_POINTS` means of neighbouring ones."""
+    if len(x) <= 2 * MAX_POINTS:
         return Points(x, y, y, y, thinned=False)
-    starts = np.unique(np.linspace(0, len(x), most, endpoint=False).astype(np.int64))
+    starts = np.unique(np.linspace(0, len(x), MAX_POINTS, endpoint=False).astype(np.int64))
     counts = np.diff(np.append(starts, len(x)))
     return Points(np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts,
                   np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts), thinned=True)

@@ -22,12 +22,12 @@ class _Cards:
     def __init__(self) -> None:
         self._left = MAX_IMAGE_BYTES
 
-    def card(self, title: str, line: Line, body: str, *, expected: bool = True) -> str:
+    def card(self, title: str, line: Line, body: str) -> str:
         """Return a prompt with its images and expected answer above a body of HTML."""
         parts = [f"<h3>{_text(title)}</h3>", self._images(line)]
         if line["prompt"]:
             parts.append(f'<div class="said prompt">{_text(line["prompt"])}</div>')
-        if expected and line["expected"]:
+        if line["expected"]:
             parts.append(f'<p>Expected: <span class="said">{_text(line["expected"])}</span></p>')
         return f"<figure>{''.join(parts)}{body}</figure>"
 

@@ -202,12 +202,12 @@ class Totals:
         assert not self.sums.keys() & other.sums.keys() and not self.maxima.keys() & other.maxima.keys()
         return Totals(self.sums | other.sums, self.maxima | other.maxima)
 
-    def over_group(self, group: dist.ProcessGroup | None = None) -> Totals:
-        """Combine the totals of all ranks in two collectives over the group, the whole world by default.
+    def over_world(self) -> Totals:
+        """Combine the totals of all ranks in two collectives over the world.
 
         Every rank must have the same names. If several ranks have copies of the same tokens, only one may count them.
         """
-        return Totals(_reduced(self.sums, dist.ReduceOp.SUM, group), _reduced(self.maxima, dist.ReduceOp.MAX, group))
+        return Totals(_reduced(self.sums, dist.ReduceOp.SUM), _reduced(self.maxima, dist.ReduceOp.MAX))
 
     def mean(self, name: str, count: str = "tokens") -> float:
         """Divide a sum by a count; 0 if nothing was counted."""
@@ -226,16 +226,13 @@ def add_totals(parts: Sequence[Totals]) -> Totals:
     )
 
 
-def _reduced(
-    values: dict[str, torch.Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
-) -> dict[str, torch.Tensor]:
+def _reduced(values: dict[str, torch.Tensor], op: dist.ReduceOp.RedOpType) -> dict[str, torch.Tensor]:
     if not values:
         return {}
     names = sorted(values)
     stacked = torch.stack([values[name] for name in names])
-    dist.all_reduce(stacked, op=op, group=group)
+    dist.all_reduce(stacked, op=op)
     return dict(zip(names, stacked, strict=True))
-
 
 
 # Names of the totals of `policy_loss`, for ranks that compute none.

@@ -445,7 +445,7 @@ class PolicyTrainer:
         """Sum the totals of ranks, each of which holds its own tokens, over the global batch."""
         none = Totals.zeros(sums, maxima, self.parts.platform.device)
         with self.parts.watchdog.waiting("sum of losses and figures over the world"):
-            return (add_totals(totals) if self.parts.counts_losses else none).over_group()
+            return (add_totals(totals) if self.parts.counts_losses else none).over_world()
 
 
 def _multiples(run: RunConfig, layout: Layout, config: RlConfig) -> tuple[int, int]:

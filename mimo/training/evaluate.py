@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 
-from mimo.comm.host import gather
+from mimo.comm.host import gather, gather_at
 from mimo.config.trainer import RunConfig
 from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.data.encoder_inputs import PatchOrder, unpatchify
@@ -278,12 +278,9 @@ def gather_images(parts: TrainerParts, provider: ModelProvider, steps: Sequence[
             if grids.layout.encoder_window is not None or (place["tp"] == 0 and place["pp"] == 0):
                 found |= {key: images for key, images in _images(parts.config, provider, module, encoded).items()
                           if key in wanted and images}
-    logging_rank = grids.layout.language.rank_at(pp=-1)
-    boxes: list[dict[str, list[np.ndarray]] | None] | None = None
-    if grids.rank == logging_rank:
-        boxes = [None] * grids.layout.world_size
-    dist.gather_object(found, boxes, dst=logging_rank, group=grids.host)
-    return {key: images for box in boxes or () if box is not None for key, images in box.items()}
+    # The last stage of the first lane writes the run's records.
+    boxes = gather_at(grids, found, grids.layout.language.rank_at(pp=-1))
+    return {key: images for box in boxes or () for key, images in box.items()}
 
 
 def _images(config: RunConfig, provider: ModelProvider, module: str,

@@ -249,12 +249,11 @@ def frames_inward(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def stack_lines(frame: FrameType, count: int = NUM_FRAMES, *, code: bool = True) -> tuple[str, ...]:
+def stack_lines(frame: FrameType, *, code: bool = True) -> tuple[str, ...]:
     """Format the innermost frames, the innermost first: `training/step.py:176 run_schedule: return schedule(`.
 
     Args:
         frame: the innermost frame.
-        count: most frames to return.
         code: include the lines of code, which are read from disk.
     """
     lines = []
@@ -262,7 +261,7 @@ def stack_lines(frame: FrameType, count: int = NUM_FRAMES, *, code: bool = True)
         name, number = each.f_code.co_filename, each.f_lineno
         line = f"{'/'.join(Path(name).parts[-3:])}:{number} {each.f_code.co_name}"
         lines.append(f"{line}: {linecache.getline(name, number).strip()}" if code else line)
-        if len(lines) == count:
+        if len(lines) == NUM_FRAMES:
             break
     return tuple(lines)
 

@@ -20,7 +20,6 @@ class CheckpointTensors:
 
     Args:
         folder: the checkpoint's own folder (`iter_0000010`, `release`).
-        verify: compare what is read with its checksums, where the checkpoint has them.
 
     Attributes:
         tensors: dtype and global shape (stacked axes included) of every tensor by key.
@@ -29,9 +28,9 @@ class CheckpointTensors:
         ValueError: not a checkpoint, or files are missing or too short; names them all.
     """
 
-    def __init__(self, folder: Path, verify: bool = True) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._reader = CheckedReader(folder, verify)
+        self._reader = CheckedReader(folder)
         metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._entries = {key: entry for key, entry in metadata.state_dict_metadata.items()

@@ -30,6 +30,7 @@ from mimo.platform.base import Platform
 from mimo.platform.megatron_import import quieten_megatron
 from mimo.protocols import LANGUAGE
 from mimo.watchdog.process_exit import fail_fast
+from scripts.bench.harness import slowest
 
 if TYPE_CHECKING:
     from mimo.bridge.disjoint import Bridge
@@ -432,9 +433,7 @@ class Bench:
         began = time.perf_counter()
         step()
         self.platform.synchronize()
-        seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.grids.host)
-        return seconds.item()
+        return slowest(time.perf_counter() - began, self.grids.host)
 
 
 def main(settings: dict[str, Any]) -> int:

@@ -5,19 +5,12 @@ vLLM's workers import this module by its name to run `choose_backend`, so it is 
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from typing import Any
 
 from mimo.rollout.engine import RolloutEngine
 from mimo.rollout.process import EngineHandle
-
-
-def free_port() -> int:
-    """Find a port at which nobody listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+from scripts.bench.harness import free_port
 
 
 def use(grids: Any, handle: EngineHandle, backend: str) -> None:
@@ -37,7 +30,7 @@ def broadcast_arm(built: Any, grids: Any, provider: Any, family_config: Any, han
     from mimo.comm.host import broadcast_object
     from mimo.refit.gather_full import WholeTensors
     from mimo.refit.trainer_shards import build_trainer_shards
-    from mimo.refit.vllm_source import MegatronSource
+    from scripts.bench.vllm_source import MegatronSource
 
     held = build_trainer_shards(built, grids, provider, family_config, dtype)
     source = MegatronSource(WholeTensors(built, held, torch.device("cuda", torch.cuda.current_device())))

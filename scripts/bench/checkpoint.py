@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import shutil
-import socket
 import statistics
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.harness import argument_parser, device_name
+from scripts.bench.harness import argument_parser, as_flags, device_name, free_port, slowest
 from scripts.training_runs import torchrun
 
 if TYPE_CHECKING:
@@ -67,12 +66,7 @@ class Bench:
 
     def agreed(self, seconds: float) -> float:
         """Return the maximum over ranks."""
-        import torch
-        import torch.distributed as dist
-
-        value = torch.tensor([seconds], dtype=torch.float64)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.parts.grids.host)
-        return float(value)
+        return slowest(seconds, self.parts.grids.host)
 
     def timed(self, action: Callable[[], Any]) -> float:
         """Seconds of `action` on the slowest rank. All ranks start together."""
@@ -111,7 +105,7 @@ def make_trainer(arguments: argparse.Namespace, folder: str) -> Bench:
         "device": arguments.device, "model_provider": "mock", "dataset_provider": "mock", "train_iters": 100000,
         "save": folder, "keep_last": 1, "layout": "colocated", "encoder_dp": world_size, "llm_dp": world_size,
         "micro_batch_size": micro, "global_batch_size": micro * world_size}
-    config = parse([text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))])
+    config = parse(as_flags(options))
     layout = validate(config, world_size)
     device = get_platform(arguments.device)
     device.set_device(int(os.environ["LOCAL_RANK"]))
@@ -227,9 +221,8 @@ def measure(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 def start_processes(arguments: argparse.Namespace) -> int:
     """Start this program again under torchrun, without --nproc, which torchrun would read as its own flag."""
-    given = [text for name, value in vars(arguments).items() if value is not None and name != "nproc"
-             for text in (f"--{name.replace('_', '-')}", str(value))]
-    return torchrun(__file__, arguments.nproc, given)
+    given = {name: value for name, value in vars(arguments).items() if value is not None and name != "nproc"}
+    return torchrun(__file__, arguments.nproc, as_flags(given))
 
 
 def main() -> int:
@@ -237,10 +230,8 @@ def main() -> int:
     if "RANK" not in os.environ:
         if arguments.nproc > 1:
             return start_processes(arguments)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
+                          MASTER_PORT=str(free_port()))
     # Warnings of Megatron Core and torch at every start say nothing about the benchmark.
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import platform
 import shlex
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,11 @@ def check_least(parser: argparse.ArgumentParser, chosen: argparse.Namespace, **l
         value = vars(chosen)[name]
         if value is not None and not value >= bound:
             parser.error(f"--{name.replace('_', '-')} {value} is below {bound}")
+
+
+def as_flags(options: Mapping[str, Any]) -> list[str]:
+    """Return options as a command line: `{"llm_tp": 2}` becomes `--llm-tp 2`."""
+    return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def check_run_names(parser: argparse.ArgumentParser, runs: Sequence[str]) -> None:
@@ -98,6 +104,23 @@ def device_name(device: str) -> str:
     import torch  # imported late, so that --help is quick
 
     return torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+
+
+def free_port() -> int:
+    """Find a port at which nobody listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def slowest(seconds: float = 0.0, group: Any = None) -> float:
+    """Wait for all ranks of a gloo group (the world by default), and return their maximum."""
+    import torch
+    import torch.distributed as dist
+
+    value = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+    return value.item()
 
 
 def check_gpus(device: str, ranks: int, whose: str = "the grids have") -> None:

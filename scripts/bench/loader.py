@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.harness import argument_parser, check_least, device_name
+from scripts.bench.harness import argument_parser, as_flags, check_least, device_name, slowest
 from scripts.training_runs import torchrun
 
 if TYPE_CHECKING:
@@ -128,8 +128,7 @@ def configuration(chosen: argparse.Namespace, further: list[str]) -> tuple[RunCo
         "train_iters": 1000}
     if chosen.data_path:
         options["data_path"] = chosen.data_path
-    config = parse([*(text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))),
-                    *further])
+    config = parse([*as_flags(options), *further])
     return config, validate(config, world_size(chosen))
 
 
@@ -159,22 +158,13 @@ class Bench:
                        str(self.folder / "tokenizer")]
             write_shards(self.folder, samples=chosen.samples, shards=chosen.shards, image_size=chosen.image_size,
                          rank=self.rank, world_size=world_size(chosen))
-            self.agreed()
+            slowest()
             if self.rank == 0:
                 prepare_images(self.folder)
-            self.agreed()
+            slowest()
         self.config, self.layout = configuration(chosen, further)
         self.events = Events()
         watch(self.events)
-
-    def agreed(self, seconds: float = 0.0) -> float:
-        """Wait for all ranks, and return the maximum over them."""
-        import torch
-        import torch.distributed as dist
-
-        value = torch.tensor([seconds], dtype=torch.float64)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return float(value)
 
     def open(self, arm: str) -> StepLoader:
         """Open the loader of an arm at the first sample."""
@@ -205,22 +195,22 @@ class Bench:
         ctypes.CDLL(None).malloc_trim(0)  # memory that the last arm freed must not count for this one
         path = self.folder / f"events-{self.opened}-{self.rank}"
         self.events.record(path)
-        self.agreed()
+        slowest()
         began = time.perf_counter()
         loader = self.open(arm)
         batches = [self.step(loader)]
-        first_s = self.agreed(time.perf_counter() - began)
+        first_s = slowest(time.perf_counter() - began)
         batches += [self.step(loader) for _ in range(self.chosen.warmup_steps - 1)]
         keys, digests = [keys_of(batch) for batch in batches], [digest(batch) for batch in batches]
         del batches
-        self.agreed()
+        slowest()
         began = time.perf_counter()
         keys += [keys_of(self.step(loader)) for _ in range(self.chosen.steps)]
-        steady_s = self.agreed(time.perf_counter() - began)
+        steady_s = slowest(time.perf_counter() - began)
         resident_bytes, processes = resident()
-        self.agreed()
+        slowest()
         loader.close()
-        self.agreed()
+        slowest()
         found = path.read_text().splitlines()
         path.unlink()
         return Visit(keys, digests, first_s, steady_s, resident_bytes, processes, found)

@@ -103,6 +103,3 @@ def watch(events: Events) -> None:
 
     EPath.open = noted_open  # type: ignore[method-assign]
     VlmTaskEncoder.postencode_sample = noted_encode
-
-
-"""Data of scripts/bench/loader.py: shards of drawn images, and a record of what ranks and their workers read."""

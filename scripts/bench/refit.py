@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from mimo.refit.options import RefitOptions, RefitReport
 from mimo.rollout.engine import EngineOptions
 from mimo.rollout.process import EngineHandle, EngineProcess
-from scripts.bench.broadcast_arm import add_broadcast, broadcast_arm, free_port, use
-from scripts.bench.harness import argument_parser, table
+from scripts.bench.broadcast_arm import add_broadcast, broadcast_arm, use
+from scripts.bench.harness import argument_parser, free_port, table
 from scripts.bench.presets import MODELS
 
 COPY_BYTES = 1 << 30

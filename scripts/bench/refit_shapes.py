@@ -13,8 +13,6 @@ from functools import cache, cached_property
 from mimo.boxes import Box, contiguous_strides
 from mimo.refit.tensor_slices import Address, Holder, Holders, RecvSpec, TensorMeta, TensorSlice
 
-# Shapes of large mixtures of experts, and where each tensor belongs.
-
 
 @dataclass(frozen=True)
 class Tensor:
@@ -176,8 +174,6 @@ def nemotron_ultra_550b() -> Model:
 
 MODELS: dict[str, Callable[[], Model]] = {"qwen3-235b-a22b": qwen3_235b_a22b, "deepseek-v3": deepseek_v3,
                                           "nemotron-ultra-550b": nemotron_ultra_550b}
-
-
 
 
 @dataclass(frozen=True)

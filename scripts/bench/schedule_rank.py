@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
 from mimo.bridge.disjoint import Bridge
+from mimo.comm.host import gather, gather_at
 from mimo.config.validate import num_microbatches, steps_ahead
 from mimo.data.batch import Microbatch
 from mimo.model.mtp import begin_mtp_step
@@ -166,8 +167,7 @@ class ScheduleLoop(TrainingLoop):
         self.blocks = []
         if self.settings["synthetic"] is not None:
             install(self.parts, Synthetic(*self.settings["synthetic"]), num_microbatches(self.config))
-        hosts = [""] * grids.layout.world_size
-        dist.all_gather_object(hosts, host_of_clock(), group=grids.host)
+        hosts = gather(grids, host_of_clock())
         for number in range(-self.settings["warmup_blocks"], self.settings["blocks"]):
             self._offset_s = clock_offsets(hosts, grids.rank, grids.host)[grids.rank]
             block = self._block(loader)
@@ -176,8 +176,7 @@ class ScheduleLoop(TrainingLoop):
             dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=grids.host)
             if asked.item():
                 return reason or "another rank"
-            gathered: list[Any] | None = [None] * grids.layout.world_size if self.session.is_logging_rank else None
-            dist.gather_object(block, gathered, dst=grids.layout.language.rank_at(pp=-1), group=grids.host)
+            gathered = gather_at(grids, block, grids.layout.language.rank_at(pp=-1))
             if gathered is not None and number >= 0:
                 self.blocks.append(merge(gathered))
         return None

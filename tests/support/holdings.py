@@ -62,7 +62,7 @@ def held_and_exported(rank: int, flags: tuple[str, ...], world_size: int, folder
         return Held(found.entries, found.holders, values)
 
 
-def gathered(rank: int, flags: tuple[str, ...], world_size: int, folder: str, wire_dtype: str, everywhere: bool,
+def gathered(rank: int, flags: tuple[str, ...], world_size: int, folder: str, wire_dtype: str,
              biases: torch.Tensor) -> list[tuple[Any, torch.Tensor]]:
     """Whole tensors, doubled and re-allocated since an earlier iteration; routers' biases are set to `biases`."""
     from mimo.platform import current_platform
@@ -71,7 +71,7 @@ def gathered(rank: int, flags: tuple[str, ...], world_size: int, folder: str, wi
 
     with loaded_model(flags, world_size, folder) as (built, grids, provider, config):
         found = build_trainer_shards(built, grids, provider, config, wire_dtype)
-        tensors = WholeTensors(built, found, current_platform().device, everywhere)
+        tensors = WholeTensors(built, found, current_platform().device)
         assert [entry for entry, _ in tensors] == found.entries
         reallocate(built, 2)
         for name, buffer in built.model.named_buffers():

@@ -63,12 +63,12 @@ def broken_writes(rank: int, flags: tuple[str, ...], world_size: int, folder: st
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(owner, name, broken)
                 try:
-                    disk.write_weights(built, grids, provider, config, root, "bad", "float32")
+                    disk.DiskWriter(built, grids, provider, config, root, "float32").write("bad")
                 except (ValueError, ReportedElsewhereError) as error:
                     found.append((type(error).__name__, str(error)))
             dist.barrier(group=grids.host)
             found.append(("left", ", ".join(path.name for path in Path(root).glob("*/*"))))
-        disk.write_weights(built, grids, provider, config, root, "good", "float32")
+        disk.DiskWriter(built, grids, provider, config, root, "float32").write("good")
     return found
 
 

@@ -59,7 +59,7 @@ class Live:
 
     def ours(self, prompts: list[list[int]]) -> list[list[float]]:
         """The trainer's, on every rank."""
-        from mimo.rl.prompt_logprobs import prompt_logprobs
+        from tests.support.prompt_logprobs import prompt_logprobs
 
         return prompt_logprobs(self.parts, self.provider, prompts)
 

@@ -270,9 +270,3 @@ class DiskWriter:
         file_bytes = {shard.file: (writer.folder / shard.file).stat().st_size for shard in self._shards}
         write_manifest(writer.folder, Manifest(version, self._entries, self._schemes, file_bytes))
         prune(self._root, self._keep)
-
-
-def write_weights(built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any, folder: str | Path,
-                  version: str, dtype: str, keep: int = KEEP) -> Path:
-    """Write one version. For several, a `DiskWriter` examines the model only once. Collective."""
-    return DiskWriter(built, grids, provider, family_config, folder, dtype, keep).write(version)

@@ -288,7 +288,7 @@ import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 from mimo.refit.tensor_slices import TensorMeta
-from mimo.refit.vllm_source import MegatronSource
+from scripts.bench.vllm_source import MegatronSource
 
 class Tensors:
     entries = [TensorMeta("a", "bfloat16", (2, 3)), TensorMeta("b", "float32", (4,), True)]

@@ -14,8 +14,7 @@ from mimo.refit.messages import torch_dtype
 class MegatronSource(WeightSource):
     """Whole tensors of a running trainer. Every rank of the world iterates, and the first is vLLM's sender.
 
-    The other ranks get tensors of the right dtype and shape on the meta device, which vLLM's NCCL trainer ignores. For
-    its IPC trainer, which reads the tensors of every rank, make `WholeTensors` with `everywhere=True`.
+    The other ranks get tensors of the right dtype and shape on the meta device, which vLLM's NCCL trainer ignores.
 
     Args:
         tensors: tensors of this rank's model.
