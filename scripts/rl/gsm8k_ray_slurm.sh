@@ -64,7 +64,7 @@ sizes=(--ranks $((TRAINER_NODES * GPUS_PER_NODE)) --engine-gpus $((ENGINE_NODES 
     --engine-pp "$ENGINE_PP")
 if [[ " $* " == *" --dry-run "* ]]; then
     top="$(dirname "${BASH_SOURCE[0]}")/../.."
-    described="$("$PYTHON" "$top/scripts/rl/hf_model.py" "$MODEL" "${sizes[@]}")"
+    described=$("$PYTHON" "$top/scripts/rl/hf_model.py" "$MODEL" "${sizes[@]}")
     mapfile -t layout <<<"$described"
     exec "$PYTHON" "$top/train_rl.py" --config "$top/scripts/configs/rl_gsm8k.toml" "${layout[@]}" \
         --load-hf "" --data-path "$DATA" --train-iters "$TRAIN_ITERS" --engine-placement ray --ray-address auto \
