@@ -108,6 +108,9 @@ class _NoHandshake:
 
     waits_for: tuple[int, ...] = ()
 
+    def __init__(self) -> None:
+        self.owners: dict[str, Any] = {}
+
     def check(self, microbatches: Sequence[Microbatch]) -> None:
         """Do nothing."""
 
