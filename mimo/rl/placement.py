@@ -26,8 +26,6 @@ FORWARDED_NAMES = ("CUDA_CACHE_PATH", "OMP_NUM_THREADS", "PYTHONPATH", "PYTORCH_
 NOT_FORWARDED = ("VLLM_HOST_IP", "VLLM_PORT", "VLLM_LOOPBACK_IP")
 # Ends of folders that the trainer has chosen for its own host (`mimo.platform.cuda`), which are not forwarded either.
 TRAINERS_CACHES = ("/mimo-hetero-inductor", "/mimo-hetero-triton")
-# Epsilon of the trainer's norms of latents in DeepSeek-V3. vLLM's `DeepseekV2MLAAttention` has that of the model.
-LATENT_NORM_EPSILON = 1e-6
 # Sizes of a latent and of its rotary part that vLLM's kernel for CPUs takes
 # (`CPUMLABackend.get_supported_head_sizes`). Its operation for plain rotary positions (`RotaryEmbedding.forward_cpu`)
 # is wrong for queries of three dimensions, as those of latent attention are. YaRN is computed by PyTorch.
@@ -79,32 +77,16 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
         if flags.engine_ep and flags.engine_tp > 1:
             raise ValueError(f"--engine-ep with --engine-tp {flags.engine_tp} is for GPUs: vLLM's experts on CPUs do "
                              "not know on which worker an expert is; leave out --engine-ep")
+        name = config.model.model_provider
+        check_cpu_engine(name, registry.model_provider(name).hf_config(config.model_family))
     elif rank == 0:
         replica_gpus(config)
-    name = config.model.model_provider
-    described = registry.model_provider(name).hf_config(config.model_family)
-    check_latent_norms(name, described)
-    if config.train.device == "cpu":
-        check_cpu_engine(name, described)
     if rank == 0:
         # Imported here because it imports torch, which a dry run does not need.
         from mimo.rollout.engine import DATA_PARALLEL, refuse_data_parallel
 
         forwarded(os.environ, flags.engine_env)
-        refuse_data_parallel(os.environ.get(DATA_PARALLEL, 1), DATA_PARALLEL)
-
-
-def check_latent_norms(name: str, described: Mapping[str, Any]) -> None:
-    """Raise ValueError for a model whose norms of latents vLLM computes with another epsilon than the trainer.
-
-    Args:
-        name: value of --model-provider.
-        described: the model's config.json.
-    """
-    if "kv_lora_rank" in described and described["rms_norm_eps"] != LATENT_NORM_EPSILON:
-        raise ValueError(f"--model-provider {name} --norm-epsilon {described['rms_norm_eps']}: vLLM uses it for the "
-                         f"norms of latents too, which have {LATENT_NORM_EPSILON} in the trainer; give "
-                         f"--norm-epsilon {LATENT_NORM_EPSILON}")
+        refuse_data_parallel(os.environ.get(DATA_PARALLEL, 1), f"environment variable {DATA_PARALLEL}")
 
 
 def check_cpu_engine(name: str, described: Mapping[str, Any]) -> None:

@@ -131,7 +131,7 @@ def refuse_data_parallel(size: str | int, name: str) -> None:
     The ranks of such an engine compute every step together. A call of one replica alone would wait for the others.
     """
     if int(size or 1) > 1:
-        raise ValueError(f"{name} {size}: vLLM's own data-parallel engines are not supported; leave it out, and start "
+        raise ValueError(f"{name} {size}: vLLM's own data-parallel engines are not supported; remove it, and start "
                          f"replicas instead (--engine-dp {size})")
 
 
@@ -143,7 +143,7 @@ def prepare_vllm(options: EngineOptions, place: NodePlace | None) -> dict[str, A
     """
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
     os.environ.update(options.environment)
-    refuse_data_parallel(os.environ.get(DATA_PARALLEL, 1), DATA_PARALLEL)
+    refuse_data_parallel(os.environ.get(DATA_PARALLEL, 1), f"environment variable {DATA_PARALLEL}")
     refuse_data_parallel(options.extra.get("data_parallel_size", 1), "data_parallel_size")
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs

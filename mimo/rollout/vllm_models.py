@@ -7,6 +7,7 @@ from typing import Any
 from transformers import AutoConfig, NemotronHConfig, PreTrainedConfig
 
 NEMOTRON_VL = "NemotronH_Nano_VL_V2"
+DEEPSEEK = "DeepseekV3ForCausalLM"
 
 
 class NemotronVlConfig(PreTrainedConfig):
@@ -36,5 +37,6 @@ def register() -> None:
     from vllm import ModelRegistry
 
     AutoConfig.register(NEMOTRON_VL, NemotronVlConfig, exist_ok=True)
-    # By name, because importing the class would start CUDA in processes that only read configurations.
+    # By name, because importing the classes would start CUDA in processes that only read configurations.
     ModelRegistry.register_model(NEMOTRON_VL, "mimo.rollout.nemotron_vl:NemotronVl")
+    ModelRegistry.register_model(DEEPSEEK, "mimo.rollout.deepseek:DeepseekV3")

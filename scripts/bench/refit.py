@@ -75,7 +75,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--colocated", action="store_true", help="the engine runs on the trainer's GPUs (CUDA only)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--arm", action="append", choices=("direct", "loader", "broadcast"),
-                        help="default: direct, and broadcast on CUDA or loader on a CPU")
+                        help="default: direct, and broadcast or, on a CPU and with --colocated, loader")
     parser.add_argument("--chunk-mib", type=int, default=512, help="size of a chunk of whole tensors")
     chosen = parser.parse_args(arguments)
     can_broadcast = chosen.device == "cuda" and not chosen.colocated

@@ -19,8 +19,8 @@ usage="usage: scripts/rl/gsm8k_qwen3.sh MODEL DATA [--nproc N] [--stage FOLDER] 
   DATA             folder with train.jsonl or train-*.jsonl and test likewise, or .parquet, of GSM8K
   --nproc N        GPUs (default: 8)
   --stage FOLDER   copy MODEL and DATA there first, a folder on this node's own disk
-  --dry-run        print the plan with the memory of each rank, on any machine; of MODEL only config.json and the
-                   tokenizer are read
+  --dry-run        print the plan with the memory of each rank, on any machine; this reads DATA, and of MODEL only
+                   config.json and the tokenizer
 
 Flags come behind those of scripts/configs/rl_gsm8k.toml and of scripts/rl/hf_model.py, and win."
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then

@@ -64,6 +64,8 @@ sizes=(--ranks $((TRAINER_NODES * GPUS_PER_NODE)) --engine-gpus $((ENGINE_NODES 
     --engine-pp "$ENGINE_PP")
 if [[ " $* " == *" --dry-run "* ]]; then
     top="$(dirname "${BASH_SOURCE[0]}")/../.."
+    # Slurm runs a copy of this file, which is in a folder of its own.
+    [[ -f "$top/train_rl.py" ]] || top="${SLURM_SUBMIT_DIR:-$top}"
     described=$("$PYTHON" "$top/scripts/rl/hf_model.py" "$MODEL" "${sizes[@]}")
     mapfile -t layout <<<"$described"
     exec "$PYTHON" "$top/train_rl.py" --config "$top/scripts/configs/rl_gsm8k.toml" "${layout[@]}" \

@@ -109,16 +109,19 @@ def test_one_node_and_several_nodes_show_their_plans_on_a_laptop(place):
     done = local(place, "my model", "my data", "--dry-run", "--nproc", "4", python=sys.executable)
     assert done.returncode == 0, done.stderr
     assert "the engine shares 4 of the first host's" in done.stdout and "\n  language: " in done.stdout, done.stdout
-    # The plan is of two trainer nodes and two engine nodes, without Slurm and at another place.
+    # The plan is of two trainer nodes and two engine nodes, without Slurm and at another place, or of a job whose file
+    # Slurm has copied.
     (place / "scripts" / "rl").mkdir(parents=True)
     for name in ("train_rl.py", "scripts/configs", "scripts/rl/hf_model.py"):
         (place / name).symlink_to(ROOT / name)
-    job = edited(place / "scripts" / "rl" / "job.sh", place, {"PYTHON": sys.executable, "LLM_PP": "2"})
-    done = subprocess.run([BASH, str(job), "--dry-run"], text=True, cwd=place, check=False, capture_output=True,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "GPUs: 32, 16 for the trainer's ranks and 16 where Ray places the engine" in done.stdout, done.stdout
-    assert "\n  language stage 1: " in done.stdout
+    (place / "spool").mkdir()
+    for folder, submitted in (("scripts/rl", {}), ("spool", {"SLURM_SUBMIT_DIR": str(ROOT)})):
+        job = edited(place / folder / "job.sh", place, {"PYTHON": sys.executable, "LLM_PP": "2"})
+        done = subprocess.run([BASH, str(job), "--dry-run"], text=True, cwd=place, check=False, capture_output=True,
+                              env=os.environ | {"PYTHONPATH": str(ROOT)} | submitted, timeout=100)
+        assert done.returncode == 0, done.stderr
+        assert "GPUs: 32, 16 for the trainer's ranks and 16 where Ray places the engine" in done.stdout, done.stdout
+        assert "\n  language stage 1: " in done.stdout
 
 
 def edited(job: Path, place: Path, values: dict[str, str] | None = None) -> Path:

@@ -85,6 +85,7 @@ def test_each_actor_has_gpus_of_its_own_and_what_was_forwarded_and_no_rank(tmp_p
                                              "prompt_logprobs got no answer"):
             clients[0].prompt_logprobs([])
         assert time.monotonic() - began < 60, "long before the limit of a call"
+        wait_for(lambda: has_ended(workers[0]))
         os.kill(stopped.pid, signal.SIGSTOP)
         impatient = dataclasses.replace(clients[1], timeout_s=0.5)
         with pytest.raises(RefitError, match=rf"process {stopped.pid} .* did not answer prompt_logprobs within 0\.5 s"):
