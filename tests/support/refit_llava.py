@@ -114,11 +114,9 @@ def save(rank: int, folder: str, name: str = NAME) -> dict[str, Any]:
         batch = _with_stored_pixels(mock, folder)
         images = _images_of_samples(mock, folder)
         assert batch.text is not None
-        ids = batch.text.input_ids
-        inputs = hf_families.hf_inputs(model.config, name, flags, batch)
         with torch.no_grad():
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits
-        for key, row, row_logits in zip(batch.text.keys, ids.tolist(), logits, strict=True):
+            logits = model(**hf_families.hf_inputs(model.config, name, flags, batch)).logits
+        for key, row, row_logits in zip(batch.text.keys, batch.text.input_ids.tolist(), logits, strict=True):
             found["tokens"][key], found["logits"][key] = row, row_logits
             found["prompts"][key] = _prompt(row, images[key])
     return found
