@@ -298,10 +298,13 @@ class Question:
     Attributes:
         sample: its tokens and images, without a target.
         end_token_ids: tokens that end an answer.
+        originals: the whole images of which the model takes tiles, uint8 `[height, width, channels]`; None for other
+            models, whose images are whole.
     """
 
     sample: Sample
     end_token_ids: tuple[int, ...]
+    originals: Sequence[np.ndarray] | None = None
 
 
 @runtime_checkable

@@ -230,8 +230,9 @@ class VlmTaskEncoder(TaskEncoder):
                                                       [video.plan.texts for video in videos])
         sizes = self._sizes_as_shown(tokens, tiles, videos)
         drawn = self.drawn(tokens, images, videos, normalise=self.normalisation is None) if pixels else None
+        originals = self.originals(images) if pixels and self._request.tokens.tiles is not None else None
         return Question(Sample("the question", tokens, np.zeros(len(tokens), np.bool_), sizes, drawn,
-                               normalisation=self.normalisation), ends)
+                               normalisation=self.normalisation), ends, originals)
 
     def drawn(self, tokens: np.ndarray, images: Sequence[tuple[str, bytes]], videos: Sequence[PlannedVideo], *,
               normalise: bool) -> list[np.ndarray]:

@@ -182,11 +182,23 @@ def _engine(wanted: str, asked: Asked) -> str:
                 problem = problem or f"{asked.config.model.model_provider} has no image processor for vLLM"
             else:
                 asked.provider.check_processor(family)
+                problem = problem or _problem_of_tiles(asked)
     except ValueError as error:
         problem = problem or str(error)
     if wanted == "vllm" and problem:
         raise ValueError(f"--engine vllm: {problem}; --engine trainer answers without vLLM")
     return "trainer" if problem or wanted == "trainer" else "vllm"
+
+
+def _problem_of_tiles(asked: Asked) -> str:
+    """Say why vLLM would cut other tiles than the data set does; empty if it would not, or cuts none."""
+    dataset = asked.config.find_dataset(asked.config.data.dataset_provider)
+    if not asked.question.originals or not isinstance(dataset, ImageDataProvider):
+        return ""
+    tokens = asked.provider.token_spec(asked.config.model_family)
+    resample = dataset.image_processing(asked.config.dataset, tokens).resample
+    return "" if resample == "bicubic" else (f"--image-resample {resample}: vLLM resizes the tiles of an image with "
+                                             "--image-resample bicubic")
 
 
 # The trainer's own model: the likeliest token each time, by a forward pass over the whole sequence.
@@ -270,10 +282,15 @@ def _ask_vllm(asked: Asked, platform: Platform) -> list[int]:
 
 
 def _pictures(asked: Asked) -> list[Any]:
-    """Return the images in 8 bits and of the size that the encoder takes, which vLLM only normalises."""
+    """Return the images in 8 bits and of the size that the encoder takes, which vLLM only normalises.
+
+    vLLM cuts the images of a model that takes tiles itself, so those are whole.
+    """
     from PIL import Image
 
-    sample = asked.question.sample
+    sample, originals = asked.question.sample, asked.question.originals
+    if originals is not None:
+        return [Image.fromarray(picture) for picture in originals]
     levels = sample.images or []
     if sample.normalisation is None:
         mean, std = (np.array(values, np.float32)[:, None, None] for values in _normalisation(asked))
@@ -294,7 +311,7 @@ def _normalisation(asked: Asked) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def _folder_for_vllm(asked: Asked, folder: Path) -> Path:
-    """Write a folder with the weights, and a processor that leaves the images as large as they are."""
+    """Write a folder with the weights, and a processor that leaves images as large as they are or cuts their tiles."""
     provider, family = asked.provider, asked.config.model_family
     if asked.is_hf:
         folder.mkdir()

@@ -69,7 +69,8 @@ def plan(flags: PlanFlags, run_flags: list[str]) -> int:
     if flags.json:
         print(document)
         return 0 if found and found[0].fits else 1
-    for line in _head(config, profile, size, samples, measured=bool(flags.profile or flags.measure)):
+    what = "images" if costs.provider.token_spec(config.model_family).tiles is None else "tiles of images"
+    for line in _head(config, profile, size, samples, what, measured=bool(flags.profile or flags.measure)):
         print(line)
     for line in _table(found, flags.top, own):
         print(line)
@@ -126,13 +127,14 @@ def _own(config: RunConfig, search: Search) -> Candidate | None:
     return search.candidate("yours", config, validate(config, search.size))
 
 
-def _head(config: RunConfig, profile: Profile, size: int, samples: list[SampleSize], *, measured: bool) -> list[str]:
+def _head(config: RunConfig, profile: Profile, size: int, samples: list[SampleSize], what: str, *,
+          measured: bool) -> list[str]:
     counts = [len(sample.images) for sample in samples]
     mean = fmean(counts)
     tokens = fmean(sample.num_tokens for sample in samples)
     images = ""
     if mean:
-        images = f"{mean:.1f} images each (coefficient of variation {pstdev(counts) / mean:.2f}), "
+        images = f"{mean:.1f} {what} each (coefficient of variation {pstdev(counts) / mean:.2f}), "
     lines = [f"{counted(size, 'GPU')}: {profile.gpu.name}, {profile.gpu.memory_gib:.0f} GiB each; "
              f"--global-batch-size {config.train.global_batch_size}",
              f"data: {len(samples)} samples, {images}{tokens:,.0f} tokens of {config.train.seq_length:,}"]

@@ -70,7 +70,9 @@ def read_processing(folder: str, side: int, *, any_size: bool,
     allow_value(path, "image_processor_type", name, kind in kinds, ", ".join(kinds))
     defaults = PROCESSOR_DEFAULTS[kind]
     for key in values.keys() - defaults.keys() - WITHOUT_EFFECT:
-        allow_value(path, key, values[key], values[key] is None or values[key] is False, "null")
+        # Published LLaVA-NeXT models name what their processor does anyway.
+        is_own = kind == TILING and (key, values[key]) == ("aspect_ratio_setting", "anyres")
+        allow_value(path, key, values[key], values[key] is None or values[key] is False or is_own, "null")
     values = {key: default if values.get(key) is None else values[key] for key, default in defaults.items()}
     allow_value(path, "do_rescale", values["do_rescale"], bool(values["do_rescale"]), "true")
     allow_value(path, "rescale_factor", values["rescale_factor"],

@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from mimo.commands.main import main
+from mimo.registry import model_provider
+from tests.support.hf_families import save_published
 from tests.support.launch import ROOT
 
 MAX_TOKENS = 6
@@ -84,3 +88,44 @@ def test_engines_answer_as_transformers_does(scans: Path, tmp_path: Path) -> Non
     expected = expected_answer(model, images, "read the number")
     answer = mimo("ask", tmp_path / "imported", *images, "read the number", *limit, "--engine", "vllm", *data)
     assert answer.splitlines()[-1] == expected
+
+
+def write_llava_next(scans: Path, folder: Path) -> None:
+    """Write a small random LLaVA-NeXT with the tokenizer of a LLaVA, and an image processor with the same grids."""
+    import torch
+    import transformers
+
+    from providers.llava_next import provider
+
+    grids = ["8x16", "16x8", "16x16"]
+    config = provider.Config(**vars(model_provider("llava").from_hf(str(scans / "model"))),
+                             vision_image_grid_pinpoints=tuple(grids))
+    torch.manual_seed(0)
+    model = transformers.LlavaNextForConditionalGeneration(
+        transformers.LlavaNextConfig.from_dict(provider.hf_config(config)))
+    save_published(model, str(folder))
+    transformers.LlavaNextProcessor(
+        transformers.LlavaNextImageProcessor(
+            size={"shortest_edge": 8}, crop_size=8,
+            image_grid_pinpoints=[[int(side) for side in grid.split("x")] for grid in grids]),
+        transformers.AutoTokenizer.from_pretrained(scans / "model"), patch_size=config.vision_patch_size,
+        vision_feature_select_strategy="default", num_additional_image_tokens=1).save_pretrained(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_engines_cut_the_same_tiles_of_images_as_transformers(scans: Path, tmp_path: Path) -> None:
+    write_llava_next(scans, tmp_path / "model")
+    images = [tmp_path / f"{side}.png" for side in (30, 11)]
+    for path in images:
+        pixels = np.random.default_rng(int(path.stem)).integers(0, 256, (13, int(path.stem), 3), np.uint8)
+        Image.fromarray(pixels).save(path)
+    words = [*images, "read the number", "--device", "cpu", "--max-tokens", MAX_TOKENS, "--engine"]
+    expected = expected_answer(tmp_path / "model", images, "read the number")
+    assert mimo("ask", tmp_path / "model", *words, "trainer") == expected + "\n"
+    with pytest.raises(AssertionError, match="--engine vllm: --image-resample bilinear: vLLM resizes the tiles"):
+        mimo("ask", tmp_path / "model", *words, "vllm", "--", "--image-resample", "bilinear")
+    # vLLM takes the names of published files, which exports have and the files of transformers 5 do not.
+    mimo("import", tmp_path / "model", tmp_path / "imported", "--dtype", "float32")
+    data = ["--", "--dataset-provider", "conversations", "--tokenizer", tmp_path / "model"]
+    assert mimo("ask", tmp_path / "imported", *words, "vllm", *data).splitlines()[-1] == expected

@@ -123,6 +123,10 @@ def test_a_processor_with_other_grids_than_the_model_is_refused(tmp_path: Path) 
     found = PROVIDER.image_processing(config.model_family, str(tmp_path))
     assert found is not None and (found.tiling, found.resample) == ("anyres", "bicubic")
     assert PROVIDER.write_image_processing(config.model_family, tmp_path, found) == ""
+    written = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    published = written | {"aspect_ratio_setting": "anyres"}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(published))
+    assert PROVIDER.image_processing(config.model_family, str(tmp_path)) == found
     transformers.LlavaNextImageProcessor(size={"shortest_edge": 28}, crop_size=28, image_grid_pinpoints=own[:2]
                                          ).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="image_grid_pinpoints = .* is not supported; supported: .* as in config.json"):

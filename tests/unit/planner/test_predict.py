@@ -380,6 +380,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     # A layout of another size is not the run's.
     assert main(["plan", "--gpus", "2", *run, "--encoder-dp", "2", "--llm-dp", "2"]) == 0
     assert "yours" not in capsys.readouterr().out
+    tiled = ["--model-provider", "llava_next", "--dataset-provider", "mock", "--mock-image-size", "600",
+             "--mock-images-mean", "1", "--mock-images-max", "1", "--seq-length", "4096"]
+    assert main(["plan", "--gpus", "2", "--gpu", "H200", "--plan-steps", "1", *tiled]) == 0
+    assert "5.0 tiles of images each" in capsys.readouterr().out
     assert main(["plan", "--gpus", "2", "--profile", str(PROFILE), "--json", *run]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["profile"]["gpu"]["name"] == "NVIDIA H200" and len(found["layouts"]) > 10
