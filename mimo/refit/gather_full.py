@@ -18,8 +18,7 @@ class WholeTensors:
     """Whole tensors of a model whose ranks hold parts of them. Each iteration gathers their present values.
 
     Each holder sends its boxes of a tensor to the first rank of the world in one message, in the dtype of the wire.
-    Iterating is collective over the world. Ranks
-    other than the first get tensors on the meta device.
+    Iterating is collective over the world. Ranks other than the first get tensors on the meta device.
 
     Args:
         built: this rank's model.
