@@ -18,7 +18,7 @@ from mimo.data.positions import multimodal_positions
 from mimo.grid.lanes import Need, lanes_read_by, needs_of
 from mimo.grid.spec import Layout
 from mimo.observability.trackers import MAX_SHOWN_SIDE
-from mimo.protocols import LANGUAGE, ImageSize, Sample
+from mimo.protocols import LANGUAGE, ImageSize, Sample, VideoSize
 from mimo.rl.prompts import ImagePromptSet, Normalisation, Prompt, PromptSet, VideoPromptSet
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def as_request(prompt: Prompt, tail: Sequence[int] = ()) -> dict[str, Any]:
         tail: tokens behind it.
 
     Raises:
-        ValueError: pictures and videos of the prompt do not match.
+        ValueError: pictures and videos of the prompt do not match, or it has tiles without the whole images.
     """
     ids = [*prompt.token_ids, *tail]
     for video in reversed(prompt.videos):
@@ -51,6 +51,10 @@ def as_request(prompt: Prompt, tail: Sequence[int] = ()) -> dict[str, Any]:
     pictures = prompt.pictures()
     images = [Image.fromarray(picture) for picture in pictures if picture.ndim == 3]
     parts = [picture for picture in pictures if picture.ndim == 4]
+    if any(picture.ndim == 4 and not isinstance(size, VideoSize)
+           for picture, size in zip(pictures, prompt.image_sizes, strict=False)):
+        raise ValueError(f"prompt {prompt.key} has tiles of images without the whole images (Prompt.originals), which "
+                         "the rollout engine cuts itself")
     declared = sum(video.num_placeholders for video in prompt.videos)
     if declared != len(parts):
         raise ValueError(f"prompt {prompt.key} has frames for {len(parts)} placeholders, and its videos "

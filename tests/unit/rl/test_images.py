@@ -55,6 +55,9 @@ def test_the_engine_is_asked_with_one_placeholder_an_image():
     for image, picture in zip(request["multi_modal_data"]["image"], prompt.pictures(), strict=True):
         assert (np.asarray(image) == picture).all()
     assert as_request(PictureSet().prompt(1)) == {"prompt_token_ids": [5, 6]}
+    tiles = dataclasses.replace(prompt, pictures=lambda: [np.stack([picture] * 3) for picture in prompt.pictures()])
+    with pytest.raises(ValueError, match=r"prompt .* has tiles of images without the whole images \(Prompt.originals"):
+        as_request(tiles)
 
 
 def test_images_count_as_the_tokens_that_they_become(images):
