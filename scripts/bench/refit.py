@@ -82,6 +82,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     chosen.arms = chosen.arm or ["direct", "broadcast" if can_broadcast else "loader"]
     if chosen.colocated and chosen.device == "cpu":
         parser.error("--colocated: on a CPU nothing is shared; the argument needs --device cuda")
+    workers, ranks = chosen.engine_tp * chosen.engine_pp, trainer_ranks(chosen)
+    if chosen.colocated and workers > ranks:
+        parser.error(f"--colocated: the engine's {workers} workers need as many GPUs of the trainer, and --trainer "
+                     f"'{chosen.trainer}' has {ranks}")
     if chosen.colocated and "broadcast" in chosen.arms:
         parser.error("--arm broadcast: NCCL does not connect two processes on one GPU, as --colocated has them")
     if chosen.device == "cpu" and "broadcast" in chosen.arms:
