@@ -371,8 +371,8 @@ def _are_named(kind: str, places: Sequence[Any]) -> bool:
     """Return whether the content names its images or videos. Raises ValueError if it names only some of them."""
     named = sum(place is not None for place in places)
     if 0 < named < len(places):
-        raise ValueError(f"{named} {kind}s of the content are named and {len(places) - named} are not, so their order "
-                         "is unknown; name all of them or none")
+        raise ValueError(f"the content names only {named} of its {len(places)} {kind}s, so their order is unknown; "
+                         "name all of them or none")
     return named > 0
 
 

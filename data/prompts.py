@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 from data.chat_template import PROBE, ChatTemplate, ConversationRenderer, Medium, Rendered, Turn, unused_word
 from data.conversations import IMAGE_MARKER
 from data.prompt_formats import IMAGE_TAGS, PROMPT_FORMATS
+from mimo.grid.dry_run import counted
 from mimo.protocols import TokenSpec
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -295,17 +296,17 @@ class Tokenizer:
 
     def _check_count(self, markers: int, tiles: Sequence[int]) -> None:
         if markers != len(tiles):
-            raise ValueError(f"{markers} image markers but {len(tiles)} images")
+            raise ValueError(f"{counted(markers, 'image marker')} but {counted(len(tiles), 'image')}")
         if tiles and self._image_id < 0:
-            raise ValueError(f"has {len(tiles)} images, but the model takes none")
+            raise ValueError(f"has {counted(len(tiles), 'image')}, but the model takes none")
 
     def _check_videos(self, markers: int, videos: Sequence[Sequence[str]]) -> None:
         if markers != len(videos):
-            raise ValueError(f"{markers} video markers but {len(videos)} videos")
+            raise ValueError(f"{counted(markers, 'video marker')} but {counted(len(videos), 'video')}")
         if videos and not self.video_text:
-            raise ValueError(f"has {len(videos)} videos, which the chat template of {self.name} does not write with "
-                             f"the model's video token {self._video_id}; --prompt-format tokenizer takes them with "
-                             "the model's own tokenizer")
+            raise ValueError(f"has {counted(len(videos), 'video')}, which the chat template of {self.name} does not "
+                             f"write with the model's video token {self._video_id}; --prompt-format tokenizer takes "
+                             "them with the model's own tokenizer")
 
     def _tokenise(
         self, rendered: Rendered, is_target: np.ndarray, tags: tuple[str, str], tiles: Sequence[int],

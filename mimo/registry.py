@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -107,4 +108,26 @@ def provider_of(architecture: str) -> str | None:
         provider = model_provider(name)
         if hasattr(provider, "hf_architectures") and architecture in provider.hf_architectures:
             return name
+    return None
+
+
+def provider_of_config(values: Mapping[str, Any], source: str) -> str | None:
+    """Return the built-in model provider for a config.json; None if it names no architecture.
+
+    Args:
+        values: content of the file.
+        source: the file, for messages.
+
+    Raises:
+        ValueError: it names architectures of no built-in model.
+    """
+    found = values.get("architectures")
+    architectures = [str(name) for name in found] if isinstance(found, list) else []
+    for architecture in architectures:
+        name = provider_of(architecture)
+        if name is not None:
+            return name
+    if architectures:
+        raise ValueError(f"{source} names the architecture {', '.join(architectures)}, of no built-in model; give "
+                         f"--model-provider, one of {', '.join(sorted(MODEL_PROVIDERS))} or pkg.module:attr")
     return None

@@ -218,6 +218,6 @@ class NemotronVlmProvider(VisionLanguageProvider):
         write_radio_processor(config, config.image_token_id, config.vocab_size, folder, mean, std)
 
 
-provider_20l = NemotronVlmProvider(Config, ("NemotronH_Nano_VL_V2",))
+provider_20l = NemotronVlmProvider(Config, VLM_TYPES)
 provider_54l = NemotronVlmProvider(Config54)
 provider_tiny = NemotronVlmProvider(ConfigTiny)

@@ -16,6 +16,7 @@ from data.energon.provider import Config
 from data.energon.router import Checkpoint, Mark, Router, WorkerPosition, lane_blocks
 from data.energon.worker_status import WorkerStatus, WorkerStatusTable, watch
 from data.energon.workers import InProcess, Start, WorkerProcesses
+from mimo.grid.dry_run import counted
 from mimo.protocols import DataRequest, Sample
 
 logger = logging.getLogger("mimo.data")
@@ -56,7 +57,7 @@ class BadSamples:
         self._last.extend(messages)
         if self._count > self._most:
             raise ValueError(
-                f"--max-bad-samples {self._most}: {self._count} samples could not be used; the last: "
+                f"--max-bad-samples {self._most}: {counted(self._count, 'sample')} could not be used; the last: "
                 + "; ".join(self._last)
             )
 

@@ -45,6 +45,7 @@ from data.packing import select_balanced, select_packs
 from data.prompts import Tokenizer
 from data.video import VideoInfo, probe, read_frames
 from data.video_frames import VideoPlan, plan_video, video_pixels
+from mimo.grid.dry_run import counted
 from mimo.protocols import DataRequest, ImageSize, Question, Sample
 from mimo.visual import Normalisation
 
@@ -331,11 +332,11 @@ class VlmTaskEncoder(TaskEncoder):
         image_tokens = sum(self._request.num_image_tokens(*size) for size in image_sizes)
         length = len(tokens) - len(image_sizes) + image_tokens
         if length > self._request.seq_length:
-            and_videos = f" and {len(videos)} videos" if videos else ""
+            and_videos = f" and {counted(len(videos), 'video')}" if videos else ""
             advice = "; --video-fps, --video-max-frames and --video-max-pixels make fewer" if videos else ""
             raise ValueError(
-                f"{length} tokens, {image_tokens} of them from {len(tiles)} images{and_videos}, are more than "
-                f"--seq-length {self._request.seq_length}{advice}"
+                f"{length} tokens, {image_tokens} of them from {counted(len(tiles), 'image')}{and_videos}, are more "
+                f"than --seq-length {self._request.seq_length}{advice}"
             )
         return EncodedSample.derive_from(
             sample,

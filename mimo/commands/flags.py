@@ -272,7 +272,8 @@ def _what_is_there(folder: Path) -> str:
     if not folder.is_dir():
         return "there is no such folder"
     flags = folder / RUN_FLAGS
-    if not flags.is_file():
+    # A checkpoint that is not complete may have the flags, too, but no metrics.
+    if not flags.is_file() or not (folder / "metrics.jsonl").is_file():
         return f"it has neither {paths.TRACKER} nor {paths.METADATA}"
     save = tomllib.loads(flags.read_text(encoding="utf-8")).get("checkpoint", {}).get("save")
     where = f"its checkpoints are in {save} (--save)" if save else "it saved none; --save FOLDER saves them"
@@ -291,13 +292,10 @@ def provider_name(given: str | None, folder: Path) -> str:
     hint = f"give --model-provider, one of {', '.join(sorted(registry.MODEL_PROVIDERS))} or pkg.module:attr"
     if values is None:
         raise ValueError(f"{folder} has no {CONFIG_JSON}; {hint}")
-    architectures = [str(name) for name in values.get("architectures") or []]
-    for architecture in architectures:
-        name = registry.provider_of(architecture)
-        if name is not None:
-            return name
-    named = f"the architecture {', '.join(architectures)}, of no built-in model" if architectures else "no architecture"
-    raise ValueError(f"{folder / CONFIG_JSON} names {named}; {hint}")
+    name = registry.provider_of_config(values, str(folder / CONFIG_JSON))
+    if name is None:
+        raise ValueError(f"{folder / CONFIG_JSON} names no architecture; {hint}")
+    return name
 
 
 def takes_hf_config(provider: Any) -> bool:

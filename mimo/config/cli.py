@@ -106,8 +106,9 @@ def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, descriptio
     defaults = run_type()
     sections = {field.name: type(getattr(defaults, field.name)) for field in dataclasses.fields(run_type)
                 if getattr(defaults, field.name) is not None}
-    model = known.model_provider or merged.get("model_provider") or _family_of(
-        known.hf_config or merged.get("hf_config", "")) or defaults.model.model_provider
+    model = known.model_provider or merged.get("model_provider")
+    if model is None:
+        model = _family_of(known.hf_config or merged.get("hf_config")) or defaults.model.model_provider
     dataset = known.dataset_provider or merged.get("dataset_provider", defaults.data.dataset_provider)
     sections["model_family"] = _config_type(registry.model_provider(str(model)), f"--model-provider {model}")
     sections["dataset"] = _config_type(run_type.find_dataset(str(dataset)), f"--dataset-provider {dataset}")
@@ -297,21 +298,21 @@ def _prescan() -> argparse.ArgumentParser:
     return parser
 
 
-def _family_of(hf_config: str) -> str | None:
-    """Return the built-in model family of a value of --hf-config; None if there is none that takes this flag."""
-    if not hf_config:
-        return None
+def _family_of(hf_config: Any) -> str | None:
+    """Return the built-in model family of a value of --hf-config; None if its file cannot be read or names none.
+
+    Raises:
+        ValueError: the file names an architecture of no built-in model.
+    """
+    if not hf_config or not isinstance(hf_config, str):
+        return None  # a value of another type in a file is refused together with those of other flags
     path = Path(hub.local_folder("--hf-config", hf_config))
     try:
         values = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
-        architectures = values.get("architectures") or ()
-    except (OSError, ValueError, AttributeError):
-        return None  # the family that reads the file says what is wrong with it
-    for architecture in architectures:
-        name = registry.provider_of(str(architecture))
-        if name is not None and "hf_config" in toml_file.typed_fields(registry.model_provider(name).Config):
-            return name
-    return None
+    except (OSError, ValueError):
+        values = None
+    # The family that reads the file says what is wrong with it.
+    return registry.provider_of_config(values, f"--hf-config {hf_config}") if isinstance(values, dict) else None
 
 
 def _config_type(provider: Any, flag: str) -> type:

@@ -18,6 +18,7 @@ import torch
 from mimo.data.batch import EncoderBatch, PackedSequences, TextBatch
 from mimo.data.encoder_inputs import PatchOrder, merge_inputs, packed_patches, tiled_images, whole_images
 from mimo.data.positions import TokenGrid, multimodal_positions
+from mimo.grid.dry_run import counted
 from mimo.grid.spec import Layout
 from mimo.protocols import ModelProvider, Sample
 from mimo.visual import (
@@ -103,7 +104,7 @@ def image_owners(sample: Sample, images: Placeholders) -> list[str]:
     if not images.modules:
         if sample.image_sizes:
             raise ValueError(
-                f"sample {sample.key}: has {len(sample.image_sizes)} images, but the layout has no encoder "
+                f"sample {sample.key}: has {counted(len(sample.image_sizes), 'image')}, but the layout has no encoder "
                 "(--llm-only): the data set must be text only"
             )
         return []
@@ -115,7 +116,8 @@ def image_owners(sample: Sample, images: Placeholders) -> list[str]:
     named = f"token id {ids[0]}" if len(ids) == 1 else f"token ids {ids}"
     if len(found) != len(sample.image_sizes):
         raise ValueError(
-            f"sample {sample.key}: {len(found)} image placeholders ({named}) but {len(sample.image_sizes)} images"
+            f"sample {sample.key}: {counted(len(found), 'image placeholder')} ({named}) but "
+            f"{counted(len(sample.image_sizes), 'image')}"
         )
     if (np.isin(sample.tokens, ids) & sample.target_mask).any():
         raise ValueError(f"sample {sample.key}: an image placeholder ({named}) is marked as a target")
@@ -368,7 +370,8 @@ def checked_images(sample: Sample, num_channels: int, tiles: Tiles | None = None
                          f"deviations; the encoder takes {num_channels} channels")
     num_present = 0 if sample.images is None else len(sample.images)
     if sample.images is None or num_present != len(sample.image_sizes):
-        raise ValueError(f"sample {sample.key}: declares {len(sample.image_sizes)} images but holds {num_present}")
+        raise ValueError(f"sample {sample.key}: declares {counted(len(sample.image_sizes), 'image')} but holds "
+                         f"{num_present}")
     for position, (image, size) in enumerate(zip(sample.images, sample.image_sizes, strict=True)):
         kind, axes, expected = "image", "channels, height, width", pixel_shape(size, num_channels, tiles)
         if len(expected) == 4:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from mimo.checkpoint.paths import SHARED_STREAM
 from mimo.comm.host import HostChannel, gather, raise_known_errors
 from mimo.data.batch import Microbatch
+from mimo.grid.dry_run import counted
 from mimo.grid.lanes import Need, lanes_read_by, needs_from, needs_of, reader_of
 from mimo.grid.spec import Layout
 from mimo.protocols import LANGUAGE, DataProvider, Lane, LaneReader, RoutedDataProvider, Sample, SampleStream, TokenSpec
@@ -368,5 +369,5 @@ def check_bad_samples(parts: TrainerParts, dataset: DataProvider | RoutedDataPro
         # Several ranks read the text of a lane.
         named = list(dict.fromkeys(message for of_rank in gather(parts.grids, own) for message in of_rank))
     last = f"; the last: {'; '.join(named[-SHOWN:])}" if named else "; the log names them"
-    error = f"--max-bad-samples {limit}: {total} samples of the run could not be used{last}"
+    error = f"--max-bad-samples {limit}: {counted(total, 'sample')} of the run could not be used{last}"
     raise_known_errors(parts.grids, [error] * parts.grids.layout.world_size)

@@ -114,8 +114,10 @@ def _cut(lines: Sequence[Line]) -> tuple[float, str]:
 
 def _ticks(low: float, high: float) -> dict[str, Any]:
     """Return ticks of a logarithmic axis with their full values. Plotly would label 20 as 2, beside the tick of 2."""
-    if high > 1000 * low:
-        return {}  # then Plotly labels powers of ten alone
+    # Over more decades Plotly labels powers of ten alone, and over a part of one it labels full values itself, where
+    # there might be none of the ticks below.
+    if not 5 * low <= high <= 1000 * low:
+        return {}
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     return {"tickvals": [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)], "tickformat": "~g"}
 

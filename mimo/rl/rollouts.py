@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mimo.config.rl_run import RlRunConfig
+from mimo.grid.dry_run import counted
 from mimo.observability.trackers import MAX_IMAGES, Answer, Generation
 from mimo.protocols import ImageSize
 from mimo.rl.images import ImageTokens, as_request, reduced
@@ -160,10 +161,11 @@ class RolloutSource:
             length = prompt_length(prompt, self.images)
             for answer in group:
                 if answer.prompt_length not in (None, length):
-                    videos = f" and {len(prompt.videos)} videos" if prompt.videos else ""
+                    videos = f" and {counted(len(prompt.videos), 'video')}" if prompt.videos else ""
                     count = len(prompt.image_sizes) - sum(video.num_placeholders for video in prompt.videos)
                     raise ValueError(f"the engine made {answer.prompt_length} tokens of prompt {prompt.key}, the "
-                                     f"trainer makes {length}: the two process its {count} images{videos} differently")
+                                     f"trainer makes {length}: the two process its {counted(count, 'image')}{videos} "
+                                     "differently")
         return Answers(first, prompts, answers, version, seconds)
 
     def score(self, asked: Answers, num_shown: int = 0) -> Rollouts:
@@ -220,7 +222,8 @@ def num_image_tokens(prompt: Prompt, images: ImageTokens | None) -> int:
     if images is not None:
         return images.count(prompt)
     if prompt.image_sizes:
-        raise ValueError(f"prompt {prompt.key} has {len(prompt.image_sizes)} images, and the model takes none")
+        raise ValueError(f"prompt {prompt.key} has {counted(len(prompt.image_sizes), 'image')}, and the model takes "
+                         "none")
     return 0
 
 

@@ -74,7 +74,11 @@ def allow(section: str, key: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(f"--hf-config: {section}{key} = {value!r} is not supported; supported: {choices}")
+        by, advice = "", ""
+        if (section, key) == ("", "model_type"):
+            by = " by this model family"
+            advice = ". --model-provider chooses the family; without it, `architectures` in the file does"
+        raise ValueError(f"--hf-config: {section}{key} = {value!r} is not supported{by}; supported: {choices}{advice}")
 
 
 def refuse_quantized(config: dict[str, Any], section: str) -> None:

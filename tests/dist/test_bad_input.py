@@ -90,7 +90,7 @@ def test_a_sample_that_is_bad_on_both_sides(tmp_path: Path) -> None:
                     timeout_s=ENDS_WITHIN_S)
     assert done.returncode != 0
     (message,) = {found.partition("ValueError: ")[2] for found in errors_of(done)}
-    assert message == f"sample {SECOND_BATCH}: 2 image placeholders (token id 95) but 1 images"
+    assert message == f"sample {SECOND_BATCH}: 2 image placeholders (token id 95) but 1 image"
 
 
 def test_a_file_that_a_data_set_misses_is_told_once_and_before_the_model_is_built(tmp_path: Path) -> None:

@@ -50,12 +50,16 @@ def test_mistakes_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert expected in capsys.readouterr().err
     run = tmp_path / "run"
     run.mkdir()
+    (run / "metrics.jsonl").touch()
     for flags, expected in (("[checkpoint]\nsave = \"runs/sft\"\n", "its checkpoints are in runs/sft (--save)"),
                             ("[checkpoint]\n", "it saved none; --save FOLDER saves them")):
         (run / "run_config.toml").write_text(flags)
         for words in (["ask", str(run), "why?"], ["inspect", str(run)], ["export", str(run), "out"]):
             assert main(words) == 2
             assert expected in capsys.readouterr().err
+    (run / "metrics.jsonl").unlink()
+    assert main(["inspect", str(run)]) == 2
+    assert "it has neither latest_checkpointed_iteration.txt" in capsys.readouterr().err, "an incomplete checkpoint"
 
 
 def expected_answer(folder: Path, images: list[Path], text: str) -> str:

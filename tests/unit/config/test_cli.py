@@ -91,8 +91,20 @@ def test_the_model_of_hf_config_decides_the_family_unless_a_flag_does(tmp_path):
         assert (config.model.model_provider, type(config.model_family)) == ("qwen3_vl", provider.Config)
     config = parse(["--hf-config", str(tmp_path), "--model-provider", "llava", "--dataset-provider", "mock"])
     assert config.model.model_provider == "llava", "which refuses the file later"
-    (tmp_path / "config.json").write_text("{")
-    assert parse(["--hf-config", str(tmp_path), "--dataset-provider", "mock"]).model.model_provider == "llava"
+    for unreadable in ("{", "[]", "{}", '{"architectures": 5}'):
+        (tmp_path / "config.json").write_text(unreadable)
+        assert parse(["--hf-config", str(tmp_path), "--dataset-provider", "mock"]).model.model_provider == "llava"
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    with pytest.raises(ValueError, match=f"--hf-config {tmp_path} names the architecture GPT2LMHeadModel, of no built"):
+        parse(["--hf-config", str(tmp_path), "--dataset-provider", "mock"])
+    assert parse(["--hf-config", str(tmp_path), "--model-provider", "causal_lm", "--dataset-provider", "mock"])
+
+
+def test_a_file_cannot_choose_the_family_by_values_that_are_no_names(tmp_path):
+    for line, expected in (("hf-config = 5", "hf-config = 5: "), ('model-provider = ""', "--model-provider : unknown")):
+        path = write(tmp_path / "a.toml", f"{line}\n")
+        with pytest.raises(ValueError, match=expected):
+            parse(["--config", path, "--dataset-provider", "mock"])
 
 
 def test_unknown_keys_are_listed_together_with_the_nearest_names(tmp_path):
@@ -192,7 +204,7 @@ def test_a_provider_that_cannot_be_used_is_named(provider, expected):
 
 
 def test_an_unknown_provider_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match="lava: unknown; built in are causal_lm, deepseek_v3, llava, mock"):
+    with pytest.raises(ValueError, match="lava: unknown; built in are causal_lm, deepseek_v3, llava, llava_next, mock"):
         parse(["--model-provider", "lava"])
     with pytest.raises(ValueError, match="--dataset-provider digit: unknown; built in are arithmetic, conversations"):
         parse([*FAKE[:2], "--dataset-provider", "digit"])

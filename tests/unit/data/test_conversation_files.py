@@ -277,8 +277,8 @@ BAD = {
     "role": ({"messages": [{"role": "robot", "content": "a"}]}, "line:2: turn 1: role 'robot' is none of system, user"),
     "from": ({"conversations": [{"from": "bing", "value": "a"}]}, "line:2: turn \"{'from': 'bing', 'value': 'a'}\" of "
              "conversations: `from` is none of system, human"),
-    "marker": ({"conversations": said("<image>", "a")}, "line:2: 1 image markers but 0 images"),
-    "unmarked": ({"image": "1.png", "conversations": said("a", "b")}, "line:2: 0 image markers but 1 images"),
+    "marker": ({"conversations": said("<image>", "a")}, "line:2: 1 image marker but 0 images"),
+    "unmarked": ({"image": "1.png", "conversations": said("a", "b")}, "line:2: 0 image markers but 1 image"),
     "both": ({"image": "1.png", "images": ["1.png"], "text": "a"}, "line:2: has both image and images"),
     "answers": ({"question": "a", "answers": [1]}, "line:2: answers: expected a list of texts"),
     "settings": ({"messages": turns([{"type": "image", "image": "1.png", "max_pixels": 9}], "b")},

@@ -439,8 +439,8 @@ def test_a_document_without_special_tokens_still_has_a_first_token_that_is_no_ta
     [
         ([], [], "empty conversation"),
         (TALK[:2], [1], "no assistant turn"),
-        (TALK[1:3], [], "1 image markers but 0 images"),
-        (TALK[1:3], [1, 1], "1 image markers but 2 images"),
+        (TALK[1:3], [], "1 image marker but 0 images"),
+        (TALK[1:3], [1, 1], "1 image marker but 2 images"),
         ([TALK[1], {"role": "assistant", "content": "<image>"}], [1, 1], "turn 2: image in an answer"),
         ([{"role": "user", "content": " "}, TALK[2]], [], r"turn 1 \(user\) is empty"),
         ([TALK[0], {"role": "assistant", "content": ""}], [], r"turn 2 \(assistant\) is empty"),
@@ -462,7 +462,7 @@ def test_a_document_needs_text_and_as_many_images_as_markers(folder):
     tokenizer = Tokenizer(str(folder), "plain", "none", TOKENS)
     with pytest.raises(ValueError, match="no text"):
         tokenizer.encode_document("  ")
-    with pytest.raises(ValueError, match="0 image markers but 1 images"):
+    with pytest.raises(ValueError, match="0 image markers but 1 image"):
         tokenizer.encode_document("a cat", [1])
 
 
@@ -470,7 +470,7 @@ def test_a_text_model_takes_no_image(folder):
     text_model = TokenSpec(vocab_size=400, image_token_id=-1, image_size=0, num_channels=3)
     tokenizer = Tokenizer(str(folder), "plain", "none", text_model)
     assert tokenizer.encode_document("a cat")[1].any()
-    with pytest.raises(ValueError, match="1 images, but the model takes none"):
+    with pytest.raises(ValueError, match="1 image, but the model takes none"):
         tokenizer.encode_document("a <image>", [1])
 
 

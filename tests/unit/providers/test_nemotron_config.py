@@ -16,7 +16,14 @@ from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE
 from mimo.registry import model_provider, provider_of
 from providers import nemotron_h, nemotron_moe_vlm
-from providers.common.hf_nemotron import NEMOTRON_DEFAULTS, nemotron_config, nemotron_sizes, vlm_config, vlm_sizes
+from providers.common.hf_nemotron import (
+    NEMOTRON_DEFAULTS,
+    VLM_TYPES,
+    nemotron_config,
+    nemotron_sizes,
+    vlm_config,
+    vlm_sizes,
+)
 
 PROVIDER = model_provider("nemotron_h")
 VLM = model_provider("nemotron-moe-vlm-tiny")
@@ -199,7 +206,8 @@ def test_a_published_vlm() -> None:
             "sound_config": {"model_type": "parakeet"},
             "vision_config": PUBLISHED_VLM["vision_config"] | {"min_num_patches": 1024, "max_num_patches": 13312}}
     assert vlm_sizes(omni) == vlm_sizes(PUBLISHED_VLM) | {"vision_dynamic_resolution": True}
-    assert provider_of("NemotronH_Nano_VL_V2") == "nemotron-moe-vlm-20l"
+    for architecture in VLM_TYPES:
+        assert provider_of(architecture) == "nemotron-moe-vlm-20l"
     assert provider_of("NemotronHForCausalLM") == "nemotron_h"
 
 

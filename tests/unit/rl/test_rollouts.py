@@ -172,7 +172,7 @@ def test_images_that_the_engine_counts_otherwise_are_refused():
     assert (completion.prompt_length, completion.length, completion.image_sizes) == (4, 6, ((8, 8),))
     assert ask(None) == completion
     with pytest.raises(ValueError, match="the engine made 3 tokens of prompt p2, the trainer makes 4: the two "
-                       "process its 1 images differently"):
+                       "process its 1 image differently"):
         ask(3)
     asked = source()
     asked.prompts = Images()

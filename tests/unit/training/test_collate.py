@@ -98,8 +98,8 @@ def test_no_samples_at_all():
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (sample(sizes=()), r"set/1: 1 image placeholders \(token id 3\) but 0 images"),
-        (sample(tokens=(1, 5, 2), sizes=((8, 8),)), r"set/1: 0 image placeholders \(token id 3\) but 1 images"),
+        (sample(sizes=()), r"set/1: 1 image placeholder \(token id 3\) but 0 images"),
+        (sample(tokens=(1, 5, 2), sizes=((8, 8),)), r"set/1: 0 image placeholders \(token id 3\) but 1 image"),
         (sample(sizes=((8, 6),)), "set/1: image 0 of 8x6 pixels: --vision-patch-size 4 does not divide 8x6"),
         (sample(sizes=((16, 8),)), r"set/1: 12 tokens, 8 of them from images, are 2 more than --seq-length 10"),
         (sample(tokens=(1, IMAGE, 20, 2)), "set/1: token id 20 is not below --vocab-size 20"),
@@ -120,7 +120,7 @@ def test_wrong_text_is_refused_by_sample(broken, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"modules": {}}, r"set/1: has 1 images, but the layout has no encoder \(--llm-only\)"),
+        ({"modules": {}}, r"set/1: has 1 image, but the layout has no encoder \(--llm-only\)"),
         ({"pad_token_id": IMAGE}, "--image-token-id 3: is the padding token"),
     ],
 )
@@ -200,9 +200,9 @@ NAN = np.full((1, 8, 8), np.nan, np.float32)
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (sample(images=None), "set/1: declares 1 images but holds 0"),
-        (sample(images=[]), "set/1: declares 1 images but holds 0"),
-        (sample(image_sizes=[]), "set/1: 1 image placeholders .* but 0 images"),
+        (sample(images=None), "set/1: declares 1 image but holds 0"),
+        (sample(images=[]), "set/1: declares 1 image but holds 0"),
+        (sample(image_sizes=[]), "set/1: 1 image placeholder .* but 0 images"),
         (sample(images=[np.zeros((1, 8, 12), np.float32)]), r"set/1: image 0 is float32 \[1, 8, 12\], .* \[1, 8, 8\]"),
         (sample(images=[np.zeros((3, 8, 8), np.float32)]), r"set/1: image 0 is float32 \[3, 8, 8\], .* \[1, 8, 8\]"),
         (sample(images=[np.zeros((1, 8, 8), np.uint8)]), r"set/1: image 0 is uint8 .* declared float32"),

@@ -57,6 +57,16 @@ def test_a_chart_without_a_finite_value_is_none() -> None:
     assert line_chart("t", [line([0.0, -1.0])], log=True) == ""
 
 
+def test_a_logarithmic_axis_has_ticks_with_full_values_within_its_range():
+    for low in (0.0021, 1.0, 2.1, 4.9, 5.1, 9.9, 65536.0):
+        for factor in (1, 2, 4.9, 5, 20, 900, 1e4):
+            _, layout = only(line_chart("t", [line([low, low * factor])], log=True))
+            ticks = layout["yaxis"].get("tickvals")
+            # Plotly's own ticks are right for less than a decade and for several.
+            assert (ticks is not None) == (5 <= factor <= 1000)
+            assert ticks is None or sum(low <= tick <= low * factor for tick in ticks) >= 2
+
+
 def test_one_value_is_a_dot() -> None:
     [trace], _ = only(line_chart("t", [line([5.0])]))
     assert trace["mode"] == "lines+markers"
