@@ -176,5 +176,5 @@ def test_images_that_the_engine_counts_otherwise_are_refused():
         ask(3)
     asked = source()
     asked.prompts = Images()
-    with pytest.raises(ValueError, match="prompt p2 has 1 images, and the model takes none"):
+    with pytest.raises(ValueError, match="prompt p2 has 1 image, and the model takes none"):
         draw(asked, 2, 1)
