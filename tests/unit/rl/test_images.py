@@ -83,11 +83,11 @@ def test_parts_of_a_microbatch_have_keys_and_counts_of_their_own(images):
 
 
 @pytest.mark.parametrize(("changes", "expected"), [
-    ({"image_sizes": ()}, "prompt 0: 1 image placeholders .* but 0 images"),
+    ({"image_sizes": ()}, "prompt 0: 1 image placeholder .* but 0 images"),
     ({"image_sizes": ((8, 8),)}, "prompt 0: image 0 of 8x8 pixels: .* does not fit --vision-image-size 16"),
     ({"image_sizes": (VideoSize(16, 16, 2),)}, "prompt 0: video 0 of 2 frames .* the model takes images and no videos"),
     # A word of the text with the id of the image token would be an image for the engine, too.
-    ({"token_ids": (IMAGE_TOKEN, 4, IMAGE_TOKEN)}, "prompt 0: 2 image placeholders .* but 1 images"),
+    ({"token_ids": (IMAGE_TOKEN, 4, IMAGE_TOKEN)}, "prompt 0: 2 image placeholders .* but 1 image"),
 ])
 def test_images_that_the_model_does_not_take_are_refused_by_prompt(images, changes, expected):
     with pytest.raises(ValueError, match=expected):
