@@ -29,6 +29,7 @@ from tests.support.spawn import WorkerPool
 from tests.support.stored import safetensors_of
 
 MAX_ERROR = 1e-4
+RELOADED_ERROR = 1e-5
 GRADIENT_ERROR = 1e-4
 MOE = ("qwen3-moe", "mixtral")
 # name -> (ranks, flags)
@@ -120,7 +121,8 @@ def test_transformers_loads_what_is_exported_without_a_base(pool: WorkerPool, sa
     (found,) = pool.run(hf_families.reloaded_logits, name, str(tmp_path / "out"), str(folder), world_size=1)
     assert found.keys() == expected.keys()
     for key, logits in found.items():
-        assert torch.equal(logits, expected[key]), key
+        # The tensors are equal bit by bit, but not where they are in memory, which can change how products are rounded.
+        assert float((logits - expected[key]).abs().max()) < RELOADED_ERROR, key
 
 
 @pytest.mark.parametrize("name", fast_only(["qwen2.5-vl", "llava-next", "deepseek-yarn"],
