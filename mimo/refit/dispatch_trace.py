@@ -7,7 +7,7 @@ of any other operation counts as computed from the checkpoint tensors that the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +110,7 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         written = [tensor for number, name in changed_arguments(func)
                    for tensor in _tensors(args[number] if number < len(args) else kwargs.get(name))]
-        tensors = list(_tensors((args, kwargs)))
+        tensors = _tensors((args, kwargs))
         self._pending = tensors
         if written:
             result = self._write(func, args, kwargs, tensors, written)
@@ -226,10 +226,14 @@ def _exact(dtypes: Iterable[torch.dtype], first: torch.dtype, last: torch.dtype)
     return all(dtype in (torch.promote_types(dtype, first), torch.promote_types(dtype, last)) for dtype in dtypes)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists, tuples and dictionaries."""
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """List the tensors in nested lists, tuples and dictionaries."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
+        return [value]
+    found: list[torch.Tensor] = []
+    if isinstance(value, (list, tuple, dict)):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)
+            # Most parts are neither, so a call for each would take half of the time of a trace.
+            if isinstance(part, (torch.Tensor, list, tuple, dict)):
+                found += _tensors(part)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -159,13 +160,25 @@ Probes = Mapping[str, Mapping[str, Probe]]
 
 
 def probe_schemes(model: torch.nn.Module, candidates: Candidates) -> dict[str, dict[str, Probe]]:
-    """Try every naming scheme of every module on a live model, without any effect on it."""
+    """Try every naming scheme of every module on a live model, without any effect on it.
+
+    Of names that differ in their first number alone, which is the layer's, only the first and the last are tried: a
+    mixture of experts has tens of thousands of names. `record` sees all names of the scheme that is chosen.
+    """
     probes: dict[str, dict[str, Probe]] = {}
     for module, schemes in candidates.items():
         for scheme, entries in schemes.items():
-            recording = record(model, entries, max_refused=NAMED)
+            recording = record(model, _first_and_last(entries), max_refused=NAMED)
             probes.setdefault(module, {})[scheme] = Probe(recording.refused, recording.untaken)
     return probes
+
+
+def _first_and_last(entries: Sequence[TensorMeta]) -> list[TensorMeta]:
+    """Return the first and the last of those entries whose names differ in their first number alone, in their order."""
+    alike: dict[str, list[int]] = {}
+    for index, entry in enumerate(entries):
+        alike.setdefault(re.sub(r"\d+", "#", entry.name, count=1), []).append(index)
+    return [entries[index] for index in sorted({index for group in alike.values() for index in (group[0], group[-1])})]
 
 
 def choose_scheme(probes: Sequence[Probes]) -> dict[str, str]:

@@ -357,3 +357,19 @@ def test_a_live_engine_generates_the_same_after_it_was_recorded(saved: dict[str,
         expected = loader_trace.record(tiny.build(config), tiny.entries_of(tensors))
     assert recording.slices == expected.slices and recording.constants == expected.constants
     assert not recording.untaken and not recording.refused and not recording.computed
+
+
+@pytest.mark.parametrize("scheme", ["first", "last"])
+def test_the_first_and_the_last_layer_show_whether_a_scheme_is_taken(scheme: str) -> None:
+    """The loader knows no layer but two of the right scheme, so the layers between them are not tried."""
+    class Layers(Loader):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for name, tensor in weights:
+                assert name in ("layers.0.weight", "layers.9.weight"), name
+                self.c.weight.data.copy_(tensor)
+
+    wrong = {"first": [1, 5, 9], "last": [0, 5, 10]}[scheme]
+    candidates = {"language": {
+        "wrong": [TensorMeta(f"layers.{layer}.weight", "float32", WEIGHT) for layer in wrong],
+        "right": [TensorMeta(f"layers.{layer}.weight", "float32", WEIGHT) for layer in (0, 5, 9)]}}
+    assert worker_plan.choose_scheme([worker_plan.probe_schemes(Layers(), candidates)]) == {"language": "right"}
