@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mimo.observability.flops import FlopComponent
 from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing, ParameterShape, TokenSpec
 from mimo.visual import Tiles
 from providers import llava
@@ -103,10 +102,6 @@ class LlavaNextProvider(llava.LlavaProvider):
         """Return every parameter of encoder and projector."""
         return [*vision_shapes(config, self._projector_size(config), config.hidden_size),
                 ParameterShape(f"projector.{NEWLINE}", (1, config.hidden_size), 1, "none", "last")]
-
-    def flop_components(self, config: Any) -> list[FlopComponent]:
-        """Return the FLOPs of encoder, projector and decoder. Joining the tokens of tiles has none."""
-        return super().flop_components(config)
 
     def encoder_spec(self, config: Any, module: str, context: BuildContext) -> ModuleSpec:
         """Return the spec of the vision module, a `mimo.model.tiles.TiledVision`."""

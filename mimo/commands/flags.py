@@ -13,11 +13,9 @@ from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
 from mimo import registry
 from mimo.checkpoint import paths
+from mimo.report.run_folder import FLAGS, METRICS
 from mimo.weights import hub
 from mimo.weights.configuration import CONFIG_JSON, read_config_json
-
-# File of a run's folder (--run-dir) that has its flags.
-RUN_FLAGS = "run_config.toml"
 
 
 @dataclass(frozen=True)
@@ -271,9 +269,9 @@ def _what_is_there(folder: Path) -> str:
     """Describe a folder that holds no checkpoint. People often give the folder of a run's records."""
     if not folder.is_dir():
         return "there is no such folder"
-    flags = folder / RUN_FLAGS
+    flags = folder / FLAGS
     # A checkpoint that is not complete may have the flags, too, but no metrics.
-    if not flags.is_file() or not (folder / "metrics.jsonl").is_file():
+    if not flags.is_file() or not (folder / METRICS).is_file():
         return f"it has neither {paths.TRACKER} nor {paths.METADATA}"
     save = tomllib.loads(flags.read_text(encoding="utf-8")).get("checkpoint", {}).get("save")
     where = f"its checkpoints are in {save} (--save)" if save else "it saved none; --save FOLDER saves them"
