@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import Thread
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mimo.comm.host import broadcast_object, gather
@@ -39,11 +40,11 @@ class Devices:
     `SharedDevices` is for an engine on the trainer's devices. Every method is collective.
 
     Attributes:
-        staying: what of the trainer stayed on shared devices in the last rollout: some of `mimo.model.build.KINDS`, the
-            same on every rank.
+        leaving: bytes of the trainer's optimizer state and weights that left a shared device for the last rollout, by
+            name from `mimo.model.build.KINDS`. Of all ranks' numbers, this is the largest.
     """
 
-    staying: frozenset[str] = frozenset()
+    leaving: Mapping[str, int] = MappingProxyType({})
 
     def for_engine_start(self) -> None:
         """Give the engine all the memory it wants, for its start."""
@@ -323,11 +324,11 @@ class Collector:
 # Trainer and engine on the same GPUs take turns: each gives the other the memory that it does not need.
 #
 # The engine sleeps while the trainer trains. It then has neither weights nor a KV cache (vLLM's sleep level 2, because
-# each refit brings all weights anyway). For a refit the trainer first moves gradients and optimizer state to the host,
-# and the engine takes memory for its weights. Then the trainer's weights go to the host too, and the engine takes
-# memory for the KV cache. Optimizer state and weights stay where there is room for them beside the engine. Otherwise
-# optimizer state comes back while log-probs and the update's passes run, which do not need it. On the CPU, where vLLM
-# cannot sleep, only the trainer's memory moves.
+# each refit brings all weights anyway). For a refit the trainer first frees its gradients and moves optimizer state to
+# the host, and the engine takes memory for its weights. Then the trainer's weights go to the host too, and the engine
+# takes memory for the KV cache. What has room beside the engine stays: the weights, and as much of the optimizer state
+# as possible. The rest comes back while log-probs and the update's passes run, which do not need it. On the CPU, where
+# vLLM cannot sleep, only the trainer's memory moves.
 
 # vLLM's names of what a waking engine can take memory for.
 ENGINE_WEIGHTS, KV_CACHE = "weights", "kv_cache"
@@ -335,19 +336,18 @@ ENGINE_WEIGHTS, KV_CACHE = "weights", "kv_cache"
 SPARE_MEMORY = 0.04
 
 
-def what_fits(refit_room: int, rollout_room: int, num_bytes: Mapping[str, int]) -> frozenset[str]:
-    """Choose what stays on a device during a refit and a rollout: all of it, else optimizer state, else weights.
+def what_leaves(refit_room: int, rollout_room: int, num_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Choose how many bytes of optimizer state and of weights leave a device for a rollout: as few as possible.
+
+    Optimizer state leaves first. It comes back behind passes, which weights cannot. Weights leave wholly or not at all.
 
     Args:
         refit_room: bytes that would be left in a refit if nothing moved; negative where something has to.
         rollout_room: bytes that would be left in a rollout if nothing moved.
         num_bytes: bytes of optimizer state and of weights. A refit needs the weights in any case.
     """
-    for staying in ((OPTIMIZER, WEIGHTS), (OPTIMIZER,), (WEIGHTS,)):
-        leaves = {kind: 0 if kind in staying else count for kind, count in num_bytes.items()}
-        if refit_room + leaves[OPTIMIZER] >= 0 and rollout_room + sum(leaves.values()) >= 0:
-            return frozenset(staying)
-    return frozenset()
+    state = min(max(0, -refit_room, -rollout_room), num_bytes[OPTIMIZER])
+    return {OPTIMIZER: state, WEIGHTS: num_bytes[WEIGHTS] if rollout_room + state < 0 else 0}
 
 
 class SharedDevices(Devices):
@@ -384,30 +384,31 @@ class SharedDevices(Devices):
         gather(self._grids, None)
 
     def for_refit(self) -> None:
-        """Make room for the weights of both: gradients and optimizer state go to the host, unless there is room."""
+        """Make room for the weights of both: free gradients, and move optimizer state that has no room to the host."""
         began = time.perf_counter()
         self._offload.gradients()
+        leaves = self._what_leaves()
+        self._offload.optimizer(leaves[OPTIMIZER])
         # Ranks that share a module have to move its weights together.
-        self.staying = frozenset.intersection(*gather(self._grids, self._what_fits()))
-        if OPTIMIZER not in self.staying:
-            self._offload.optimizer()
-        gather(self._grids, None)
+        self.leaving = {kind: max(rank[kind] for rank in ranks) for ranks in [gather(self._grids, leaves)]
+                        for kind in leaves}
         self._wake_up(ENGINE_WEIGHTS)
         self.seconds += time.perf_counter() - began
 
-    def _what_fits(self) -> frozenset[str]:
-        """Choose what stays on this device beside an engine that is awake and uses all the memory it may."""
+    def _what_leaves(self) -> dict[str, int]:
+        """Choose what leaves this device for an engine that is awake and uses all the memory it may."""
+        num_bytes = {kind: self._offload.num_bytes(kind) for kind in (OPTIMIZER, WEIGHTS)}
         if self._engine_memory is None:
-            return frozenset()
+            return num_bytes
         free, total = self._platform.device_memory()
         free -= round(SPARE_MEMORY * total)
-        return what_fits(free - round(self._engine_weight_bytes), free - round(self._engine_memory * total),
-                         {kind: self._offload.num_bytes(kind) for kind in (OPTIMIZER, WEIGHTS)})
+        refit_room, rollout_room = free - round(self._engine_weight_bytes), free - round(self._engine_memory * total)
+        return what_leaves(refit_room, rollout_room, num_bytes)
 
     def for_rollout(self) -> None:
         """Make room for the engine's KV cache: the trainer's weights go to the host, too, unless there is room."""
         began = time.perf_counter()
-        if WEIGHTS not in self.staying:
+        if self.leaving[WEIGHTS]:
             self._offload.weights()
         gather(self._grids, None)
         self._wake_up(KV_CACHE)

@@ -70,7 +70,7 @@ class RlLoop:
         self.cursor = PromptCursor()
         self._engine: Engine | None = None
         self._num_restarts = 0
-        self._staying: frozenset[str] = frozenset()
+        self._leaving: set[str] | None = None  # from shared devices in the last rollout
         # The summary at the end of the run has the last ones.
         self._last_figures: dict[str, float | str] = {}
 
@@ -331,6 +331,16 @@ class RlLoop:
                 self._evaluate(logger)
         return None
 
+    def _say_what_leaves(self, logger: RunLogger) -> None:
+        """Log what leaves devices that trainer and engine share, once and whenever it changes."""
+        sizes = {{OPTIMIZER: "optimizer state", WEIGHTS: "weights"}[kind]: f"{count / 2**30:.1f} GiB"
+                 for kind, count in self.devices.leaving.items() if count}
+        if self.devices.leaving and sizes.keys() != self._leaving:
+            self._leaving = set(sizes)
+            logger.message("during a rollout, the device keeps all of the trainer's weights and optimizer state"
+                           if not sizes else "during a rollout, these are in host memory: "
+                           + ", ".join(f"{size} of {what}" for what, size in sizes.items()))
+
     def _iterate(self, logger: RunLogger) -> None:
         """Collect completions and update the policy with them."""
         progress = self.session.progress
@@ -342,11 +352,7 @@ class RlLoop:
         with self.parts.spans.span(Kind.DATA_WAIT, "completions"):
             shows = self.config.observe.records_completions(version + 1, self.session.total_iterations)
             rollouts = self._with_engine(logger, lambda: self.collector.collect(version, NUM_SHOWN if shows else 0))
-        if self.devices.staying != self._staying:
-            self._staying = self.devices.staying
-            kinds = [{OPTIMIZER: "optimizer state", WEIGHTS: "weights"}[kind] for kind in sorted(self._staying)]
-            logger.message(f"the engine leaves room for the trainer's {' and '.join(kinds)}" if kinds else
-                           "the engine leaves no room for the trainer's memory any longer")
+        self._say_what_leaves(logger)
         if prefetches:
             # The engine draws the next iteration's completions with the weights from before this update.
             self.collector.prefetch()

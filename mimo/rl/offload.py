@@ -7,9 +7,11 @@ every view, hook and alias stays valid. Moving a parameter's own data elsewhere 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -74,9 +76,13 @@ class Offload:
         self._optimizer.zero_grad()
         return self._move(GRADIENTS)
 
-    def optimizer(self) -> int:
-        """Move the fp32 copies of weights and the moments of every module. Return the same as `weights`."""
-        return self._move(OPTIMIZER)
+    def optimizer(self, num_bytes: int | None = None) -> int:
+        """Move the fp32 copies of weights and the moments of every module. Return the same as `weights`.
+
+        Args:
+            num_bytes: move only as many of the storages as give back this much device memory; None: all of them.
+        """
+        return self._move(OPTIMIZER, num_bytes)
 
     def num_bytes(self, kind: str) -> int:
         """Count the bytes of device memory that one kind has now."""
@@ -158,22 +164,38 @@ class Offload:
         return [Held(storage, storage.nbytes()) for storage in storages
                 if storage.device.type == device.type and storage.nbytes()]
 
-    def _move(self, kind: str) -> int:
+    def _move(self, kind: str, num_bytes: int | None = None) -> int:
         self._built.residency.wait_for(kind)
-        if kind in self.offloaded:
+        if kind in self.offloaded or num_bytes == 0:
             return 0
-        device, emptied = self._device(), self._held(kind)
+        held, given_back = self._held(kind), 0
+        if num_bytes is None:
+            return self._empty(kind, held)
+        # Storages may share a segment of torch's allocator, which gives memory back only when all of the segment is
+        # free. Therefore the memory that came back counts, and not the sizes of storages.
+        while held and given_back < num_bytes:
+            ends = list(accumulate(each.num_bytes for each in held))
+            count = bisect_left(ends, num_bytes - given_back) + 1
+            given_back += self._empty(kind, held[:count])
+            held = held[count:]
+        return given_back
+
+    def _empty(self, kind: str, emptied: list[Held]) -> int:
+        """Move these storages. Return the bytes of device memory given back."""
+        device = self._device()
         if kind != GRADIENTS:
             self._host.setdefault(kind, HostMemory(pinned=device.type == "cuda")).save(emptied)
         # The copies must be complete, and no other stream may still use this memory.
         synchronize(device)
         self._built.residency.offloaded.add(kind)
-        self._emptied[kind] = emptied
+        self._emptied.setdefault(kind, []).extend(emptied)
         self._guard_steps()
+        reserved = torch.cuda.memory_reserved() if device.type == "cuda" else 0
         for each in emptied:
             each.storage.resize_(0)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # otherwise torch's allocator keeps the memory for this process
+            return reserved - torch.cuda.memory_reserved()
         return sum(each.num_bytes for each in emptied)
 
     @torch.no_grad()
@@ -242,19 +264,21 @@ class HostMemory:
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
         self._blocks: list[torch.Tensor] = []
+        self._stored = 0
 
     def save(self, emptied: list[Held]) -> None:
-        """Copy the storages' contents to the host. They are complete once the device is synchronised."""
-        missing = sum(each.num_bytes for each in emptied) - sum(block.numel() for block in self._blocks)
+        """Copy the storages' contents behind those stored before. Complete once the device is synchronised."""
+        begin, self._stored = self._stored, self._stored + sum(each.num_bytes for each in emptied)
+        missing = self._stored - sum(block.numel() for block in self._blocks)
         while missing > 0:
-            self._blocks.append(torch.empty(min(missing, BLOCK_BYTES) if not self._blocks else BLOCK_BYTES,
-                                            dtype=torch.uint8, pin_memory=self._pinned))
-            missing -= self._blocks[-1].numel()
-        for here, there in self._pairs(emptied):
+            self._blocks.append(torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=self._pinned))
+            missing -= BLOCK_BYTES
+        for here, there in self._pairs(emptied, begin):
             here.copy_(there, non_blocking=self._pinned)
 
     def load(self, emptied: list[Held]) -> None:
-        """Copy the contents back. They are complete once the device is synchronised."""
+        """Copy the contents of all storages back, in the order of `save`. Complete once the device is synchronised."""
+        self._stored = 0
         for here, there in self._pairs(emptied):
             there.copy_(here, non_blocking=self._pinned)
 
@@ -268,10 +292,10 @@ class HostMemory:
             there.copy_(here, non_blocking=self._pinned)
             here.copy_(before, non_blocking=self._pinned)
 
-    def _pairs(self, emptied: list[Held]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield matching parts of host blocks and of storages."""
-        number = begin = 0
-        for each in emptied:
+    def _pairs(self, held: list[Held], begin: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield matching parts of host blocks, from byte `begin` on, and of storages."""
+        number, begin = divmod(begin, BLOCK_BYTES)
+        for each in held:
             content, done = _bytes_of(each.storage), 0
             while done < each.num_bytes:
                 block = self._blocks[number]

@@ -9,7 +9,8 @@ another under torchrun, each with one process for each rank of its grids. The fi
 losses alone. The last line of output is JSON; above it, a Markdown table shows the same.
 
 Tokens are those of text and images without padding, and TFLOP/s are those of the model, as the runs recorded them
-(docs/training.md says what counts). Times of a step are means in ms. `forward_backward` and `optimizer` are those of
+(docs/training.md says what counts); `passes` are those of each module over the time of its own forward and backward
+passes, from the step timeline. Times of a step are means in ms. `forward_backward` and `optimizer` are those of
 the slowest rank of each module, on the device. The former includes gradient reduction and `bridge_wait`, the time that
 the slowest rank spends on sending, receiving and waiting there. `data_wait` is measured on the host. `rest` is the step
 less data wait, forward and backward passes, and optimizer of the language model.
@@ -28,7 +29,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from mimo import registry
 from mimo.config.trainer import RunConfig
+from mimo.grid.layout import build_layout
 from mimo.protocols import LANGUAGE
 from scripts.bench.harness import (
     argument_parser,
@@ -42,8 +45,9 @@ from scripts.bench.harness import (
 from scripts.training_runs import num_ranks, train
 
 COLUMNS = {"layout": "name", "GPUs": "ranks", "ms a step": "step_ms", "tokens/s per GPU": "tokens_per_s_per_gpu",
-           "TFLOP/s per GPU": "tflops_per_gpu", "peak memory, GiB": "peak_memory_gib",
-           "where the time went, ms": "time_ms", "first loss": "loss_first", "last loss": "loss_last"}
+           "TFLOP/s per GPU": "tflops_per_gpu", "passes, TFLOP/s per GPU": "pass_tflops_per_gpu",
+           "peak memory, GiB": "peak_memory_gib", "where the time went, ms": "time_ms",
+           "first loss": "loss_first", "last loss": "loss_last"}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -65,6 +69,19 @@ def step_flops(records: Sequence[dict[str, Any]]) -> float | None:
     """Model FLOPs of these steps. None if the run did not record them because its provider does not know them."""
     found = [value for record in records for name, value in record.items() if name.startswith("flops/")]
     return sum(found) if found else None
+
+
+def pass_tflops(config: RunConfig, records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """TFLOP/s of each module's own passes per GPU of its grid; only modules with a timeline and known FLOPs."""
+    provider = registry.model_provider(config.model.model_provider)
+    layout = build_layout(config.layout, 0, provider.encoders(config.model_family))
+    found = {}
+    for name, grid in layout.grids.items():
+        keys = [f"timeline/{name}/{part}-s" for part in ("forward", "backward")]
+        seconds = sum(record.get(key, 0.0) for record in records for key in keys)
+        if seconds and f"flops/{name}" in records[0]:
+            found[name] = sum(record[f"flops/{name}"] for record in records) / seconds / grid.size / 1e12
+    return found
 
 
 def by_module(records: Sequence[dict[str, Any]], key: str) -> dict[str, float]:
@@ -97,7 +114,8 @@ def figures(config: RunConfig, records: Sequence[dict[str, Any]], warmup: int) -
     return {
         "ranks": ranks, "step_ms": 1000 * statistics.median(record["iteration-time"] for record in timed),
         "tokens_per_step": tokens / len(timed), "tokens_per_s_per_gpu": tokens / seconds / ranks,
-        "tflops_per_gpu": None if flops is None else flops / seconds / ranks / 1e12, "peak_memory_gib": peaks,
+        "tflops_per_gpu": None if flops is None else flops / seconds / ranks / 1e12,
+        "pass_tflops_per_gpu": pass_tflops(config, timed), "peak_memory_gib": peaks,
         "time_ms": time_ms(timed), "packing_utilisation": statistics.mean(record["packing-utilisation"]
                                                                           for record in timed),
         "loss_first": records[0]["lm loss"], "loss_last": records[-1]["lm loss"],

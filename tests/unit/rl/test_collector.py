@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mimo.model.build import OPTIMIZER, WEIGHTS
-from mimo.rl.collector import Collector, Devices, what_fits
+from mimo.rl.collector import Collector, Devices, what_leaves
 from mimo.rl.cursor import Pending, PromptCursor
 from mimo.rl.prompts import Prompt
 from mimo.rollout.engine import Rollout
@@ -77,10 +77,10 @@ def test_streams_of_another_program_are_refused():
         PromptCursor().load_state_dict({"consumed_samples": 3, "streams": {"language/0": {"next": 3}}})
 
 
-@pytest.mark.parametrize(("refit_room", "rollout_room", "staying"), [
-    (0, 0, {OPTIMIZER, WEIGHTS}), (0, -1, {OPTIMIZER}), (0, -10, {OPTIMIZER}), (0, -11, {WEIGHTS}), (0, -60, {WEIGHTS}),
-    (0, -61, set()), (-1, -10, {WEIGHTS}), (-60, -61, set()), (-61, -60, set()),
+@pytest.mark.parametrize(("refit_room", "rollout_room", "state", "weights"), [
+    (0, 0, 0, 0), (0, -1, 1, 0), (0, -60, 60, 0), (0, -61, 60, 10), (0, -90, 60, 10), (-1, 0, 1, 0), (-1, -9, 9, 0),
+    (-9, -1, 9, 0), (-61, -61, 60, 10), (-61, -60, 60, 0),
 ])
-def test_what_stays_on_a_shared_device(refit_room, rollout_room, staying):
+def test_what_leaves_a_shared_device(refit_room, rollout_room, state, weights):
     """A refit needs the trainer's weights, so that moving them later makes no room for it."""
-    assert what_fits(refit_room, rollout_room, {OPTIMIZER: 60, WEIGHTS: 10}) == staying
+    assert what_leaves(refit_room, rollout_room, {OPTIMIZER: 60, WEIGHTS: 10}) == {OPTIMIZER: state, WEIGHTS: weights}

@@ -22,7 +22,8 @@ def record(iteration: int, seconds: float, loss: float) -> dict[str, Any]:
             "forward-backward-s/vision": 0.3, "forward-backward-s/language": 0.4, "optimizer-s/vision": 0.05,
             "optimizer-s/language": 0.06, "peak-memory-bytes/vision": 2**30 * iteration,
             "peak-memory-bytes/language": 2**31, "flops/vision": 3e12, "flops/language": 4e12 * iteration,
-            "hardware-flops/vision": 1e15}
+            "hardware-flops/vision": 1e15, "timeline/vision/forward-s": 0.1, "timeline/vision/backward-s": 0.2,
+            "timeline/language/forward-s": 0.5, "timeline/language/backward-s": iteration / 2}
 
 
 @pytest.fixture
@@ -58,6 +59,7 @@ def test_figures_are_those_of_the_steps_after_the_first(trained, capsys):
         "data_wait": 100, "bridge_wait": 200, "forward_backward/vision": 300, "forward_backward/language": 400,
         "optimizer/vision": 50, "optimizer/language": 60, "rest": 2000 - 100 - 400 - 60})
     assert apart["tflops_per_gpu"] == pytest.approx((3 + 4 * 3 + 3 + 4 * 4) / 4 / 3)
+    assert apart["pass_tflops_per_gpu"] == pytest.approx({"vision": 10, "language": 28 / (1 + 3.5) / 2})
     assert "--encoder-dp 1 --llm-dp 2 --model-provider mock" in apart["command"]
 
 
