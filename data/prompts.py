@@ -14,8 +14,8 @@ from tokenizers import AddedToken
 from data.chat_template import PROBE, ChatTemplate, ConversationRenderer, Medium, Rendered, Turn, unused_word
 from data.conversations import IMAGE_MARKER
 from data.prompt_formats import IMAGE_TAGS, PROMPT_FORMATS
-from mimo.grid.dry_run import counted
 from mimo.protocols import TokenSpec
+from mimo.text import counted
 
 ROLES = ("system", "user", "assistant", "tool")
 # Image tokens of families of vision-language models.

@@ -16,8 +16,8 @@ from data.energon.provider import Config
 from data.energon.router import Checkpoint, Mark, Router, WorkerPosition, lane_blocks
 from data.energon.worker_status import WorkerStatus, WorkerStatusTable, watch
 from data.energon.workers import InProcess, Start, WorkerProcesses
-from mimo.grid.dry_run import counted
 from mimo.protocols import DataRequest, Sample
+from mimo.text import counted
 
 logger = logging.getLogger("mimo.data")
 FORMAT = "energon"

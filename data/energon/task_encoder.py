@@ -45,8 +45,8 @@ from data.packing import select_balanced, select_packs
 from data.prompts import Tokenizer
 from data.video import VideoInfo, probe, read_frames
 from data.video_frames import VideoPlan, plan_video, video_pixels
-from mimo.grid.dry_run import counted
 from mimo.protocols import DataRequest, ImageSize, Question, Sample
+from mimo.text import counted
 from mimo.visual import Normalisation
 
 if TYPE_CHECKING:

@@ -29,7 +29,6 @@ from mimo.config import toml_file
 from mimo.config.cli import config_files, parse, to_toml, typed_providers
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import check_allowed_differences
-from mimo.grid.dry_run import counted, format_bytes, parse_bytes
 from mimo.protocols import (
     LANGUAGE,
     ImageDataProvider,
@@ -39,6 +38,7 @@ from mimo.protocols import (
     VideoDataProvider,
     VideoProcessingProvider,
 )
+from mimo.text import counted, format_bytes, parse_bytes
 from mimo.weights import hub
 from mimo.weights.configuration import CONFIG_JSON, read_config_json
 from mimo.weights.export import ExportOptions, export_checkpoint

@@ -22,7 +22,7 @@ from mimo.commands.compare import (
 from mimo.commands.convert import named_providers, refuse_named_code
 from mimo.commands.flags import InspectFlags, checkpoint_folder
 from mimo.config.cli import parse
-from mimo.grid.dry_run import counted, format_bytes, span, table
+from mimo.text import counted, format_bytes, span, table
 
 _TITLES = {WEIGHTS: "weights", "exp_avg": "optimizer, first moment (exp_avg)",
            "exp_avg_sq": "optimizer, second moment (exp_avg_sq)",

@@ -14,12 +14,12 @@ from mimo.commands.flags import PlanFlags
 from mimo.config.cli import parse, to_toml
 from mimo.config.trainer import LayoutConfig, RunConfig
 from mimo.config.validate import validate
-from mimo.grid.dry_run import counted, table
 from mimo.grid.layout import required_world_size
 from mimo.planner.candidates import HOMOGENEOUS, TEXT, USABLE, Candidate, Search
 from mimo.planner.costs import GPUS, Costs, Profile, check_supported
 from mimo.planner.measure import measure, model_name
 from mimo.planner.workload import SampleSize, draw_samples
+from mimo.text import counted, table
 
 # Predicted step times that differ by less are not told apart.
 ERROR = 0.05

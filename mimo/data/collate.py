@@ -18,9 +18,9 @@ import torch
 from mimo.data.batch import EncoderBatch, PackedSequences, TextBatch
 from mimo.data.encoder_inputs import PatchOrder, merge_inputs, packed_patches, tiled_images, whole_images
 from mimo.data.positions import TokenGrid, multimodal_positions
-from mimo.grid.dry_run import counted
 from mimo.grid.spec import Layout
 from mimo.protocols import ModelProvider, Sample
+from mimo.text import counted
 from mimo.visual import (
     ImageSize,
     Tiles,

@@ -14,10 +14,10 @@ from typing import Any, Protocol, runtime_checkable
 from mimo.checkpoint.paths import SHARED_STREAM
 from mimo.comm.host import HostChannel, gather, raise_known_errors
 from mimo.data.batch import Microbatch
-from mimo.grid.dry_run import counted
 from mimo.grid.lanes import Need, lanes_read_by, needs_from, needs_of, reader_of
 from mimo.grid.spec import Layout
 from mimo.protocols import LANGUAGE, DataProvider, Lane, LaneReader, RoutedDataProvider, Sample, SampleStream, TokenSpec
+from mimo.text import counted
 from mimo.training.step import TrainerParts
 from mimo.watchdog.process_exit import ReportedElsewhereError
 

@@ -10,11 +10,12 @@ from typing import Any
 from mimo import registry
 from mimo.config.rl import RolloutConfig
 from mimo.config.rl_run import RlRunConfig
-from mimo.grid.dry_run import counted, grid_parts, logits_lines, total_parameters
+from mimo.grid.dry_run import grid_parts, logits_lines, total_parameters
 from mimo.grid.lanes import sequence_multiple
 from mimo.grid.spec import Layout
 from mimo.protocols import ModelProvider
 from mimo.rl.batching import aligned, plan_microbatches
+from mimo.text import counted
 
 # Variables of the trainer that an engine on another node gets, by prefix and by name. Variables of a device, process or
 # node are not among them: Ray sets CUDA_VISIBLE_DEVICES, and torchrun sets RANK and others.

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from mimo.config.rl_run import RlRunConfig
-from mimo.grid.dry_run import counted
 from mimo.observability.trackers import MAX_IMAGES, Answer, Generation
 from mimo.protocols import ImageSize
 from mimo.rl.images import ImageTokens, as_request, reduced
 from mimo.rl.prompts import FinitePromptSet, Prompt, PromptSet, VideoPromptSet
 from mimo.rl.rewards.protocol import Reward
 from mimo.rollout.engine import Rollout, Sampling
+from mimo.text import counted
 
 logger = logging.getLogger("mimo.rl")
 

@@ -33,8 +33,8 @@ from mimo.checkpoint.paths import RELEASE, write_tracker
 from mimo.checkpoint.reader import CHECKSUMS, COMMON, INDEX
 from mimo.checkpoint.state import weights_only_state
 from mimo.checkpoint.writer import SummedStream, save_item
-from mimo.grid.dry_run import format_bytes
 from mimo.protocols import LANGUAGE, ModelProvider
+from mimo.text import format_bytes
 from mimo.weights.configuration import compare_folder
 from mimo.weights.match import check_repeated, check_tensor, check_values, match_source, report
 from mimo.weights.rules import Rule, StoredTensor

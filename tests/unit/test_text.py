@@ -2,7 +2,7 @@
 
 import pytest
 
-from mimo.grid.dry_run import format_bytes, parse_bytes
+from mimo.text import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(("text", "expected"), [
