@@ -29,7 +29,7 @@ from mimo.config.validate import validate_without_data
 from mimo.data.loader import StepLoader
 from mimo.data.sources import GivenSource
 from mimo.grid.groups import Grids
-from mimo.grid.lanes import data_request, needs_of
+from mimo.grid.lanes import check_engine_tiles, data_request, needs_of
 from mimo.grid.spec import Layout
 from mimo.model.build import params_dtype, set_training
 from mimo.platform.base import Platform
@@ -182,23 +182,13 @@ def _engine(wanted: str, asked: Asked) -> str:
                 problem = problem or f"{asked.config.model.model_provider} has no image processor for vLLM"
             else:
                 asked.provider.check_processor(family)
-                problem = problem or _problem_of_tiles(asked)
+                if asked.question.originals:
+                    check_engine_tiles(asked.config, asked.provider)
     except ValueError as error:
         problem = problem or str(error)
     if wanted == "vllm" and problem:
         raise ValueError(f"--engine vllm: {problem}; --engine trainer answers without vLLM")
     return "trainer" if problem or wanted == "trainer" else "vllm"
-
-
-def _problem_of_tiles(asked: Asked) -> str:
-    """Say why vLLM would cut other tiles than the data set does; empty if it would not, or cuts none."""
-    dataset = asked.config.find_dataset(asked.config.data.dataset_provider)
-    if not asked.question.originals or not isinstance(dataset, ImageDataProvider):
-        return ""
-    tokens = asked.provider.token_spec(asked.config.model_family)
-    resample = dataset.image_processing(asked.config.dataset, tokens).resample
-    return "" if resample == "bicubic" else (f"--image-resample {resample}: vLLM resizes the tiles of an image with "
-                                             "--image-resample bicubic")
 
 
 # The trainer's own model: the likeliest token each time, by a forward pass over the whole sequence.

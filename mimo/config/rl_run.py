@@ -13,8 +13,9 @@ from mimo.config.optim import OptimConfig
 from mimo.config.rl import RlConfig, RolloutConfig
 from mimo.config.trainer import DataConfig, LayoutConfig, ObserveConfig, RunConfig, TrainConfig
 from mimo.config.validate import validate
+from mimo.grid.lanes import check_engine_tiles
 from mimo.grid.spec import Layout
-from mimo.protocols import ImageDataProvider, ImageProcessorProvider
+from mimo.protocols import ImageProcessorProvider
 
 # Limits of gen-kl in nats. Correct refits reach at most 4e-4 in bfloat16 and 1e-13 in float32 on the CPU; wrong ones
 # are above 1.
@@ -209,11 +210,7 @@ def _check_engine_model(config: RlRunConfig) -> None:
         refuse(not isinstance(provider, ImageProcessorProvider),
                f"--model-provider {name} has no image processor for the rollout engine (check_processor)")
         provider.check_processor(config.model_family)
-    dataset, tokens = config.find_dataset(config.data.dataset_provider), provider.token_spec(config.model_family)
-    if tokens.tiles is not None and isinstance(dataset, ImageDataProvider):
-        resample = dataset.image_processing(config.dataset, tokens).resample
-        refuse(resample != "bicubic", f"--image-resample {resample}: the rollout engine cuts images into tiles itself, "
-               "and resizes them with --image-resample bicubic")
+    check_engine_tiles(config, provider)
     depths = provider.hf_config(config.model_family).get("num_nextn_predict_layers")
     refuse(bool(depths), f"--model-provider {name}: its configuration has num_nextn_predict_layers {depths}, layers "
            "of multi-token prediction, which would get no gradient here; give --hf-config a copy of the config.json "

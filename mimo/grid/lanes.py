@@ -123,6 +123,16 @@ def describe_images(config: RunConfig, model_provider: ModelProvider) -> str | N
     return f"images: {' '.join(details)} --image-mean {mean} --image-std {std}"
 
 
+def check_engine_tiles(config: RunConfig, model_provider: ModelProvider) -> None:
+    """Raise ValueError if vLLM, which cuts images into tiles itself, would resize them in another way than the run."""
+    dataset, tokens = config.find_dataset(config.data.dataset_provider), model_provider.token_spec(config.model_family)
+    if tokens.tiles is not None and isinstance(dataset, ImageDataProvider):
+        resample = dataset.image_processing(config.dataset, tokens).resample
+        if resample != "bicubic":
+            raise ValueError(f"--image-resample {resample}: vLLM resizes the tiles of an image with --image-resample "
+                             "bicubic")
+
+
 def has_eight_bit_pixels(config: RunConfig, model_provider: ModelProvider) -> bool:
     """Whether the samples of a run have 8-bit pixels, which the encoder's ranks normalise."""
     dataset, tokens = config.find_dataset(config.data.dataset_provider), model_provider.token_spec(config.model_family)

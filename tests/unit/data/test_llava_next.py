@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from PIL import Image
 from data import character_tokenizer
 from data.conversation_files.prompts import provider
 from data.image_tiling import tile_image, tile_sizes, tiling_of
-from mimo.config.cli import parse
+from mimo.config.cli import parse, parse_as
+from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
 from mimo.config.validate import validate
 from mimo.grid.dry_run import dry_run_report
 from mimo.registry import model_provider
@@ -113,6 +115,19 @@ def test_other_tiles_than_the_model_s_are_refused(flags: list[str], message: str
     config = parse([*FLAGS, *flags])
     with pytest.raises(ValueError, match=message):
         tiling_of(config.dataset, PROVIDER.token_spec(config.model_family))
+
+
+def test_tiles_that_vllm_would_resize_in_another_way_are_refused_before_rl(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer.write(tmp_path / "tokenizer")
+    flags = [*FLAGS, "--dataset-provider", "conversations", "--tokenizer", str(tokenizer), "--device", "cpu",
+             "--no-bf16", "--layout", "colocated", "--seq-length", "4096", "--image-mean", "0.5", "--image-std", "0.5",
+             "--max-tokens-per-microbatch", "4096", "--global-batch-size", "8",
+             "--train-iters", "1"]
+    for resample in ("bicubic", "bilinear"):
+        config = parse_as(RlRunConfig, [*flags, "--image-resample", resample], DESCRIPTION)
+        refused = pytest.raises(ValueError, match="^--image-resample bilinear: vLLM resizes .* bicubic$")
+        with refused if resample == "bilinear" else nullcontext():
+            validate_rl(config, 1, rank=1)
 
 
 def test_a_processor_with_other_grids_than_the_model_is_refused(tmp_path: Path) -> None:
