@@ -173,8 +173,12 @@ def _advice(found: list[Candidate], search: Search) -> list[str]:
     lines = ["", f"{len(found)} layouts predicted, {search.refused} refused by the trainer's rules{slow}"]
     fitting = [each for each in found if each.fits]
     if not fitting:
-        return [*lines, f"None fits into {USABLE * search.costs.gpu.memory_gib:.0f} GiB: use more GPUs, or "
-                "--recompute full --encoder-recompute full"]
+        given = [f"{flag} {value}" for flag, value in (("--recompute", search.base.model.recompute),
+                                                       ("--encoder-recompute", search.base.model.encoder_recompute))
+                 if value != "none"]
+        what = (f" with {' '.join(given)}: leave out what chooses layers to recompute, so that the planner chooses, or "
+                "use" if given else ", even if all layers are recomputed: use")
+        return [*lines, f"None fits into {USABLE * search.costs.gpu.memory_gib:.0f} GiB{what} more GPUs"]
     best = fitting[0]
     parts = sorted(best.prediction.parts_s.items(), key=lambda item: -item[1])
     spent = ", ".join(f"{name} {seconds / best.prediction.step_s:.0%}" for name, seconds in parts

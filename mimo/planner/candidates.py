@@ -184,22 +184,25 @@ class Search:
                 and len(alike) >= BEST_OF_KIND and least_s > alike[BEST_OF_KIND - 1])
 
     def _fitted(self, config: RunConfig, layout: Layout) -> tuple[RunConfig, bool]:
-        """Add the least recomputation with which a run fits, if it needs any. Returns the run and whether it fits."""
+        """Add the least recomputation with which a run fits, if it needs any. Returns the run and whether it fits.
+
+        What the run's own flags say about recomputation is kept: --recompute for the language model, and
+        --encoder-recompute for the encoder.
+        """
         limit, step = USABLE * self.costs.gpu.memory_gib * GIB, Step(config, layout, self.costs)
         batches = step.batches(self.samples)
-        needed, images, _ = step.memory(batches)
-        if needed <= limit or config.model.recompute != "none":
-            return config, needed <= limit
-        recomputes = config.model.encoder_recompute != "none"
-        if layout.encoder_window is not None and not recomputes:
-            # The activations of images are recomputed first.
-            budget = max(int((images - (needed - limit)) / GIB - 0.5), 0)
-            config = replace(config, layout=replace(config.layout, encoder_activation_gib=float(budget)))
-            if Step(config, layout, self.costs).memory(batches)[0] <= limit:
-                return config, True
+        if step.memory(batches)[0] <= limit:
+            return config, True
+        # A frozen encoder keeps no activations.
+        keeps = config.model.encoder_recompute == "none" and any(map(self.costs.trains, self.encoders))
+        if layout.encoder_window is not None and keeps:
+            # The activations of images are recomputed first. They get what is left besides their inputs and pixels.
+            config = replace(config, layout=replace(config.layout, encoder_activation_gib=0.0))
+            left = max(limit - Step(config, layout, self.costs).memory(batches)[0], 0.0)
+            config = replace(config, layout=replace(config.layout, encoder_activation_gib=float(left // GIB)))
             return self._recomputed(config, layout, batches, limit)
         found = [self._recomputed(config, layout, batches, limit)]
-        if self.encoders and not recomputes:
+        if keeps:
             # Without windows there is no budget: an encoder recomputes all its layers or none.
             model = replace(config.model, encoder_recompute="full")
             found.append(self._recomputed(replace(config, model=model), layout, batches, limit))
@@ -210,11 +213,14 @@ class Search:
 
     def _recomputed(self, config: RunConfig, layout: Layout, batches: list[Microbatches], limit: float
                     ) -> tuple[RunConfig, bool]:
-        """Recompute the fewest language layers with which a run fits. Returns the run and whether it fits."""
+        """Recompute the fewest language layers with which a run fits, unless it has --recompute already.
+
+        Returns the run and whether it fits.
+        """
         step = Step(config, layout, self.costs)
         needed = step.memory(batches)[0]
-        if needed <= limit:
-            return config, True
+        if needed <= limit or config.model.recompute != "none":
+            return config, needed <= limit
         saved = (step.pass_cost.layer_bytes - step.pass_cost.recomputed_bytes) * min(
             layout.language.pp, step.num_microbatches)
         layers = max(layers_of_stages(config, layout))

@@ -199,6 +199,28 @@ def test_balanced_windows_are_not_slower_than_images_in_order() -> None:
     assert free.encoder_gib * GIB > 20e9
 
 
+@pytest.mark.parametrize("given", ["--recompute selective", "--recompute full --recompute-num-layers 8"])
+def test_a_run_with_recomputation_of_its_own_still_gets_a_budget_for_images(given: str) -> None:
+    config = parse([*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1", *given.split()])
+    costs = Costs(config, Profile(replace(GPUS["H200"], memory_gib=120.0)))
+    found = Search(config, costs, draw_samples(config, costs.provider, 24), 2).run()
+    fitting = [each.config for each in found if each.fits]
+    assert any(each.layout.encoder_activation_gib is not None for each in fitting)
+    assert any(each.model.encoder_recompute == "full" and each.layout.encoder_window is None for each in fitting)
+    for each in found:
+        assert each.config.model == replace(config.model, encoder_recompute=each.config.model.encoder_recompute)
+
+
+def test_a_frozen_encoder_gets_no_budget_and_keeps_its_layouts() -> None:
+    config = parse([*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1", "--freeze", "vision,projector"])
+    costs = Costs(config, Profile(replace(GPUS["H200"], memory_gib=90.0)))
+    found = Search(config, costs, draw_samples(config, costs.provider, 24), 2).run()
+    windows = [each.config for each in found if each.config.layout.encoder_window is not None and each.fits]
+    assert any(each.model.recompute == "full" for each in windows)
+    for each in found:
+        assert each.config.layout.encoder_activation_gib is None and each.config.model.encoder_recompute == "none"
+
+
 def test_the_search_has_every_kind_and_more_gpus_are_faster() -> None:
     config = parse([*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1"])
     costs = Costs(config, Profile(GPUS["H200"]))
@@ -396,6 +418,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
                            (["--gpus", "2", "--gpu-memory-gib", "0"], "--gpu-memory-gib 0.0 is not above 0")):
         assert main(["plan", *flags, *run]) == 2
         assert message in capsys.readouterr().err
+    for given, message in (((), "None fits into 1 GiB, even if all layers are recomputed: use more GPUs"),
+                           (("--recompute", "selective"), "None fits into 1 GiB with --recompute selective: leave")):
+        assert main(["plan", "--gpus", "2", "--gpu-memory-gib", "1", *run, *given]) == 1
+        assert message in capsys.readouterr().out
 
 
 def test_the_plan_of_a_run_says_how_much_memory_it_takes() -> None:
