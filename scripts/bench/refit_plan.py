@@ -70,7 +70,16 @@ from mimo.refit.tensor_slices import (
     recv_spec_table,
 )
 from scripts.bench.harness import argument_parser, check_least, table
-from scripts.bench.refit_shapes import CASES, MODELS, Engine, Model, Trainer, all_specs, trainer_holders, trainer_slices
+from scripts.bench.refit_shapes import (
+    CASES,
+    MODELS,
+    EngineLayout,
+    Model,
+    TrainerLayout,
+    all_specs,
+    trainer_holders,
+    trainer_slices,
+)
 
 COLUMNS = ("model", "trainer", "engine", "tensors", "kinds of workers", "MB of tables", "ops of a worker",
            "of a trainer rank", "GB a worker receives", "s a worker: mean, max, check", "s a trainer rank: mean, max")
@@ -99,7 +108,8 @@ def spread(count: int, planned: int) -> list[int]:
     return sorted({(number * count // planned + number * (planned < count)) % count for number in range(planned)})
 
 
-def case(name: str, model: Model, trainer: Trainer, engine: Engine, planned: int, proves: bool) -> dict[str, Any]:
+def case(name: str, model: Model, trainer: TrainerLayout, engine: EngineLayout, planned: int,
+         proves: bool) -> dict[str, Any]:
     """Plan one model from one layout to another and return the costs. With `proves`, plan all and compare both sides.
 
     Raises:
@@ -112,14 +122,14 @@ def case(name: str, model: Model, trainer: Trainer, engine: Engine, planned: int
     kinds = {id(each): each for each in specs.values()}
     tables = {kind: json.dumps(recv_spec_table(each)) for kind, each in kinds.items()}
     table_bytes = sum(map(len, tables.values())) + len(json.dumps(holders_table(holders)))
-    received = [receive_figures(entries, holders, specs[worker], worker) for worker in spread(engine.ranks, planned)]
+    received = [receive_figures(entries, holders, specs[worker], worker) for worker in spread(engine.workers, planned)]
     sent = [send_figures(entries, holders, trainer_slices(model, trainer, rank), tables, takers, rank)
             for rank in spread(trainer.ranks, planned)]
     held = {rank: trainer_slices(model, trainer, rank) for rank in range(trainer.ranks)} if proves else {}
     pairs, proof_s = timed(lambda: prove(entries, holders, specs, held, tables)) if proves else (0, 0.0)
     return {"model": name, "trainer": asdict(trainer), "engine": asdict(engine), "tensors": len(entries),
             "proved_pairs": pairs, "proof_s": proof_s, "kinds_of_workers": len(kinds), "table_bytes": table_bytes,
-            "check_holders_s": check_holders_s, "workers": side(received, engine.ranks),
+            "check_holders_s": check_holders_s, "workers": side(received, engine.workers),
             "trainer_ranks": side(sent, trainer.ranks)}
 
 
@@ -239,7 +249,7 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
     return table(rows)
 
 
-def grid[Grid: (Trainer, Engine)](kind: type[Grid], text: str) -> Grid:
+def grid[Grid: (TrainerLayout, EngineLayout)](kind: type[Grid], text: str) -> Grid:
     """Parse a layout such as `tp=8,pp=2`."""
     try:
         return kind(**{name: int(size) for name, size in (part.split("=") for part in text.split(","))})
@@ -251,8 +261,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Plan, print, and return the exit code."""
     parser = argument_parser(__doc__, device=False)
     parser.add_argument("--model", choices=MODELS, action="append", help="may be given several times (default: all)")
-    parser.add_argument("--trainer", type=partial(grid, Trainer), help="a Megatron grid, such as tp=8,pp=8,dp=8,ep=32")
-    parser.add_argument("--engine", type=partial(grid, Engine), action="append",
+    parser.add_argument("--trainer", type=partial(grid, TrainerLayout),
+                        help="a Megatron grid, such as tp=8,pp=8,dp=8,ep=32")
+    parser.add_argument("--engine", type=partial(grid, EngineLayout), action="append",
                         help="engines of vLLM, such as tp=4,dp=8,ep=1,replicas=16; may be given several times")
     parser.add_argument("--planned", type=int, default=4, help="number of ranks to plan on each side")
     parser.add_argument("--prove", action="store_true", help="plan all ranks and prove that every element arrives once")

@@ -177,8 +177,8 @@ MODELS: dict[str, Callable[[], Model]] = {"qwen3-235b-a22b": qwen3_235b_a22b, "d
 
 
 @dataclass(frozen=True)
-class Trainer:
-    """A Megatron grid."""
+class TrainerLayout:
+    """A Megatron grid: `tp * dp * pp` ranks, which experts divide as `etp * ep * expert_dp * pp`."""
 
     tp: int = 1
     pp: int = 1
@@ -192,8 +192,8 @@ class Trainer:
 
 
 @dataclass(frozen=True)
-class Engine:
-    """Engines of vLLM."""
+class EngineLayout:
+    """vLLM: `replicas` independent engines of `dp * pp * tp` workers. With `ep` above 0 a worker has whole experts."""
 
     tp: int = 1
     pp: int = 1
@@ -202,15 +202,17 @@ class Engine:
     replicas: int = 1
 
     @property
-    def ranks(self) -> int:
-        return self.tp * self.pp * self.dp * self.replicas
+    def workers(self) -> int:
+        return self.replicas * self.dp * self.pp * self.tp
 
 
 # Trainer and engines of 512 ranks each, and those of a replica of 550 B over four nodes.
 CASES = {
-    "qwen3-235b-a22b": (Trainer(8, 8, 8, 32), (Engine(tp=8, replicas=64), Engine(tp=4, dp=8, ep=1, replicas=16))),
-    "deepseek-v3": (Trainer(8, 8, 8, 32), (Engine(tp=32, replicas=16), Engine(tp=8, dp=8, ep=1, replicas=8))),
-    "nemotron-ultra-550b": (Trainer(8, 4, 2, 16), (Engine(tp=8, pp=4),)),
+    "qwen3-235b-a22b": (TrainerLayout(8, 8, 8, 32),
+                        (EngineLayout(tp=8, replicas=64), EngineLayout(tp=4, dp=8, ep=1, replicas=16))),
+    "deepseek-v3": (TrainerLayout(8, 8, 8, 32),
+                    (EngineLayout(tp=32, replicas=16), EngineLayout(tp=8, dp=8, ep=1, replicas=8))),
+    "nemotron-ultra-550b": (TrainerLayout(8, 4, 2, 16), (EngineLayout(tp=8, pp=4),)),
 }
 
 
@@ -263,7 +265,7 @@ def fused_rows(model: Model, ways: int, place: int) -> list[tuple[int, int, int]
     return found
 
 
-def dense_slices(model: Model, trainer: Trainer, stage: int, tp: int) -> list[TensorSlice]:
+def dense_slices(model: Model, trainer: TrainerLayout, stage: int, tp: int) -> list[TensorSlice]:
     """Slots of a Megatron rank without experts."""
     held = Stacked()
     rows: dict[str, list[tuple[int, int]]] = {"q": [], "k": [], "v": []}
@@ -278,7 +280,7 @@ def dense_slices(model: Model, trainer: Trainer, stage: int, tp: int) -> list[Te
     return held.slices
 
 
-def expert_slices(model: Model, trainer: Trainer, stage: int, ep: int, etp: int) -> list[TensorSlice]:
+def expert_slices(model: Model, trainer: TrainerLayout, stage: int, ep: int, etp: int) -> list[TensorSlice]:
     """Slots of a Megatron rank for experts."""
     held, count = Stacked(), model.experts // trainer.ep
     for expert in range(ep * count, (ep + 1) * count):
@@ -287,14 +289,14 @@ def expert_slices(model: Model, trainer: Trainer, stage: int, ep: int, etp: int)
     return held.slices
 
 
-def trainer_slices(model: Model, trainer: Trainer, rank: int) -> list[TensorSlice]:
+def trainer_slices(model: Model, trainer: TrainerLayout, rank: int) -> list[TensorSlice]:
     """All slices of a Megatron rank. Ranks are laid out as `tp-ep-dp-pp`."""
     stage, place = divmod(rank, trainer.tp * trainer.dp)
     return [*dense_slices(model, trainer, stage, place % trainer.tp),
             *expert_slices(model, trainer, stage, place // trainer.etp % trainer.ep, place % trainer.etp)]
 
 
-def trainer_holders(model: Model, trainer: Trainer) -> Holders:
+def trainer_holders(model: Model, trainer: TrainerLayout) -> Holders:
     """Return every box with the ranks that hold it."""
     boxes: dict[str, dict[Box, list[int]]] = {}
     width = trainer.tp * trainer.dp
@@ -311,7 +313,7 @@ def trainer_holders(model: Model, trainer: Trainer) -> Holders:
     return {name: [Holder(box, tuple(sorted(ranks))) for box, ranks in held.items()] for name, held in boxes.items()}
 
 
-def engine_specs(model: Model, engine: Engine, stage: int, tp: int, place: int) -> RecvSpec:
+def engine_specs(model: Model, engine: EngineLayout, stage: int, tp: int, place: int) -> RecvSpec:
     """Return what a worker needs. `place` is its index among the workers that share the experts."""
     taken, ways = Stacked(), engine.tp * engine.dp
     each, more = divmod(model.experts, ways)
@@ -328,11 +330,11 @@ def engine_specs(model: Model, engine: Engine, stage: int, tp: int, place: int) 
     return RecvSpec(tuple(sorted(taken.slices, key=lambda part: model.numbers[part.name])), ())
 
 
-def all_specs(model: Model, engine: Engine) -> dict[int, RecvSpec]:
+def all_specs(model: Model, engine: EngineLayout) -> dict[int, RecvSpec]:
     """Return what each worker needs. Workers with equal needs share an object."""
     kinds: dict[tuple[int, int, int], RecvSpec] = {}
     found = {}
-    for worker in range(engine.ranks):
+    for worker in range(engine.workers):
         rest, tp = divmod(worker, engine.tp)
         rest, stage = divmod(rest, engine.pp)
         kind = stage, tp, rest % engine.dp * engine.tp + tp

@@ -1,7 +1,7 @@
 """A small mixture of experts, sharded like Megatron's ranks and vLLM's workers do, by slicing numpy arrays.
 
 Independent of what it tests: every element of every Hugging Face tensor has a number (`SmallModel.whole`). The
-functions cut, fuse, pad and stack arrays of these numbers as Megatron-core 0.19 and vLLM 0.32 do; `slots_of`
+functions cut, fuse, pad and stack arrays of these numbers as Megatron-core 0.19 and vLLM 0.32 do; `slices_of`
 reads off the result which boxes of which tensors came to lie where. A transfer is right when each worker's tensors hold
 the numbers that its own slicing puts there.
 """
@@ -19,6 +19,7 @@ import numpy as np
 from mimo.boxes import Box
 from mimo.refit.plan import Op, SendOp
 from mimo.refit.tensor_slices import Address, Holder, Holders, RecvSpec, TensorMeta, TensorSlice
+from scripts.bench.refit_shapes import EngineLayout, TrainerLayout
 
 Array = np.ndarray
 Tensors = dict[str, Array]
@@ -102,108 +103,80 @@ class SmallModel:
         return range(self.layers * stage // stages, self.layers * (stage + 1) // stages)
 
 
-@dataclass(frozen=True)
-class TrainerLayout:
-    """A Megatron grid: `tp * dp * pp` ranks, which experts divide as `etp * ep * expert_dp * pp`."""
-
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    ep: int = 1
-    etp: int = 1
-
-    @property
-    def ranks(self) -> int:
-        return self.tp * self.pp * self.dp
-
-    def shards(self, model: SmallModel, rank: int) -> Tensors:
-        """Return a rank's parameters. Orders are Megatron's `tp-cp-ep-dp-pp`, with `etp` for `tp` where experts are."""
-        stage, dense = divmod(rank, self.tp * self.dp)
-        tp, etp, ep = dense % self.tp, dense % self.etp, dense // self.etp % self.ep
-        whole, prefix = model.whole, model.prefix
-        found = {}
-        if stage == 0 or (model.tied and stage == self.pp - 1):
-            found["embedding"] = part(padded(whole[f"{prefix}.embed_tokens.weight"], 4 * self.tp), self.tp, tp)
-        for layer in model.stage_layers(self.pp, stage):
-            at, local = f"{prefix}.layers.{layer}", layer - model.stage_layers(self.pp, stage).start
-            name = f"decoder.layers.{local}"
-            found[f"{name}.norm"] = whole[f"{at}.input_layernorm.weight"]
-            for kind in ("weight", "bias"):
-                found[f"{name}.linear_qkv.{kind}"] = part(interleaved(
-                    [whole[f"{at}.self_attn.{which}_proj.{kind}"] for which in "qkv"], model.kv_heads), self.tp, tp)
-            found[f"{name}.linear_proj"] = part(whole[f"{at}.self_attn.o_proj.weight"], self.tp, tp, 1)
-            found[f"{name}.router"] = whole[f"{at}.mlp.gate.weight"]
-            found[f"{name}.expert_bias"] = whole[f"{at}.mlp.gate.e_score_correction_bias"]
-            for number, expert in enumerate(share(model.experts, self.ep, ep)):
-                found |= self._mlp(model, f"{at}.mlp.experts.{expert}", f"{name}.experts.{number}", self.etp, etp)
-            if model.shared_expert:
-                found |= self._mlp(model, f"{at}.mlp.shared_expert", f"{name}.shared_expert", self.tp, tp)
-        if stage == self.pp - 1:
-            found["final_norm"] = whole[f"{prefix}.norm.weight"]
-            if not model.tied:
-                found["output_layer"] = part(padded(whole["lm_head.weight"], 4 * self.tp), self.tp, tp)
-        return found
-
-    @staticmethod
-    def _mlp(model: SmallModel, mlp: str, name: str, ways: int, place: int) -> Tensors:
-        halves = [part(half, ways, place) for half in model.mlp_halves(mlp)]
-        return {f"{name}.linear_fc1": np.concatenate(halves),
-                f"{name}.linear_fc2": part(model.whole[f"{mlp}.down_proj.weight"], ways, place, 1)}
+def trainer_shards(model: SmallModel, layout: TrainerLayout, rank: int) -> Tensors:
+    """Return a rank's parameters. Orders are Megatron's `tp-cp-ep-dp-pp`, with `etp` for `tp` where experts are."""
+    stage, dense = divmod(rank, layout.tp * layout.dp)
+    tp, etp, ep = dense % layout.tp, dense % layout.etp, dense // layout.etp % layout.ep
+    whole, prefix = model.whole, model.prefix
+    found = {}
+    if stage == 0 or (model.tied and stage == layout.pp - 1):
+        found["embedding"] = part(padded(whole[f"{prefix}.embed_tokens.weight"], 4 * layout.tp), layout.tp, tp)
+    for layer in model.stage_layers(layout.pp, stage):
+        at, local = f"{prefix}.layers.{layer}", layer - model.stage_layers(layout.pp, stage).start
+        name = f"decoder.layers.{local}"
+        found[f"{name}.norm"] = whole[f"{at}.input_layernorm.weight"]
+        for kind in ("weight", "bias"):
+            found[f"{name}.linear_qkv.{kind}"] = part(interleaved(
+                [whole[f"{at}.self_attn.{which}_proj.{kind}"] for which in "qkv"], model.kv_heads), layout.tp, tp)
+        found[f"{name}.linear_proj"] = part(whole[f"{at}.self_attn.o_proj.weight"], layout.tp, tp, 1)
+        found[f"{name}.router"] = whole[f"{at}.mlp.gate.weight"]
+        found[f"{name}.expert_bias"] = whole[f"{at}.mlp.gate.e_score_correction_bias"]
+        for number, expert in enumerate(share(model.experts, layout.ep, ep)):
+            found |= _trainer_mlp(model, f"{at}.mlp.experts.{expert}", f"{name}.experts.{number}", layout.etp, etp)
+        if model.shared_expert:
+            found |= _trainer_mlp(model, f"{at}.mlp.shared_expert", f"{name}.shared_expert", layout.tp, tp)
+    if stage == layout.pp - 1:
+        found["final_norm"] = whole[f"{prefix}.norm.weight"]
+        if not model.tied:
+            found["output_layer"] = part(padded(whole["lm_head.weight"], 4 * layout.tp), layout.tp, tp)
+    return found
 
 
-@dataclass(frozen=True)
-class EngineLayout:
-    """vLLM: `replicas` independent engines of `dp * pp * tp` workers; `ep`: whole experts a worker, not slices."""
+def _trainer_mlp(model: SmallModel, mlp: str, name: str, ways: int, place: int) -> Tensors:
+    halves = [part(half, ways, place) for half in model.mlp_halves(mlp)]
+    return {f"{name}.linear_fc1": np.concatenate(halves),
+            f"{name}.linear_fc2": part(model.whole[f"{mlp}.down_proj.weight"], ways, place, 1)}
 
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    ep: bool = False
-    replicas: int = 1
 
-    @property
-    def workers(self) -> int:
-        return self.replicas * self.dp * self.pp * self.tp
+def engine_shards(model: SmallModel, layout: EngineLayout, worker: int) -> Tensors:
+    """Return a worker's parameters as vLLM's loaders fill them; padding rows of the vocabulary are `PADDING`."""
+    rest, tp = divmod(worker, layout.tp)
+    rest, stage = divmod(rest, layout.pp)
+    moe = (rest % layout.dp) * layout.tp + tp  # experts are divided over data parallel workers, too
+    whole, prefix = model.whole, model.prefix
+    found = {}
+    if stage == 0 or (model.tied and stage == layout.pp - 1):
+        found["embed_tokens"] = part(padded(whole[f"{prefix}.embed_tokens.weight"], 8 * layout.tp), layout.tp, tp)
+    for layer in model.stage_layers(layout.pp, stage):
+        name = f"{prefix}.layers.{layer}"
+        found[f"{name}.input_layernorm"] = whole[f"{name}.input_layernorm.weight"]
+        kv_ways = min(layout.tp, model.kv_heads)  # a head has several workers where there are fewer heads than those
+        for kind in ("weight", "bias"):
+            query, key, value = (whole[f"{name}.self_attn.{which}_proj.{kind}"] for which in "qkv")
+            found[f"{name}.qkv_proj.{kind}"] = np.concatenate([
+                part(query, layout.tp, tp), *(part(each, kv_ways, tp * kv_ways // layout.tp) for each in (key, value))])
+        found[f"{name}.o_proj"] = part(whole[f"{name}.self_attn.o_proj.weight"], layout.tp, tp, 1)
+        found[f"{name}.gate"] = whole[f"{name}.mlp.gate.weight"]
+        found[f"{name}.e_score_correction_bias"] = whole[f"{name}.mlp.gate.e_score_correction_bias"]
+        ways, place = (1, 0) if layout.ep else (layout.dp * layout.tp, moe)
+        experts = share(model.experts, layout.dp * layout.tp, moe) if layout.ep else range(model.experts)
+        mlps = [_engine_mlp(model, f"{name}.mlp.experts.{expert}", ways, place) for expert in experts]
+        if mlps:
+            found[f"{name}.w13_weight"] = np.stack([first for first, _ in mlps])
+            found[f"{name}.w2_weight"] = np.stack([second for _, second in mlps])
+        if model.shared_expert:
+            found[f"{name}.gate_up_proj"], found[f"{name}.down_proj"] = _engine_mlp(
+                model, f"{name}.mlp.shared_expert", layout.tp, tp)
+    if stage == layout.pp - 1:
+        found["norm"] = whole[f"{prefix}.norm.weight"]
+        if not model.tied:
+            found["lm_head"] = part(padded(whole["lm_head.weight"], 8 * layout.tp), layout.tp, tp)
+    return found
 
-    def shards(self, model: SmallModel, worker: int) -> Tensors:
-        """Return a worker's parameters as vLLM's loaders fill them; padding rows of the vocabulary are `PADDING`."""
-        rest, tp = divmod(worker, self.tp)
-        rest, stage = divmod(rest, self.pp)
-        moe = (rest % self.dp) * self.tp + tp  # experts are divided over data parallel workers, too
-        whole, prefix = model.whole, model.prefix
-        found = {}
-        if stage == 0 or (model.tied and stage == self.pp - 1):
-            found["embed_tokens"] = part(padded(whole[f"{prefix}.embed_tokens.weight"], 8 * self.tp), self.tp, tp)
-        for layer in model.stage_layers(self.pp, stage):
-            name = f"{prefix}.layers.{layer}"
-            found[f"{name}.input_layernorm"] = whole[f"{name}.input_layernorm.weight"]
-            kv_ways = min(self.tp, model.kv_heads)  # a head has several workers where there are fewer heads than those
-            for kind in ("weight", "bias"):
-                query, key, value = (whole[f"{name}.self_attn.{which}_proj.{kind}"] for which in "qkv")
-                found[f"{name}.qkv_proj.{kind}"] = np.concatenate([
-                    part(query, self.tp, tp), *(part(each, kv_ways, tp * kv_ways // self.tp) for each in (key, value))])
-            found[f"{name}.o_proj"] = part(whole[f"{name}.self_attn.o_proj.weight"], self.tp, tp, 1)
-            found[f"{name}.gate"] = whole[f"{name}.mlp.gate.weight"]
-            found[f"{name}.e_score_correction_bias"] = whole[f"{name}.mlp.gate.e_score_correction_bias"]
-            ways, place = (1, 0) if self.ep else (self.dp * self.tp, moe)
-            experts = share(model.experts, self.dp * self.tp, moe) if self.ep else range(model.experts)
-            mlps = [self._mlp(model, f"{name}.mlp.experts.{expert}", ways, place) for expert in experts]
-            if mlps:
-                found[f"{name}.w13_weight"] = np.stack([first for first, _ in mlps])
-                found[f"{name}.w2_weight"] = np.stack([second for _, second in mlps])
-            if model.shared_expert:
-                found[f"{name}.gate_up_proj"], found[f"{name}.down_proj"] = self._mlp(
-                    model, f"{name}.mlp.shared_expert", self.tp, tp)
-        if stage == self.pp - 1:
-            found["norm"] = whole[f"{prefix}.norm.weight"]
-            if not model.tied:
-                found["lm_head"] = part(padded(whole["lm_head.weight"], 8 * self.tp), self.tp, tp)
-        return found
 
-    @staticmethod
-    def _mlp(model: SmallModel, mlp: str, ways: int, place: int) -> tuple[Array, Array]:
-        return (np.concatenate([part(half, ways, place) for half in model.mlp_halves(mlp)]),
-                part(model.whole[f"{mlp}.down_proj.weight"], ways, place, 1))
+def _engine_mlp(model: SmallModel, mlp: str, ways: int, place: int) -> tuple[Array, Array]:
+    return (np.concatenate([part(half, ways, place) for half in model.mlp_halves(mlp)]),
+            part(model.whole[f"{mlp}.down_proj.weight"], ways, place, 1))
 
 
 def part(tensor: Array, ways: int, place: int, axis: int = 0) -> Array:

@@ -34,16 +34,17 @@ from mimo.refit.plan import (
     within,
 )
 from mimo.refit.tensor_slices import Address, Holder, Holders, RecvSpec, TensorMeta, TensorSlice
+from scripts.bench.refit_shapes import EngineLayout, TrainerLayout
 from tests.support.refit_layouts import (
     PADDING,
-    EngineLayout,
     SmallModel,
     Tensors,
-    TrainerLayout,
+    engine_shards,
     holders_of,
     packed,
     recv_spec_of,
     slices_of,
+    trainer_shards,
     unpacked,
 )
 
@@ -71,8 +72,8 @@ class Ends:
 
 def ends_of(model: SmallModel, trainer: TrainerLayout, engine: EngineLayout,
             through_loader: Callable[[str], bool] = lambda name: False) -> Ends:
-    ranks = [trainer.shards(model, rank) for rank in range(trainer.ranks)]
-    workers = [engine.shards(model, worker) for worker in range(engine.workers)]
+    ranks = [trainer_shards(model, trainer, rank) for rank in range(trainer.ranks)]
+    workers = [engine_shards(model, engine, worker) for worker in range(engine.workers)]
     slices = [slices_of(model, tensors) for tensors in ranks]
     alike: dict[RecvSpec, RecvSpec] = {}
     specs = [recv_spec_of(model, slices_of(model, tensors), through_loader) for tensors in workers]
@@ -183,7 +184,7 @@ def test_the_reference_lays_ranks_out_as_megatron_does() -> None:
     from megatron.core.parallel_state import RankGenerator  # takes long, and nothing else here needs it
 
     layout, model = TrainerLayout(tp=2, pp=2, dp=4, ep=4), SmallModel(experts=4, layers=2)
-    shards = [layout.shards(model, rank) for rank in range(layout.ranks)]
+    shards = [trainer_shards(model, layout, rank) for rank in range(layout.ranks)]
     dense = RankGenerator(tp=2, ep=1, dp=4, pp=2, cp=1, order="tp-cp-ep-dp-pp")
     expert = RankGenerator(tp=1, ep=4, dp=2, pp=2, cp=1, order="tp-cp-ep-dp-pp")
     for generator, name, is_alike in (

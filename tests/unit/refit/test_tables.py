@@ -16,20 +16,28 @@ from mimo.refit.tensor_slices import (
     unfolded,
     wanted_names,
 )
-from tests.support.refit_layouts import EngineLayout, SmallModel, TrainerLayout, holders_of, recv_spec_of, slices_of
+from scripts.bench.refit_shapes import EngineLayout, TrainerLayout
+from tests.support.refit_layouts import (
+    SmallModel,
+    engine_shards,
+    holders_of,
+    recv_spec_of,
+    slices_of,
+    trainer_shards,
+)
 
 MODEL = SmallModel(layers=12)
 
 
 def test_tables_survive_and_do_not_grow_with_equal_layers() -> None:
     layout = TrainerLayout(tp=2, pp=2)
-    slices = [slices_of(MODEL, layout.shards(MODEL, rank)) for rank in range(layout.ranks)]
+    slices = [slices_of(MODEL, trainer_shards(MODEL, layout, rank)) for rank in range(layout.ranks)]
     holders = holders_of(slices)
     table = json.loads(json.dumps(holders_table(holders)))
     assert holders_from_table(table) == holders
     assert len(table["patterns"]) == 3 and len(table["blocks"]) == 13  # layers of two stages, and what has no layer
 
-    engine = slices_of(MODEL, EngineLayout(tp=2).shards(MODEL, 1))
+    engine = slices_of(MODEL, engine_shards(MODEL, EngineLayout(tp=2), 1))
     spec = recv_spec_of(MODEL, engine, lambda name: "layers.3." in name or "down" in name)
     table = json.loads(json.dumps(recv_spec_table(spec)))
     assert recv_spec_from_table(table) == spec and wanted_names(table) == set(MODEL.shapes)

@@ -68,7 +68,7 @@ def test_a_proof_compares_every_pair_of_both_sides(monkeypatch: pytest.MonkeyPat
 def test_rows_of_mamba_are_divided_part_by_part() -> None:
     model = refit_shapes.nemotron_ultra_550b()
     assert 540e9 < sum(each.num_bytes for each in model.entries) / 2 < 600e9
-    boxes = [part.box for part in refit_shapes.dense_slices(model, refit_shapes.Trainer(tp=8), 0, 1)
+    boxes = [part.box for part in refit_shapes.dense_slices(model, refit_shapes.TrainerLayout(tp=8), 0, 1)
              if part.name == "backbone.layers.0.mixer.in_proj.weight"]
     assert [(box.starts[0], box.stops[0]) for box in boxes] == [
         (2048, 4096), (18432, 20480), (32896, 33024), (33920, 34048), (34848, 34880)]
