@@ -129,11 +129,6 @@ def answer(config: digits.Config, seed: int, split: str, index: int, number: lis
     return " ".join((numerals | names)[token] for token in digits.answer_words(config, lane, index, number))
 
 
-def scans_of(key: str) -> tuple[int, ...]:
-    """Return the scan numbers in a sample's key, which may begin with data set and shard."""
-    return tuple(int(scan) for scan in key.rpartition("/")[2].split("-")[2:])
-
-
 def write_dataset(folder: Path, chosen: argparse.Namespace, splits: dict[str, range], text_only: bool) -> None:
     """Write the shards of the splits with Energon's metadata.
 

@@ -115,13 +115,6 @@ def caption(crop: Crop) -> str:
     return f"{crop.photograph}, {' '.join(filter(None, places)) or 'center'}"
 
 
-def crop_of(key: str) -> Crop:
-    """Return the crop in a sample's key, which may begin with data set and shard."""
-    _, _, name, *numbers = key.rpartition("/")[2].split("-")
-    top, left, height, width = map(int, numbers)
-    return Crop(name, top, left, height, width)
-
-
 def members(split: str, index: int, crop: Crop) -> Iterator[Member]:
     """Yield name and content of each part of a sample."""
     key = f"{split}-{index:06d}-{crop.photograph}-{crop.top}-{crop.left}-{crop.height}-{crop.width}"

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -203,14 +203,6 @@ class _Columns:
         every = full.get("iteration", np.empty(0)).astype(np.int64)
         iterations, places = np.unique(every[::-1], return_index=True)
         return Table(iterations, {key: column[::-1][places] for key, column in full.items()})
-
-
-def to_table(records: Iterable[Mapping[str, Any]]) -> Table:
-    """Return records as columns. If an iteration has several records, the last one counts."""
-    columns = _Columns()
-    for record in records:
-        columns.add(record)
-    return columns.table()
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

@@ -1,8 +1,7 @@
-"""Converts padded rows of tokens to packed sequences and back.
+"""Converts padded rows of tokens to packed sequences.
 
 Rollouts come as rows with padding on either side. The trainer's models take a token's position from its column and
-attend to everything before it. Padding on the left would shift positions and be attended to. Therefore it is removed,
-and what is computed for a token is put back where the token was.
+attend to everything before it. Padding on the left would shift positions and be attended to. Therefore it is removed.
 """
 
 from __future__ import annotations
@@ -47,15 +46,6 @@ class PackedRows:
         assert tuple(rows.shape) == self.shape, f"{list(rows.shape)} for rows {self.shape}"
         values = rows.reshape(-1)[self.source.clamp(min=0)]
         return torch.where(self.source >= 0, values, torch.zeros_like(values))
-
-    def put_back(self, values: torch.Tensor) -> torch.Tensor:
-        """Move values of positions, `[t]`, such as log-probs, to the tokens that they predict, `[b, s]`.
-
-        Other places get 0, among them the first token of each row, which no position predicts.
-        """
-        there = self.source >= 0
-        flat = values.new_zeros(self.shape[0] * self.shape[1])
-        return flat.index_put((self.source[there],), values[there]).view(self.shape)
 
     def sampled(self, response_mask: torch.Tensor) -> SampledTokens:
         """Return the positions that predict sampled tokens. `response_mask` `[b, s]` is True at these tokens."""

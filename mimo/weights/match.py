@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 
@@ -245,14 +245,12 @@ class ModelPiece:
         shape: shape of the whole tensor.
         box: box of this piece in the whole tensor.
         tensor: view of the parameter or buffer, so that copying into it changes the model.
-        is_main: whether this is the copy that a checkpoint would save.
     """
 
     name: str
     shape: tuple[int, ...]
     box: Box
     tensor: torch.Tensor
-    is_main: bool
 
 
 def module_pieces(module: torch.nn.Module, groups: ProcessGroupCollection) -> list[ModelPiece]:
@@ -285,5 +283,4 @@ def _piece(entry: ShardedTensor) -> ModelPiece:
         shape=tuple(entry.global_shape[stacked:]),
         box=Box.at(entry.global_offset[stacked:], tensor.shape),
         tensor=tensor,
-        is_main=bool(is_main_replica(entry.replica_id)),
     )

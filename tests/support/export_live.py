@@ -26,17 +26,18 @@ def export_model(built: BuiltModel, grids: Grids, provider: ModelProvider, famil
     built.finish_gathers("an export")
     mine = [(module, piece.name, piece.box, piece.shape, piece.tensor.cpu().clone())
             for module, part in named_modules_of(built.model)
-            for piece in module_pieces(part, grids.collections[module]) if piece.is_main]
+            for piece in module_pieces(part, grids.collections[module])]
     gathered = list(itertools.chain(*gather(grids, mine)))
     if dist.get_rank(grids.host) == 0:
         wholes: dict[str, dict[str, torch.Tensor]] = {module: {} for module in grids.layout.grids}
-        boxes: dict[tuple[str, str], list[Box]] = {}
+        boxes: dict[tuple[str, str], set[Box]] = {}
         for module, name, box, shape, tensor in gathered:
             whole = wholes[module].setdefault(name, torch.empty(shape, dtype=tensor.dtype))
-            whole[box.slices] = tensor
-            boxes.setdefault((module, name), []).append(box)
+            if box not in boxes.setdefault((module, name), set()):  # several ranks hold copies
+                whole[box.slices] = tensor
+                boxes[module, name].add(box)
         for (module, name), held in boxes.items():
-            assert is_partition(Box.whole(wholes[module][name].shape), held), (module, name)
+            assert is_partition(Box.whole(wholes[module][name].shape), list(held)), (module, name)
         _write(wholes, provider, family_config, Path(out_dir), options or ExportOptions())
     dist.barrier(group=grids.host)
 

@@ -37,12 +37,19 @@ def read(out: Path, config: Config, split: str) -> list[Sample]:
     return [to_sample(row) for row in open_loader(out / "photos", config, request, split=split)]
 
 
+def crop_of(key: str) -> script.Crop:
+    """Return the crop in a sample's key, which may begin with data set and shard."""
+    _, _, name, *numbers = key.rpartition("/")[2].split("-")
+    top, left, height, width = map(int, numbers)
+    return script.Crop(name, top, left, height, width)
+
+
 def test_samples_are_crops_of_the_photographs(written, config):
     for split, count in (("train", 16), ("val", 8)):
         samples = read(written, config, split)
         assert len(samples) == count
         for sample in samples:
-            crop = script.crop_of(sample.key)
+            crop = crop_of(sample.key)
             assert 256 <= crop.num_patches <= 400 and sample.image_sizes == [(crop.height, crop.width)]
             photograph = script.load_photograph(crop.photograph)
             assert sample.images is not None
@@ -55,7 +62,7 @@ def test_answers_name_the_photograph_and_the_part(written, config):
     tokenizer, answers = load_tokenizer(str(written / "tokenizer")), set()
     for sample in read(written, config, "train"):
         answer = tokenizer.decode(sample.tokens[sample.target_mask])
-        crop = script.crop_of(sample.key)
+        crop = crop_of(sample.key)
         assert answer == script.caption(crop).replace(",", " ,") + " <eos>"
         answers.add(answer.split(" ,")[0])
     assert answers == set(script.PHOTOGRAPHS)

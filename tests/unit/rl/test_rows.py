@@ -1,4 +1,4 @@
-"""Rows with padding anywhere give the same packed tokens, and values find their way back."""
+"""Rows with padding anywhere give the same packed tokens, and values go to the positions that predict them."""
 
 import pytest
 import torch
@@ -66,17 +66,15 @@ def test_sequences_of_a_multiple_have_their_own_padding():
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(("multiple", "align"), [(1, 1), (8, 1), (8, 8), (12, 4)])
-def test_values_of_tokens_go_to_the_positions_that_predict_them_and_back(side, multiple, align):
+def test_values_of_tokens_go_to_the_positions_that_predict_them(side, multiple, align):
     rows, mask = rows_of(side)
     packed = pack_rows(rows, mask, pad_token_id=0, multiple=multiple, align=align)
     taken = packed.take(rows)
     has_label = packed.labels[0] != NO_LABEL
     assert torch.equal(taken[has_label], packed.labels[0][has_label]) and (taken[~has_label] == 0).all()
-    back = packed.put_back(taken.float() + 0.5)
-    # All tokens but the first of each row, in their places.
+    # All tokens but the first of each row.
     starts = mask & (mask.cumsum(1) == 1)
-    predicted = mask & ~starts
-    assert torch.equal(back[predicted], rows[predicted] + 0.5) and (back[~predicted] == 0).all()
+    assert torch.equal(taken[has_label], rows[mask & ~starts])
 
 
 def test_sampled_tokens():
@@ -88,13 +86,6 @@ def test_sampled_tokens():
     assert sampled.mask.nonzero().flatten().tolist() == [0, 1, 5, 6, 7, 9]
     assert sampled.num_sequences == 5 and sampled.lengths().tolist() == [2, 0, 3, 1, 0]
     assert sampled.sequence_means(torch.arange(16.0)).tolist() == [0.5, 0, 6, 9, 0]
-
-
-def test_put_back_lets_gradients_through():
-    packed = pack_rows(*rows_of("both"), pad_token_id=0, multiple=4)
-    values = torch.ones(12, requires_grad=True)
-    packed.put_back(values).sum().backward()
-    assert torch.equal(values.grad != 0, packed.labels[0] != NO_LABEL)
 
 
 @pytest.mark.parametrize(("row", "message"), [

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mimo.report.run_folder import evenly, read_run, to_table
+from mimo.report.run_folder import evenly, read_run
 from tests.support.report_runs import step_record, timeline, usual_records, write_run, write_stall
 
 
@@ -30,9 +30,14 @@ def test_iterations_and_evaluations_are_apart(tmp_path: Path) -> None:
     assert not run.learns_from_rewards
 
 
-def test_values_that_are_no_numbers() -> None:
-    table = to_table([{"iteration": 1, "a": None, "b": "NaN", "c": "Infinity", "d": True},
-                      {"iteration": 2, "a": 0.5, "b": "-Infinity", "c": "word", "d": [1], "e": 4}])
+def write_steps(folder: Path, records: Sequence[Mapping[str, Any]]) -> Path:
+    return write_run(folder, [{"iteration-time": 1.0, **record} for record in records])
+
+
+def test_values_that_are_no_numbers(tmp_path: Path) -> None:
+    records = [{"iteration": 1, "a": None, "b": "NaN", "c": "Infinity", "d": True},
+               {"iteration": 2, "a": 0.5, "b": "-Infinity", "c": "word", "d": [1], "e": 4}]
+    table = read_run(write_steps(tmp_path, records)).steps
     assert table.get("a")[1] == 0.5 and math.isnan(table.get("a")[0])
     assert math.isnan(table.get("b")[0]) and table.get("b")[1] == -math.inf
     assert table.get("c")[0] == math.inf and math.isnan(table.get("c")[1])
@@ -41,22 +46,23 @@ def test_values_that_are_no_numbers() -> None:
     assert not table.has("f") and not table.has("c") and table.has("a")
 
 
-def test_the_last_record_of_an_iteration_counts_and_order_is_restored() -> None:
-    table = to_table([{"iteration": 3, "a": 1.0}, {"iteration": 1, "a": 2.0}, {"iteration": 3, "a": 3.0}])
+def test_the_last_record_of_an_iteration_counts_and_order_is_restored(tmp_path: Path) -> None:
+    records = [{"iteration": 3, "a": 1.0}, {"iteration": 1, "a": 2.0}, {"iteration": 3, "a": 3.0}]
+    table = read_run(write_steps(tmp_path, records)).steps
     assert table.iterations.tolist() == [1, 3]
     assert table.get("a").tolist() == [2.0, 3.0]
 
 
-def test_many_records_with_changing_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_records_with_changing_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mimo.report.run_folder.AT_ONCE", 7)
     records = [{"iteration": step, "a": 2.0 * step, **({"b": 1.0} if step % 10 == 0 else {})} for step in range(1, 101)]
-    table = to_table(records)
+    table = read_run(write_steps(tmp_path, records)).steps
     assert table.get("a").tolist() == [2.0 * step for step in range(1, 101)]
     assert np.flatnonzero(np.isfinite(table.get("b"))).tolist() == list(range(9, 100, 10))
 
 
-def num_calls(records: Sequence[Mapping[str, Any]]) -> int:
-    """Calls that `to_table` makes: a measure of its work that no clock disturbs."""
+def num_calls(folder: Path) -> int:
+    """Calls that `read_run` makes: a measure of its work that no clock disturbs."""
     found = 0
 
     def count(frame: FrameType, event: str, argument: object) -> None:
@@ -65,16 +71,17 @@ def num_calls(records: Sequence[Mapping[str, Any]]) -> int:
 
     sys.setprofile(count)
     try:
-        to_table(records)
+        read_run(folder)
     finally:
         sys.setprofile(None)
     return found
 
 
-def test_work_grows_as_the_records_and_not_as_their_square_where_keys_change() -> None:
+def test_work_grows_as_the_records_and_not_as_their_square_where_keys_change(tmp_path: Path) -> None:
     records = [{"iteration": step, "a": 1.0, **({"b": 1.0} if step % 2 else {}), **({"c": 1.0} if step % 5 else {})}
                for step in range(1, 1601)]
-    assert num_calls(records) < 5 * num_calls(records[:400])
+    many, few = write_steps(tmp_path / "many", records), write_steps(tmp_path / "few", records[:400])
+    assert num_calls(many) < 5 * num_calls(few)
 
 
 def test_a_run_that_died_while_it_wrote(tmp_path: Path) -> None:
