@@ -31,6 +31,8 @@ LLM_ONLY = ("--llm-only", "--encoder-lr", "none", "--projector-lr", "none", "--e
 LLM_ONLY_LAYOUTS = {
     "pp2-dp2": ((), "--llm-pp 2 --llm-dp 2"),
     "moe-tp2-dp2-ep2-expt-tp2": (MOE, "--llm-tp 2 --llm-dp 2 --sequence-parallel --llm-ep 2 --llm-expt-tp 2"),
+    # Experts are divided and the rest is not, so that their gradients have groups of their own.
+    "moe-dp4-expt-tp2": (MOE, "--llm-dp 4 --llm-expt-tp 2"),
 }
 
 
