@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from mimo.commands.main import main
+from mimo.config.cli import parse, to_toml
 from tests.support import hf_families
 from tests.support.launch import ROOT, losses, records, torchrun
 from tests.support.spawn import WorkerPool
@@ -109,6 +110,17 @@ def test_a_folder_that_is_not_there_is_one_error(words: list[str], tmp_path: Pat
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("save", "where"), [
+    ((), "it saved none; --save FOLDER saves them"), (("--save", "mine"), "its checkpoints are in mine (--save)")])
+def test_the_folder_of_a_run_s_records_tells_where_its_checkpoints_are(
+        save: tuple[str, ...], where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run_config.toml").write_text(to_toml(parse([*MOCK, *save])))
+    (tmp_path / "metrics.jsonl").touch()
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (f"error: mimo inspect {tmp_path}: no checkpoint: this is the folder of a run's "
+                                       f"records (--run-dir), and {where}\n")
+
+
 @pytest.mark.slow
 def test_mistakes_are_one_message_and_exit_code_2(save: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
@@ -126,6 +138,7 @@ def test_mistakes_are_one_message_and_exit_code_2(save: Path, tmp_path: Path) ->
                                          "--model-provider os:system, which is not built in"),
         "no folder": (["inspect", str(tmp_path / "nowhere")], "no such folder"),
         "no checkpoint": (["inspect", str(tmp_path)], "no checkpoint"),
+        "a run's records": (["inspect", str(save.parent / "metrics")], f"its checkpoints are in {save} (--save)"),
         "no such step": (["inspect", str(save), "--ckpt-step", "7"], "complete: 1, 2"),
         "no such file": (["inspect", str(save), "--config", "nowhere.toml"], "--config nowhere.toml"),
         "unknown run flag file": (["inspect", str(save), "--", "--model-provider", "nowhere:model"], "nowhere:model"),
