@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mimo.report.page import page
-from mimo.report.run_folder import read_run, with_prediction
+from mimo.report.run_reader import read_run, with_prediction
 
 
 def main(arguments: list[str]) -> int:

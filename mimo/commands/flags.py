@@ -13,7 +13,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
 from mimo import registry
 from mimo.checkpoint import paths
-from mimo.report.run_folder import FLAGS, METRICS
+from mimo.report.run_reader import FLAGS, METRICS
 from mimo.weights import hub
 from mimo.weights.configuration import CONFIG_JSON, read_config_json
 

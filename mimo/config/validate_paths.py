@@ -12,7 +12,7 @@ from mimo.config.rl_run import RlRunConfig
 from mimo.config.toml_file import flag_name
 from mimo.config.trainer import CheckpointConfig, RunConfig, is_folder
 from mimo.config.validate import check_packages
-from mimo.observability.run_folder import RUNS
+from mimo.observability.dated_folder import RUNS
 from mimo.protocols import MegatronSourceProvider
 from mimo.weights import hub
 

@@ -13,7 +13,7 @@ from mimo.observability.spans import Kind
 from mimo.protocols import LANGUAGE
 from mimo.report.charts import run_name
 from mimo.report.html import section
-from mimo.report.run_folder import Run
+from mimo.report.run_reader import Run
 from mimo.report.summary import (
     OTHER_MODULES,
     ModuleTime,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from mimo.observability.spans import Kind
-from mimo.report.run_folder import Run
+from mimo.report.run_reader import Run
 from mimo.report.summary import (
     LEAST_CHANGE,
     LEAST_ERRORS,

@@ -11,7 +11,7 @@ import numpy as np
 
 from mimo.observability.spans import Kind
 from mimo.report.html import figure, label
-from mimo.report.run_folder import Floats, Run, Table
+from mimo.report.run_reader import Floats, Run, Table
 from mimo.report.summary import PASSES, WAITS, WORDS, number, percent, seconds
 
 LETTERS = "AB"

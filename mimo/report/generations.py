@@ -8,7 +8,7 @@ from typing import Any
 
 from mimo.report.charts import run_name
 from mimo.report.html import plain_table, section
-from mimo.report.run_folder import Run, evenly
+from mimo.report.run_reader import Run, evenly
 from mimo.report.summary import number, rounded
 
 # Most iterations of training, held-out prompts, and bytes of images on a page.

@@ -12,7 +12,7 @@ from mimo.report.answers import Answer, compared, did_it_learn, how_fast, who_wa
 from mimo.report.charts import LETTERS
 from mimo.report.generations import generations_section
 from mimo.report.html import document
-from mimo.report.run_folder import Run, began_unix_s
+from mimo.report.run_reader import Run, began_unix_s
 from mimo.report.sections import (
     compare_section,
     gantt_section,

@@ -24,7 +24,7 @@ from mimo.report.charts import (
     stacked_bars,
 )
 from mimo.report.html import section, table
-from mimo.report.run_folder import EVALUATED, MAX_STEPS, Floats, Run, evenly
+from mimo.report.run_reader import EVALUATED, MAX_STEPS, Floats, Run, evenly
 from mimo.report.summary import (
     ENGINE_PARTS,
     KIND_OF_PART,

@@ -10,7 +10,7 @@ import numpy as np
 
 from mimo.observability.spans import Kind
 from mimo.protocols import LANGUAGE
-from mimo.report.run_folder import EVALUATED, Floats, Run, Table
+from mimo.report.run_reader import EVALUATED, Floats, Run, Table
 
 # Parts of a step as the page shows them: their order and their words. Colours go by kind, see `mimo.report.page.CSS`.
 

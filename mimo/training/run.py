@@ -100,7 +100,7 @@ def _with_groups[C: RunConfig](config: C, layout: Layout, platform: Platform, ra
 
     from mimo.grid.groups import Grids
     from mimo.observability.profiler import MemorySnapshot
-    from mimo.training.run_folder import with_run_folder
+    from mimo.training.run_dir import with_run_folder
 
     end_imports()
     STARTUP.enter(Phase.GROUPS)

@@ -16,7 +16,7 @@ from mimo.grid.groups import Grids
 from mimo.observability.metrics import RunLogger, format_steps
 from mimo.observability.remote_trackers import CLOSE_LIMIT_S
 from mimo.protocols import ModelProvider
-from mimo.training.run_folder import without_chosen_folder
+from mimo.training.run_dir import without_chosen_folder
 from mimo.training.setup import Resumable, start
 from mimo.watchdog.signals import StopSignal
 from mimo.watchdog.watchdog import open_watchdog

@@ -11,7 +11,7 @@ from mimo.config.trainer import RunConfig
 from mimo.config.validate import train_iterations, validate
 from mimo.grid.dry_run import dry_run_report, total_parameters
 from mimo.grid.lanes import data_request
-from mimo.observability.run_folder import RUNS
+from mimo.observability.dated_folder import RUNS
 from mimo.protocols import StagedProvider
 from mimo.weights import hub
 from providers.common.hybrid import MAMBA, HybridConfig

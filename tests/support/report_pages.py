@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 from mimo.report.html import POLICY, plotly_script
-from mimo.report.run_folder import IMAGE_URL
+from mimo.report.run_reader import IMAGE_URL
 
 VOID = {"meta", "img"}
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mimo.observability.trackers import Answer, Generation, GenerationKind, GenerationsTracker
-from mimo.report.run_folder import Run, read_run
+from mimo.report.run_reader import Run, read_run
 
 FLAGS = """[train]
 train-iters = {iterations}

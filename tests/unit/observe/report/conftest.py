@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo.report.run_folder import Run
+from mimo.report.run_reader import Run
 from tests.support.report_runs import run_of, timeline, usual_records
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mimo.report.advice import advice, advice_section
-from mimo.report.run_folder import Run, read_run
+from mimo.report.run_reader import Run, read_run
 from tests.support.report_runs import evaluation, policy_record, step_record, write_run
 
 

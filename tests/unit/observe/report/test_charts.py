@@ -13,7 +13,7 @@ from mimo.observability.timeline import OTHER_MODULES, PARTS
 from mimo.report.charts import Bar, Line, chosen_rows, gantt_chart, line_chart, rows_of, stacked_bars, thin
 from mimo.report.html import TEMPLATE
 from mimo.report.page import CSS, page
-from mimo.report.run_folder import Run
+from mimo.report.run_reader import Run
 from mimo.report.summary import KIND_OF_PART, KIND_OF_RL, ORDER, WORDS, number, percent, rounded, seconds, size
 from tests.support.report_pages import figures
 from tests.support.report_runs import interval, policy_record, run_of, timeline

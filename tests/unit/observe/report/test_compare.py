@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mimo.report.page import page
-from mimo.report.run_folder import Run
+from mimo.report.run_reader import Run
 from mimo.report.sections import difference
 from tests.support.report_pages import figures, headings
 from tests.support.report_runs import policy_record, run_of, step_record, usual_records

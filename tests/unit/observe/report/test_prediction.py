@@ -12,7 +12,7 @@ import pytest
 from mimo.commands.main import main
 from mimo.config.cli import parse, to_toml
 from mimo.report.page import page
-from mimo.report.run_folder import Run, read_run, with_prediction
+from mimo.report.run_reader import Run, read_run, with_prediction
 from scripts.bench import presets
 from scripts.report import main as report
 from tests.support.report_pages import headings

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mimo.report.run_folder import evenly, read_run
+from mimo.report.run_reader import evenly, read_run
 from tests.support.report_runs import step_record, timeline, usual_records, write_run, write_stall
 
 
@@ -54,7 +54,7 @@ def test_the_last_record_of_an_iteration_counts_and_order_is_restored(tmp_path: 
 
 
 def test_many_records_with_changing_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mimo.report.run_folder.AT_ONCE", 7)
+    monkeypatch.setattr("mimo.report.run_reader.AT_ONCE", 7)
     records = [{"iteration": step, "a": 2.0 * step, **({"b": 1.0} if step % 10 == 0 else {})} for step in range(1, 101)]
     table = read_run(write_steps(tmp_path, records)).steps
     assert table.get("a").tolist() == [2.0 * step for step in range(1, 101)]

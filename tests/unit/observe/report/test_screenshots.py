@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mimo.report.page import page
-from mimo.report.run_folder import Run
+from mimo.report.run_reader import Run
 from tests.support.browser import NAMES, Browser, find_chromium
 from tests.support.marks import fast_only
 from tests.support.report_runs import rewarded_run

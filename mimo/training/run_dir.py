@@ -13,7 +13,7 @@ from mimo.checkpoint.reader import read_common
 from mimo.comm.host import broadcast_object, raise_on_any_rank
 from mimo.config.trainer import CheckpointConfig, RunConfig
 from mimo.grid.groups import Grids
-from mimo.observability.run_folder import LATEST, is_chosen, make_run_folder, point_latest_to, refuse_latest
+from mimo.observability.dated_folder import LATEST, is_chosen, make_run_folder, point_latest_to, refuse_latest
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mimo.observability import run_folder
-from mimo.observability.run_folder import is_chosen, make_run_folder, point_latest_to, refuse_latest
+from mimo.observability import dated_folder
+from mimo.observability.dated_folder import is_chosen, make_run_folder, point_latest_to, refuse_latest
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +14,7 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 def test_runs_of_one_second_have_folders_of_their_own(monkeypatch):
-    monkeypatch.setattr(run_folder.time, "strftime", lambda form: "20260102-030405")
+    monkeypatch.setattr(dated_folder.time, "strftime", lambda form: "20260102-030405")
     folders = [make_run_folder("llava", "own_data.sums:provider") for _ in range(3)]
     names = [f"20260102-030405-llava-sums{end}" for end in ("", "-2", "-3")]
     assert folders == [Path("runs", name) for name in names]

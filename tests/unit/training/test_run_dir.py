@@ -9,7 +9,7 @@ import torch
 from mimo.checkpoint.paths import METADATA, write_tracker
 from mimo.config.cli import parse, to_toml
 from mimo.config.trainer import RunConfig
-from mimo.training import run_folder
+from mimo.training import run_dir
 
 MOCK = ("--model-provider", "mock", "--dataset-provider", "mock")
 
@@ -20,7 +20,7 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 def folder_of(*flags: str) -> Path:
-    return Path(run_folder._choose(parse([*MOCK, *flags])))
+    return Path(run_dir._choose(parse([*MOCK, *flags])))
 
 
 def save(root: str, config: RunConfig) -> None:
@@ -82,11 +82,11 @@ def test_checkpoints_of_earlier_versions_name_what_is_now_a_link():
 
 
 def test_the_first_rank_decides_and_run_config_toml_can_be_used_again(monkeypatch):
-    monkeypatch.setattr(run_folder, "raise_on_any_rank", lambda grids, error: None)
-    monkeypatch.setattr(run_folder, "broadcast_object", lambda grids, value: value or "runs/of-rank-0")
+    monkeypatch.setattr(run_dir, "raise_on_any_rank", lambda grids, error: None)
+    monkeypatch.setattr(run_dir, "broadcast_object", lambda grids, value: value or "runs/of-rank-0")
     config = parse(list(MOCK))
-    assert run_folder.with_run_folder(config, SimpleNamespace(rank=1)).observe.run_dir == "runs/of-rank-0"
-    chosen = run_folder.with_run_folder(config, SimpleNamespace(rank=0))
-    assert Path(chosen.observe.run_dir).is_dir() and run_folder.without_chosen_folder(chosen) == config
+    assert run_dir.with_run_folder(config, SimpleNamespace(rank=1)).observe.run_dir == "runs/of-rank-0"
+    chosen = run_dir.with_run_folder(config, SimpleNamespace(rank=0))
+    assert Path(chosen.observe.run_dir).is_dir() and run_dir.without_chosen_folder(chosen) == config
     named = parse([*MOCK, "--run-dir", "named"])
-    assert run_folder.without_chosen_folder(named) == named
+    assert run_dir.without_chosen_folder(named) == named
