@@ -60,12 +60,14 @@ class Image:
 def encoding_cost(image: Image, hidden_size: int) -> float:
     """Return the relative time of an image: FLOPs of a ViT layer, `72 h^2 n + 12 h n^2`, over `72 h^2`.
 
+    Unpacked images and tiles are sequences of one length, so their number is their relative time.
+
     Args:
         image: the image, of n patches.
         hidden_size: width h of the encoder.
     """
     patches = image.num_patches
-    return patches + patches**2 / (6 * hidden_size)
+    return float(patches) if len(image.shape) > 2 else patches + patches**2 / (6 * hidden_size)
 
 
 def deal(costs: Sequence[float], loads: list[float]) -> list[int]:

@@ -339,22 +339,22 @@ class Step:
         """Return the seconds of the forward and of the backward passes of each window, by replica."""
         (encoder,), chunk = self.sampled.encoders, self.config.layout.encoder_chunk
         cost, again = self.costs.encoder(encoder.name, encoder.tp), self.recomputed_images([batch])
-        windows = [[tokens for microbatch in window for lane in batch[microbatch] for tokens in self._images(lane)]
-                   for window in schedule.windows]
-        each = {tokens: tuple(self.encoder_s(kind, encoder, [tokens], calls=0) for kind in (FORWARD, BACKWARD))
-                for tokens in {tokens for images in windows for tokens in images}}
+        windows = [[image for microbatch in window for lane in batch[microbatch] for sample in lane
+                    for image in sample.whole_images] for window in schedule.windows]
+        each = {image: tuple(self.encoder_s(kind, encoder, image, calls=0) for kind in (FORWARD, BACKWARD))
+                for image in {image for images in windows for image in images}}
+        costs = [[each[image][0] for image in images] for images in windows]
         if self.config.layout.encoder_balance:
-            costs = [[each[tokens][0] for tokens in images] for images in windows]
             owners = deal_iteration(costs, schedule, encoder.dp,
                                     backward=BACKWARD_COST if self.costs.trains(encoder.name) else 0.0)
         else:
-            owners = [deal_in_order(images, encoder.dp) for images in windows]
+            owners = [deal_in_order(images, encoder.dp) for images in costs]
         found: tuple[list[list[float]], ...] = [], []
         for images, replicas in zip(windows, owners, strict=True):
             forward, backward, count = ([0.0] * encoder.dp for _ in range(3))
-            for tokens, replica in zip(images, replicas, strict=True):
-                forward[replica] += each[tokens][0]
-                backward[replica] += each[tokens][1] + again * each[tokens][0]
+            for image, replica in zip(images, replicas, strict=True):
+                forward[replica] += each[image][0]
+                backward[replica] += each[image][1] + again * each[image][0]
                 count[replica] += 1
             calls = [math.ceil(mine / chunk) if chunk else bool(mine) for mine in count]
             for seconds, call_s, into in ((forward, cost.call_forward_s, found[0]),
@@ -576,10 +576,9 @@ class Step:
             moments = [max(sum(each[first : first + seen]) for each in patches) * kept / seen
                        for first in range(0, len(batch) - seen + 1, apart)]
             if window is not None:
-                largest = max((tokens for microbatch in batch for lane in microbatch for tokens in self._images(lane)),
-                              default=0)
                 # Images are whole, so the fullest replica has up to half an image more than the mean.
-                half = self.costs.image_patches(grid.name, largest) / 2 if largest else 0.0
+                half = max((sum(lengths[tokens] for tokens in image) for microbatch in batch for lane in microbatch
+                            for sample in lane for image in sample.whole_images), default=0.0) / 2
                 moments = [each / dp + half for each in moments]
             yield moments
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from mimo.config.trainer import RunConfig
 from mimo.grid.lanes import data_request
@@ -22,16 +23,25 @@ class SampleSize:
         images: tokens that the encoder makes from each image, from each tile of an image whose tiles it joins, and
             from each temporal patch of a video.
         is_packed: whether it is a packed row. A microbatch has only one of these.
+        tiles: for a model that joins the tokens of tiles, how many of `images` are the tiles of each image. The trainer
+            deals whole images to encoder replicas. Empty: each of `images` is dealt by itself.
     """
 
     text_tokens: int
     images: tuple[int, ...] = ()
     is_packed: bool = False
+    tiles: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """Tokens of text and images."""
         return self.text_tokens + sum(self.images)
+
+    @property
+    def whole_images(self) -> list[tuple[int, ...]]:
+        """What the trainer deals to encoder replicas: each image, as the tokens of its tiles."""
+        left = iter(self.images)
+        return [tuple(islice(left, count)) for count in self.tiles or (1,) * len(self.images)]
 
 
 # Samples of an iteration, by microbatch, lane and row.
@@ -52,15 +62,16 @@ def draw_samples(config: RunConfig, provider: ModelProvider, count: int) -> list
     for _ in range(count):
         sample = next(samples)
         counts = [count_tokens(provider, family, module, *size) for size in sample.image_sizes]
+        tiles: tuple[int, ...] = ()
         if spec.tiles is not None:
-            tokens = tuple(spec.tiles.num_tokens for size in sample.image_sizes
-                           for _ in range(spec.tiles.count(*size[:2])))
+            tiles = tuple(spec.tiles.count(*size[:2]) for size in sample.image_sizes)
+            tokens = (spec.tiles.num_tokens,) * sum(tiles)
         else:
             pictures = [num_pictures(size, spec.temporal_patch_size) for size in sample.image_sizes]
             tokens = tuple(each // number for each, number in zip(counts, pictures, strict=True)
                            for _ in range(number))
         length = len(sample.tokens) - len(counts) + sum(counts)
-        found.append(SampleSize(length - sum(tokens), tokens, bool(sample.lengths)))
+        found.append(SampleSize(length - sum(tokens), tokens, bool(sample.lengths), tiles))
     return found
 
 

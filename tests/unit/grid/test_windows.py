@@ -58,7 +58,8 @@ def test_the_cost_of_an_image_is_that_of_its_layers() -> None:
     image = Image(0, 0, 24, (0, 0), (patches, 588))
     linear, scores = 72 * hidden**2 * patches, 12 * hidden * patches**2
     assert abs(encoding_cost(image, hidden) - (linear + scores) / (72 * hidden**2)) < 1e-9
-    assert encoding_cost(Image(0, 0, 4, (16, 16), (3, 16, 16)), hidden) < 2  # whole images are all alike
+    assert encoding_cost(Image(0, 0, 4, (16, 16), (3, 16, 16)), hidden) == 1  # whole images are all alike
+    assert encoding_cost(Image(0, 0, 9, (32, 32), (5, 3, 16, 16)), hidden) == 5  # and so are tiles
 
 
 def most_held(stages: int, microbatches: int, window: int, split: bool) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -12,6 +13,7 @@ import pytest
 from mimo.commands.main import main
 from mimo.config.cli import parse
 from mimo.config.validate import layers_of_stages, validate
+from mimo.grid.windows import BACKWARD_COST, Image, deal_in_order, deal_iteration, encoding_cost
 from mimo.observability.flops import SequenceSums
 from mimo.planner.candidates import BEST, HOMOGENEOUS, USABLE, Search, cuts
 from mimo.planner.costs import EXPERT_EFFICIENCY, GIB, GPUS, HOST_EXPERTS_S, HOST_FORWARD_S, LATENCY_S, Costs, Profile
@@ -331,6 +333,49 @@ def test_the_bound_of_a_colocated_pipeline_is_that_of_the_formula(images: tuple[
     found = step.bound_s([[[SampleSize(1000, images)]]] * 12, {})
     assert found == pytest.approx(max(pipeline, 12 * (passes + head) + encoding))
     assert (found > 1.01 * pipeline) == (len(images) > 1)
+
+
+@pytest.mark.parametrize("balance", ["", "--no-encoder-balance"])
+def test_images_of_tiles_are_dealt_to_replicas_whole_as_the_trainer_deals_them(balance: str) -> None:
+    config = parse(f"""--model-provider llava_next --dataset-provider mock --mock-image-size 600 --seq-length 4096
+    --global-batch-size 12 --bf16 --train-iters 1 --layout colocated --encoder-dp 2 --llm-pp 2 --encoder-window 2
+    {balance}""".split())
+    costs = Costs(config, Profile(GPUS["H200"]))
+    step = Step(config, validate(config, 2), costs)
+    each = config.model_family.num_patches
+    rng = random.Random(0)
+    samples = [SampleSize(100, (each,) * sum(tiles), tiles=tiles) for tiles in (
+        tuple(rng.choice((3, 4, 5)) for _ in range(rng.randrange(4))) for _ in range(12))]
+    batch = [[[sample]] for sample in samples]
+    schedule = step._window_schedule(len(batch))
+    windows = [[Image(0, microbatch, 9, (1, 1), (tiles, 3, 336, 336)) for microbatch in window
+                for tiles in samples[microbatch].tiles] for window in schedule.windows]
+    work = [[encoding_cost(image, 1024) for image in images] for images in windows]
+    owners = ([deal_in_order(images, 2) for images in work] if balance
+              else deal_iteration(work, schedule, 2, backward=BACKWARD_COST))
+    tile_s = step.encoder_s("forward", step.layout.encoders[0], [each], calls=0)
+    call_s = costs.encoder("vision", 1).call_forward_s
+    expected = []
+    for images, replicas in zip(work, owners, strict=True):
+        shares = [[cost for cost, owner in zip(images, replicas, strict=True) if owner == each] for each in range(2)]
+        expected.append([sum(share) * tile_s + bool(share) * call_s for share in shares])
+    assert step._window_seconds(batch, schedule)[0] == [pytest.approx(each) for each in expected]
+    # The fullest replica has up to half an image more than the mean: two and a half tiles, not half a tile.
+    (moments,) = step._kept_patches(step.layout.encoders[0], 0, [[[[SampleSize(100, (each,) * 5, tiles=(5,))]]] * 12])
+    patches = costs.image_patches("vision", each)
+    assert max(moments) == pytest.approx(5 * patches * 5 / 2 + 2.5 * patches)
+
+
+def test_samples_say_which_tiles_belong_to_an_image() -> None:
+    config = parse("""--model-provider llava_next --dataset-provider mock --mock-image-size 600 --mock-images-mean 2
+    --mock-images-max 4 --mock-images-cv 0.5 --mock-image-size 400 --mock-image-size-cv 0.6 --seq-length 4096 --train-iters 1""".split())
+    provider = Costs(config, Profile(GPUS["H200"])).provider
+    samples = draw_samples(config, provider, 20)
+    assert len({tiles for sample in samples for tiles in sample.tiles}) > 1
+    for sample in samples:
+        assert [len(image) for image in sample.whole_images] == list(sample.tiles)
+        assert [tokens for image in sample.whole_images for tokens in image] == list(sample.images)
+    assert SampleSize(1, (4, 9)).whole_images == [(4,), (9,)]
 
 
 def test_cuts_leave_the_first_stage_room_for_the_encoder() -> None:
