@@ -1,9 +1,10 @@
 """Choose which samples share a row of `--seq-length` tokens.
 
 First-fit-decreasing (Johnson, 1973) needs at most 11/9 of the fewest possible packs plus one. Balanced packing keeps
-that number of packs and evens out their image tokens, which are the encoder's work, so that no lane waits for another's
-images. It assigns samples longest-processing-time-first (Graham, 1969) or, if the packs are too full for that, by
-MULTIFIT (Coffman, Garey and Johnson, 1978). Then it exchanges samples between the heaviest pack and the others.
+that number of packs and evens out the encoder's work, which is the tokens of images in its layers, so that no lane
+waits for another's images. It assigns samples longest-processing-time-first (Graham, 1969) or, if the packs are too
+full for that, by MULTIFIT (Coffman, Garey and Johnson, 1978). Then it exchanges samples between the heaviest pack and
+the others.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Buffer:
 
     Attributes:
         lengths: tokens of each sample, int64 `[N]`.
-        costs: image tokens of each sample, int64 `[N]`.
+        costs: tokens of each sample in the encoder's layers, int64 `[N]`.
         capacity: most tokens of a pack.
     """
 
@@ -37,7 +38,7 @@ class Buffer:
     capacity: int
 
     def loads(self, pack_of: np.ndarray, num_packs: int) -> np.ndarray:
-        """Sum the image tokens of each pack, int64 `[num_packs]`, from the pack of each sample."""
+        """Sum the costs of each pack, int64 `[num_packs]`, from the pack of each sample."""
         return np.bincount(pack_of, self.costs, num_packs).astype(np.int64)
 
 
@@ -70,7 +71,7 @@ def grouped(pack_of: np.ndarray, num_packs: int) -> list[list[int]]:
 
 
 def first_fit(buffer: Buffer, order: list[int], num_packs: int, bound: int) -> np.ndarray | None:
-    """Assign each sample, in the given order, to the first pack that has room and stays within `bound` image tokens.
+    """Assign each sample, in the given order, to the first pack that has room and stays within the cost `bound`.
 
     Returns:
         The pack of each sample, int64 `[N]`; None if a sample fits in none of `num_packs`.
@@ -204,24 +205,24 @@ def even_out(buffer: Buffer, pack_of: np.ndarray, num_packs: int) -> None:
 
 
 def select_balanced(
-    lengths: Sequence[int], image_tokens: Sequence[int], capacity: int, rng: Rng
+    lengths: Sequence[int], encoded_tokens: Sequence[int], capacity: int, rng: Rng
 ) -> tuple[list[list[int]], list[int]]:
-    """Make as many packs as `select_packs` does, with about equal image tokens.
+    """Make as many packs as `select_packs` does, with about equal work for the encoder.
 
     Args:
         lengths: tokens of each sample, image tokens included.
-        image_tokens: image tokens of each sample.
+        encoded_tokens: for each sample, the tokens of its images in the encoder's layers.
         capacity: most tokens of a pack.
         rng: only source of randomness, seeded by the caller.
 
     Returns:
-        Indices into `lengths` of each pack, ascending; every index is in exactly one. Also the image tokens of the
+        Indices into `lengths` of each pack, ascending; every index is in exactly one. Also the encoded tokens of the
         packs that `select_packs` would have made with an equal `rng`, whose imbalance is at least as large.
 
     Raises:
         ValueError: a length is not within 1 to `capacity`; the message names the index.
     """
-    buffer = checked(lengths, image_tokens, capacity)
+    buffer = checked(lengths, encoded_tokens, capacity)
     order, plain, num_packs = first_fit_decreasing(buffer, rng)
     before = buffer.loads(plain, num_packs)
     if num_packs < 2:

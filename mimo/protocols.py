@@ -75,7 +75,8 @@ class Sample:
         lengths: for a pack, the number of `tokens` of each of its samples, in order; empty for a single sample. Samples
             of a pack do not attend to each other.
         skipped: messages about bad samples that were skipped before this one, with shard and key.
-        unbalanced_image_tokens: for a balanced pack, the image tokens of the unbalanced pack in its place; else None.
+        unbalanced_encoded_tokens: for a balanced pack, the tokens in the encoder's layers of the unbalanced pack in its
+            place; else None.
         normalisation: how the encoder's rank normalises uint8 images, which travel as a quarter of the bytes; None for
             float32 images.
     """
@@ -87,7 +88,7 @@ class Sample:
     images: list[np.ndarray] | None = None
     lengths: tuple[int, ...] = ()
     skipped: tuple[str, ...] = ()
-    unbalanced_image_tokens: int | None = None
+    unbalanced_encoded_tokens: int | None = None
     normalisation: Normalisation | None = None
 
 

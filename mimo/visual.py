@@ -78,6 +78,10 @@ class Tiles:
         border = (columns - int(round(width * (rows / height), 7))) // 2
         return range(rows), range(border, columns - border)
 
+    def num_encoded(self, height: int, width: int) -> int:
+        """Return the tokens of an image's tiles in the encoder's layers."""
+        return self.count(height, width) * self.num_tokens
+
     def num_joined(self, height: int, width: int) -> int:
         """Return the tokens of an image: of the whole image, then of the grid's rows, each with a token at its end."""
         rows, columns = self.shown(height, width)

@@ -44,8 +44,8 @@ class Config:
     packing_buffer_size: int = 0
     """Number of samples from which each worker chooses those of a packed row; 0: one sample in each row."""
     packing_balance: bool = False
-    """Choose packed rows with about equal numbers of image tokens, so that all lanes have about the same encoder
-    work."""
+    """Choose packed rows with about equal numbers of image tokens (of tiles, if the model takes tiles), so that all
+    lanes have about the same encoder work."""
     shuffle_buffer_size: int = 0
     """Size of each worker's shuffle buffer, in samples, in addition to shuffled shards; 0: none."""
     max_samples_per_sequence: int = 100

@@ -73,7 +73,7 @@ class Row(EnergonSample):
             width]` of an image whose tiles are one item; uint8 with a `normalisation`, float32 without.
         lengths: in a pack, the number of tokens of each sample; empty without packing.
         skipped: bad samples since the worker's last row.
-        unbalanced_image_tokens: in a balanced pack, the image tokens that the pack would have without balancing.
+        unbalanced_encoded_tokens: in a balanced pack, the encoded tokens that the pack would have without balancing.
         normalisation: how the encoder's rank normalises the images.
         worker: global worker id.
     """
@@ -84,7 +84,7 @@ class Row(EnergonSample):
     images: list[torch.Tensor]
     lengths: tuple[int, ...] = ()
     skipped: tuple[str, ...] = ()
-    unbalanced_image_tokens: int | None = None
+    unbalanced_encoded_tokens: int | None = None
     normalisation: Normalisation | None = None
     worker: int
 
@@ -120,7 +120,7 @@ def to_sample(row: Row) -> Sample:
         images=[image.numpy() for image in row.images],
         lengths=row.lengths,
         skipped=row.skipped,
-        unbalanced_image_tokens=row.unbalanced_image_tokens,
+        unbalanced_encoded_tokens=row.unbalanced_encoded_tokens,
         normalisation=row.normalisation,
     )
 
@@ -147,6 +147,8 @@ class EncodedSample(EnergonSample):
         image_sizes: sizes of images or tiles and of videos, in the placeholders' order.
         length: tokens once images are expanded.
         image_tokens: how many of them are tokens of images and videos.
+        encoded_tokens: tokens of images and videos in the encoder's layers, in units of language tokens. They are the
+            `image_tokens` unless the model joins the tokens of tiles.
     """
 
     tokens: np.ndarray
@@ -156,6 +158,7 @@ class EncodedSample(EnergonSample):
     image_sizes: tuple[ImageSize, ...]
     length: int
     image_tokens: int
+    encoded_tokens: int
 
 
 def open_image(name: str, data: Any) -> Image.Image:
@@ -330,7 +333,7 @@ class VlmTaskEncoder(TaskEncoder):
             tokens, mask = self.tokenizer.encode_document(conversation.document, counts)
         image_sizes = tuple(self._sizes_as_shown(tokens, tiles, videos))
         image_tokens = sum(self._request.num_image_tokens(*size) for size in image_sizes)
-        length = len(tokens) - len(image_sizes) + image_tokens
+        length, joined = len(tokens) - len(image_sizes) + image_tokens, self._request.tokens.tiles
         if length > self._request.seq_length:
             and_videos = f" and {counted(len(videos), 'video')}" if videos else ""
             advice = "; --video-fps, --video-max-frames and --video-max-pixels make fewer" if videos else ""
@@ -347,6 +350,8 @@ class VlmTaskEncoder(TaskEncoder):
             image_sizes=image_sizes,
             length=length,
             image_tokens=image_tokens,
+            encoded_tokens=(image_tokens if joined is None
+                            else sum(joined.num_encoded(*size[:2]) for size in image_sizes)),
         )
 
     def _sizes_as_shown(self, tokens: np.ndarray, tiles: Sequence[Sequence[tuple[int, int]]],
@@ -398,7 +403,7 @@ class VlmTaskEncoder(TaskEncoder):
         return row
 
     def select_packs(self, samples: Sequence[EncodedSample]) -> tuple[list[list[EncodedSample]], list[int]]:
-        """Choose the samples of each pack. With balancing, also return the image tokens of each pack without it.
+        """Choose the samples of each pack. With balancing, also return the encoded tokens of each pack without it.
 
         The result depends only on worker and buffer, not on how many workers share the process.
         """
@@ -411,8 +416,8 @@ class VlmTaskEncoder(TaskEncoder):
         lengths = [-(-sample.length // multiple) * multiple for sample in samples]
         unbalanced: list[int] = []
         if self._config.packing_balance:
-            image_tokens = [sample.image_tokens for sample in samples]
-            packs, unbalanced = select_balanced(lengths, image_tokens, self._request.seq_length, rng)
+            encoded = [sample.encoded_tokens for sample in samples]
+            packs, unbalanced = select_balanced(lengths, encoded, self._request.seq_length, rng)
         else:
             packs = select_packs(lengths, self._request.seq_length, rng)
         return [[samples[index] for index in pack] for pack in packs], unbalanced
@@ -524,7 +529,7 @@ class PackedRows(PackingDataset):
         for row in super().__iter__():
             if self._unbalanced:
                 # The remaining packs are at the end.
-                row.unbalanced_image_tokens = self._unbalanced[-1 - compat.packs_left(self)]
+                row.unbalanced_encoded_tokens = self._unbalanced[-1 - compat.packs_left(self)]
             row.skipped = (*self._skipped, *row.skipped)
             self._skipped = []
             yield row

@@ -73,6 +73,7 @@ class Record:
         name: shard and key.
         text_tokens: tokens without placeholders.
         image_tokens: language tokens that images and videos become.
+        encoded_tokens: their tokens in the encoder's layers; see `EncodedSample`.
         target_tokens: tokens to learn.
         images: its images, in order.
         videos: its videos, in order.
@@ -82,6 +83,7 @@ class Record:
     name: str
     text_tokens: int
     image_tokens: int
+    encoded_tokens: int
     target_tokens: int
     images: tuple[ImageRecord, ...]
     videos: tuple[VideoRecord, ...] = ()
@@ -157,6 +159,7 @@ class RecordingEncoder(VlmTaskEncoder):
             name=sample_name(sample, None),
             text_tokens=sample.length - sample.image_tokens,
             image_tokens=sample.image_tokens,
+            encoded_tokens=sample.encoded_tokens,
             target_tokens=int(sample.target_mask.sum()),
             images=tuple(self._image(size) for size in images),
             videos=tuple(self._video_record(video) for video in sample.videos),

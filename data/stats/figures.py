@@ -47,7 +47,7 @@ def pack(records: Sequence[Record], buffer_size: int, seq_length: int, seed: int
     Samples that do not fill a last buffer are left out, unless there are no others.
     """
     lengths = [record.length for record in records]
-    costs = [record.image_tokens for record in records]
+    costs = [record.encoded_tokens for record in records]
     if not buffer_size:
         share = utilisation([[index] for index in range(len(lengths))], lengths, seq_length)
         return Packing(0, 0, len(lengths), 1.0, share, None, None)

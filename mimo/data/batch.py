@@ -77,7 +77,7 @@ class TextBatch:
         packed: the sequences of a packed row, with padding as a sequence of its own (`b` is 1); None if each row is one
             sample.
         skipped: messages about bad samples that the data set skipped before these, with shard and key.
-        unbalanced_image_tokens: image tokens that the rows would have had without balanced packing.
+        unbalanced_encoded_tokens: tokens that the encoders' layers would have had without balanced packing.
         lengths: for each row, the tokens of each of its sequences, padding excluded.
         image_lengths: for each encoder module, the image tokens of each image, and of each temporal patch of a video.
         tile_lengths: for each encoder module that joins the tiles of an image, the tokens of each tile in its layers.
@@ -96,7 +96,7 @@ class TextBatch:
     num_tokens: int
     packed: PackedSequences | None = None
     skipped: tuple[str, ...] = ()
-    unbalanced_image_tokens: int = 0
+    unbalanced_encoded_tokens: int = 0
     lengths: tuple[tuple[int, ...], ...] = ()
     image_lengths: dict[str, tuple[int, ...]] = field(default_factory=dict)
     tile_lengths: dict[str, tuple[int, ...]] = field(default_factory=dict)

@@ -298,7 +298,7 @@ def collate_text(
         num_tokens=sum(len(row.tokens) for row in rows),
         packed=packed,
         skipped=tuple(message for sample in samples for message in sample.skipped),
-        unbalanced_image_tokens=sum(sample.unbalanced_image_tokens or 0 for sample in samples),
+        unbalanced_encoded_tokens=sum(sample.unbalanced_encoded_tokens or 0 for sample in samples),
         lengths=tuple(row.lengths for row in rows),
         image_lengths={module: tuple(count for row in rows for count in row.images[module])
                        for module in images.modules},

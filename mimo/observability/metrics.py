@@ -148,9 +148,9 @@ class StepRecord:
         image_tokens, text_tokens: tokens of the global batch of each kind, padding excluded.
         packing_utilisation: share of the rows' tokens that is not padding.
         bad_samples: samples that the data set has skipped so far.
-        encoder_imbalance: image tokens of the fullest lane divided by the mean of all lanes, over the microbatches; 1.0
-            is even. With encoder windows the cost of the busiest replica of each window divided by the mean. None
-            without images.
+        encoder_imbalance: tokens in the encoder's layers on the fullest lane divided by the mean of all lanes, over
+            the microbatches; 1.0 is even. With encoder windows the cost of the busiest replica of each window divided
+            by the mean. None without images.
         encoder_imbalance_unbalanced: the same without balanced packing, or with images dealt in order; None if nothing
             is balanced.
         data_wait_s, bridge_wait_s: longest wait of any rank, seconds.

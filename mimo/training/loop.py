@@ -34,7 +34,7 @@ from mimo.training.optimizer import current_learning_rates
 from mimo.training.session import Session
 from mimo.training.setup import kept_objects, run_state, setup_trainer
 from mimo.training.step import StepResult, TrainerParts, train_step
-from mimo.training.step_metrics import FlopsMeter, MoeLosses, image_tokens, imbalance, layout_note
+from mimo.training.step_metrics import FlopsMeter, MoeLosses, encoded_tokens, imbalance, layout_note
 
 
 class StepObserver:
@@ -315,7 +315,7 @@ class TrainingLoop:
             timers += [bridge.timer for bridge in self.parts.communicator.bridges]
         if self.parts.windows is not None:
             timers.append(self.parts.windows.exchange.timer)
-        # One reduction over the hosts carries everything: timers, memory by module, image tokens of each microbatch
+        # One reduction over the hosts carries everything: timers, memory by module, encoded tokens of each microbatch
         # and the timeline's numbers. A module's numbers count only on its own ranks.
         names = list(self.grids.layout.grids)
         own = (float(self.platform.peak_memory_bytes()), self.parts.schedule_timer.drain_s(),
@@ -324,20 +324,20 @@ class TrainingLoop:
         maxima = [data_wait_s, sum(timer.drain_s() for timer in timers), prefetch.drain_s() if prefetch else 0.0]
         maxima += [value if name in self.grids.modules else 0.0 for value in own for name in names]
         maxima.append(float(self.session.is_writing))
-        images, unbalanced = image_tokens(microbatches)
+        encoded, unbalanced = encoded_tokens(microbatches)
         row, summed_row = observer.row(microbatches)
         with self.watchdog.waiting("figures of the step over the world"):
             agreed, summed = self.grids.nodes.reduce(
-                torch.tensor([*maxima, *images, *unbalanced, *row], dtype=torch.float64),
+                torch.tensor([*maxima, *encoded, *unbalanced, *row], dtype=torch.float64),
                 torch.tensor(summed_row, dtype=torch.float64))
         largest, lanes = agreed.tolist(), self.grids.layout.num_lanes
         largest, largest_row = largest[: -len(row)], largest[-len(row) :]
         data_wait_s, bridge_wait_s, prefetch_s, *by_module, writing = largest[: len(maxima)]
         peaks, schedules, updates = (dict(zip(names, part, strict=True)) for part in batched(by_module, len(names)))
-        most_images, most_unbalanced = largest[len(maxima) : -len(unbalanced)], largest[-len(unbalanced) :]
+        most_encoded, most_unbalanced = largest[len(maxima) : -len(unbalanced)], largest[-len(unbalanced) :]
         self.session.continue_saving(bool(writing))
-        uneven = (imbalance(most_images, result.image_tokens, lanes),
-                  imbalance(most_unbalanced, result.unbalanced_image_tokens, lanes))
+        uneven = (imbalance(most_encoded, sum(images.tokens for images in result.work.images.values()), lanes),
+                  imbalance(most_unbalanced, result.unbalanced_encoded_tokens, lanes))
         if self.parts.windows is not None:
             uneven = self.parts.windows.imbalance or (None, None)
         progress = self.session.progress

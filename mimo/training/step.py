@@ -107,7 +107,7 @@ class StepResult:
         text_tokens, image_tokens: tokens of the global batch, padding excluded.
         work: sequences and images of the global batch.
         bad_samples: samples that the data set skipped while it read the global batch.
-        unbalanced_image_tokens: image tokens that the batch would have had without balanced packing.
+        unbalanced_encoded_tokens: tokens that the encoders' layers would have had without balanced packing.
         success: whether parameters were updated.
         grad_norm: global norm before clipping; None when skipped.
         num_zeros: zero gradients, where logged.
@@ -124,7 +124,7 @@ class StepResult:
     stop_requested: bool
     work: Workload = field(default_factory=Workload)
     bad_samples: int = 0
-    unbalanced_image_tokens: int = 0
+    unbalanced_encoded_tokens: int = 0
 
 
 def loss_function(batch: Microbatch, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -374,7 +374,7 @@ def _sum_over_world(
 ) -> torch.Tensor:
     """Sum everything that a step needs to know of the global batch, in one float64 all-reduce.
 
-    In order: loss sum, target tokens, text tokens, image tokens, stop requests, bad samples, image tokens without
+    In order: loss sum, target tokens, text tokens, image tokens, stop requests, bad samples, encoded tokens without
     balanced packing, data-parallel ranks of each encoder that saw an image, values of the workload.
     """
     encoders = parts.grids.layout.encoders
@@ -388,7 +388,7 @@ def _sum_over_world(
             totals[3] += images
             totals[2] += batch.text.num_tokens - images
             totals[5] += len(batch.text.skipped)
-            totals[6] += batch.text.unbalanced_image_tokens
+            totals[6] += batch.text.unbalanced_encoded_tokens
         values = workload(microbatches, names).values()
         totals[FIXED_TOTALS + len(encoders) :] = torch.tensor(values, dtype=torch.float64)
     # Only the correction for partial participation asks, which encoder windows have no need of.

@@ -158,22 +158,23 @@ class FlopsMeter:
         return {"tflops": tflops} if self.peak is None else {"tflops": tflops, "mfu": tflops / self.peak}
 
 
-def image_tokens(microbatches: Sequence[Microbatch]) -> tuple[list[float], list[float]]:
-    """Count this lane's image tokens in each microbatch, and what they would be without balanced packing.
+def encoded_tokens(microbatches: Sequence[Microbatch]) -> tuple[list[float], list[float]]:
+    """Count the tokens of this lane's images in the encoders' layers, by microbatch, with and without balanced packing.
 
     Both are zero on ranks without text.
     """
     texts = [batch.text for batch in microbatches]
-    held = [0.0 if text is None else float(sum(map(sum, text.token_counts.values()))) for text in texts]
-    return held, [0.0 if text is None else float(text.unbalanced_image_tokens) for text in texts]
+    held = [0.0 if text is None else float(sum(sum(text.encoded_lengths(name)) for name in text.token_counts))
+            for text in texts]
+    return held, [0.0 if text is None else float(text.unbalanced_encoded_tokens) for text in texts]
 
 
 def imbalance(largest: Sequence[float], total: float, num_lanes: int) -> float | None:
-    """Divide the image tokens of the fullest lane by the mean over lanes, for a step; None without images.
+    """Divide the encoded tokens of the fullest lane by the mean over lanes, for a step; None without images.
 
     Args:
-        largest: for each microbatch, the image tokens of the lane that has most.
-        total: image tokens of all lanes and microbatches.
+        largest: for each microbatch, the encoded tokens of the lane that has most.
+        total: encoded tokens of all lanes and microbatches.
         num_lanes: number of lanes.
     """
     return sum(largest) * num_lanes / total if total else None

@@ -222,8 +222,9 @@ def test_a_text_model_takes_no_images(main, folder, capsys):
     assert "--model-provider causal_lm, no images, rows of 2048 tokens" in capsys.readouterr().out
 
 
-def record(text_tokens: int, image_tokens: int) -> Record:
-    return Record(("set", ""), "shard key", text_tokens, image_tokens, 0, ())
+def record(text_tokens: int, image_tokens: int, encoded_tokens: int | None = None) -> Record:
+    encoded = image_tokens if encoded_tokens is None else encoded_tokens
+    return Record(("set", ""), "shard key", text_tokens, image_tokens, encoded, 0, ())
 
 
 def test_packing_counts_full_buffers():
@@ -232,6 +233,9 @@ def test_packing_counts_full_buffers():
     assert (packing.buffers, packing.rows, packing.samples_per_row, packing.utilisation) == (4, 8, 2.0, 1.0)
     assert packing.imbalance_balanced == 1.0
     assert packing.imbalance is not None and 1.0 < packing.imbalance <= 2.0
+    # The imbalance is that of the encoder's work, which joined tiles do not show.
+    tiled = pack([record(4, 4, 30 if index == 1 else 10) for index in range(8)], 4, 16, seed=0)
+    assert tiled.imbalance == pytest.approx((40 / 30 + 1) / 2)
 
 
 def test_files_of_conversations_are_shown_too(main, folder, capsys, tmp_path):

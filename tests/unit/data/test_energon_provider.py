@@ -41,7 +41,7 @@ def request(lanes=2, split="train", micro_batch_size=1):
 
 def assert_same(one, other):
     assert (one.key, one.lengths, one.image_sizes) == (other.key, other.lengths, other.image_sizes)
-    assert one.unbalanced_image_tokens == other.unbalanced_image_tokens
+    assert one.unbalanced_encoded_tokens == other.unbalanced_encoded_tokens
     assert np.array_equal(one.tokens, other.tokens) and np.array_equal(one.target_mask, other.target_mask)
     for image, expected in zip(one.images, other.images, strict=True):
         assert np.array_equal(image, expected)

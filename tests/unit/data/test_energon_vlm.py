@@ -22,6 +22,7 @@ import data.energon.task_encoder
 from data.energon.provider import Config, path_of
 from data.energon.task_encoder import ErrorLog, Row, VlmTaskEncoder, to_sample
 from mimo.protocols import DataRequest, TokenSpec
+from mimo.visual import Tiles
 from tests.support.chat_templates import QWEN25_TOOLS
 from tests.support.shards import CRUDE, prepare, write_tar
 from tests.support.small_tokenizer import CHATML_TOKENS, write_tokenizer
@@ -123,7 +124,7 @@ def greys(row: Row) -> list[int]:
 def content(row: Row) -> tuple[Any, ...]:
     return (
         row.__key__, row.tokens.tolist(), row.target_mask.tolist(), row.image_sizes, greys(row), row.lengths,
-        row.unbalanced_image_tokens, row.worker,
+        row.unbalanced_encoded_tokens, row.worker,
     )
 
 
@@ -504,10 +505,34 @@ def test_packs_tell_the_image_tokens_they_would_have_had(tmp_path, packed):
     folder = shards(tmp_path, many(16))
     rows = read_all(folder, packed)
     # Balancing moves images between the packs of a buffer and loses none.
-    assert sum(row.unbalanced_image_tokens for row in rows) == TOKENS_PER_IMAGE * sum(len(row.images) for row in rows)
-    assert [row.unbalanced_image_tokens for row in rows] != [TOKENS_PER_IMAGE * len(row.images) for row in rows]
+    assert sum(row.unbalanced_encoded_tokens for row in rows) == TOKENS_PER_IMAGE * sum(len(row.images) for row in rows)
+    assert [row.unbalanced_encoded_tokens for row in rows] != [TOKENS_PER_IMAGE * len(row.images) for row in rows]
     plain = read_all(folder, replace(packed, packing_balance=False))
-    assert {row.unbalanced_image_tokens for row in plain} == {None}
+    assert {row.unbalanced_encoded_tokens for row in plain} == {None}
+
+
+def test_packs_of_joined_tiles_are_balanced_by_tiles(tmp_path, packed):
+    """The tokens of an image after joining say little about the encoder's work: borders of the tiles are left out."""
+    tiles = Tiles((SIDE, SIDE), ((SIDE, 2 * SIDE), (2 * SIDE, 2 * SIDE)), (2, 2))
+    thin, square = (4 * SIDE, SIDE), (2 * SIDE, 2 * SIDE)
+    assert tiles.num_encoded(*thin) == tiles.num_encoded(*square) == 20
+    assert tiles.num_joined(*thin) < tiles.num_joined(*square)
+
+    def asked_about(width: int, height: int) -> Parts:
+        buffer = io.BytesIO()
+        Image.new("L", (width, height), 7).save(buffer, "PNG")
+        return {"0.png": buffer.getvalue(), "json": talk("<image>what?", "7")}
+
+    folder = shards(tmp_path, {f"k{number:02d}": asked_about(*(square if number % 3 else thin)[::-1])
+                               for number in range(16)})
+    asks = request(seq_length=128)
+    asks = replace(asks, tokens=replace(asks.tokens, tiles=tiles),
+                   num_image_tokens=lambda height, width: tiles.num_joined(height, width))
+    rows = read_all(folder, replace(packed, image_tiling="anyres", image_grid_pinpoints=tuple(
+        f"{height}x{width}" for height, width in tiles.pinpoints)), asks)
+    assert [image.shape[0] for row in rows for image in row.images] == [5] * 16
+    assert sum(row.unbalanced_encoded_tokens for row in rows) == 16 * 20
+    assert all(row.unbalanced_encoded_tokens % 20 == 0 for row in rows)
 
 
 def test_two_runs_give_the_same_packs_and_another_seed_others(tmp_path, packed):

@@ -368,7 +368,8 @@ def test_images_of_tiles_are_dealt_to_replicas_whole_as_the_trainer_deals_them(b
 
 def test_samples_say_which_tiles_belong_to_an_image() -> None:
     config = parse("""--model-provider llava_next --dataset-provider mock --mock-image-size 600 --mock-images-mean 2
-    --mock-images-max 4 --mock-images-cv 0.5 --mock-image-size 400 --mock-image-size-cv 0.6 --seq-length 4096 --train-iters 1""".split())
+    --mock-images-max 4 --mock-images-cv 0.5 --mock-image-size 400 --mock-image-size-cv 0.6 --seq-length 4096
+    --train-iters 1""".split())
     provider = Costs(config, Profile(GPUS["H200"])).provider
     samples = draw_samples(config, provider, 20)
     assert len({tiles for sample in samples for tiles in sample.tiles}) > 1

@@ -16,7 +16,8 @@ from mimo.data.collate import Placeholders, collate_text
 from mimo.observability.flops import FlopComponent, SequenceSums
 from mimo.protocols import LANGUAGE, Sample
 from mimo.registry import model_provider
-from mimo.training.step_metrics import FlopsMeter, Workload, num_values, workload
+from mimo.training.step_metrics import FlopsMeter, Workload, encoded_tokens, num_values, workload
+from mimo.visual import Tiles
 
 IMAGE, ROW = 9, 20
 # Text tokens and images of three samples; an image is three tokens, or four where it is larger.
@@ -61,6 +62,19 @@ def test_every_encoder_has_its_own_images():
     two = Sample("two", tokens, tokens == 1, [(1, 1), (2, 2), (3, 3)])
     found = workload([microbatch([two], {"vision": IMAGE, "thermal": 8})], ["vision", "thermal"])
     assert found.images == {"vision": SequenceSums.of([3, 5]), "thermal": SequenceSums.of([4])}
+
+
+def test_lanes_are_compared_by_what_encoders_compute():
+    tiles = Tiles((2, 2), ((2, 4), (4, 4)), (1, 1))
+    thin, square = (8, 2), (4, 4)
+    samples = [sample(0, 3, (thin,)), replace(sample(1, 3, (square, thin)), unbalanced_encoded_tokens=7)]
+    images = Placeholders({"vision": IMAGE}, lambda module, height, width: tiles.num_joined(height, width), tiles=tiles)
+    batch = Microbatch(collate_text(samples, images=images, seq_length=ROW, vocab_size=10, pad_token_id=0), {})
+    assert batch.text is not None and batch.text.token_counts == {"vision": (3, 10)}
+    # Each image has five tiles, whose borders are not all joined.
+    assert encoded_tokens([batch, microbatch(samples[:1], {"vision": IMAGE})]) == ([15.0, 10.0], [7.0, 0.0])
+    assert sum(images.tokens for images in workload([batch], ["vision"]).images.values()) == 15
+    assert encoded_tokens([Microbatch(None, {})]) == ([0.0], [0.0])
 
 
 def test_work_of_lanes_is_summed_as_numbers():
