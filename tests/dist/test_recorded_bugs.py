@@ -369,25 +369,21 @@ def skip_with_router_bias(rank: int) -> list[dict[int, Any]]:
     from tests.support import equality, policy_moe
 
     config = equality.parse([*policy_moe.FLAGS, "--llm-dp", "2", "--seq-length", "24", "--mock-max-length", "20"])
-    parts = equality.make_trainer(config, equality.validate(config, 2))
-    loader = equality.make_loader(config, parts.grids.layout, rank)
-    routers = {part.layer_number: part for part in parts.built.model.modules() if isinstance(part, TopKRouter)}
-    step, spoils = parts.optimizer.step, iter((False, True))
+    with equality.open_training(config, equality.validate(config, 2), rank) as (parts, loader):
+        routers = {part.layer_number: part for part in parts.built.model.modules() if isinstance(part, TopKRouter)}
+        step, spoils = parts.optimizer.step, iter((False, True))
 
-    def spoiled_step() -> Any:
-        if next(spoils) and rank == 0:
-            (wrapped,) = parts.built.wrapped.values()
-            wrapped.buffers[0].buckets[0].grad_data[0] = float("nan")
-        return step()
+        def spoiled_step() -> Any:
+            if next(spoils) and rank == 0:
+                (wrapped,) = parts.built.wrapped.values()
+                wrapped.buffers[0].buckets[0].grad_data[0] = float("nan")
+            return step()
 
-    parts.optimizer.step = spoiled_step
-    biases = [{layer: router.expert_bias.clone() for layer, router in routers.items()}]
-    for taken in (True, False):
-        assert train_step(parts, loader.next_step()).success is taken
-        biases.append({layer: router.expert_bias.clone() for layer, router in routers.items()})
-    loader.close()
-    parts.watchdog.close()
-    parts.grids.destroy()
+        parts.optimizer.step = spoiled_step
+        biases = [{layer: router.expert_bias.clone() for layer, router in routers.items()}]
+        for taken in (True, False):
+            assert train_step(parts, loader.next_step()).success is taken
+            biases.append({layer: router.expert_bias.clone() for layer, router in routers.items()})
     return biases
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from mimo.grid.layout import validate_layout
 from mimo.grid.spec import GridSpec, Layout
-from tests.support.equality import NUM_STEPS, Outcome, make_loader, make_trainer, parse_config
-from tests.support.global_state import assemble, read_gradients, read_parameters, worst_errors
+from tests.support.equality import NUM_STEPS, Outcome, note_gradients, open_training, parse_config
+from tests.support.global_state import assemble, read_parameters, worst_errors
 from tests.support.spawn import WorkerPool
 
 pytestmark = pytest.mark.slow
@@ -34,22 +32,12 @@ def run_two_encoders(rank: int, layout: Layout, micro_batch_size: int) -> Outcom
     from mimo.training.step import train_step
 
     config = parse_config(*FLAGS, "--micro-batch-size", str(micro_batch_size), "--llm-dp", str(layout.num_lanes))
-    parts: Any = make_trainer(config, layout)
-    loader = make_loader(config, layout, rank)
     outcome = Outcome()
-    real_step = parts.optimizer.step
-
-    def capture_then_step() -> Any:
-        outcome.gradients = outcome.gradients or read_gradients(parts.built.model)
-        return real_step()
-
-    parts.optimizer.step = capture_then_step
-    for step in range(NUM_STEPS):
-        outcome.losses.append(train_step(parts, loader.next_step(), force_all_reduce=step == 0).loss)
-    outcome.parameters = read_parameters(parts.built.model)
-    loader.close()
-    parts.watchdog.close()
-    parts.grids.destroy()
+    with open_training(config, layout, rank) as (parts, loader):
+        note_gradients(parts, outcome)
+        for step in range(NUM_STEPS):
+            outcome.losses.append(train_step(parts, loader.next_step(), force_all_reduce=step == 0).loss)
+        outcome.parameters = read_parameters(parts.built.model)
     return outcome
 
 

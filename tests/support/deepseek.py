@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,22 +42,17 @@ def parse_config(*flags: str) -> Any:
     return equality.parse([*BASE, *flags])
 
 
-def build(flags: tuple[str, ...], world_size: int) -> Any:
-    """Return the trainer of this rank, its model loaded from the folder that --hf-config names."""
+@contextlib.contextmanager
+def open_loaded(rank: int, flags: tuple[str, ...], world_size: int) -> Iterator[tuple[Any, Any]]:
+    """Open the trainer of this rank, its model loaded from the folder that --hf-config names, and its loader."""
     from mimo.registry import model_provider
     from mimo.weights.load import HfPaths, load_hf
 
     config = parse_config(*flags)
-    parts = equality.make_trainer(config, validate(config, world_size))
-    load_hf(parts.built, parts.grids, model_provider("deepseek_v3"), config.model_family,
-            HfPaths(model=config.model_family.hf_config))
-    return parts
-
-
-def close(parts: Any) -> None:
-    """Let go of the trainer."""
-    parts.watchdog.close()
-    parts.grids.destroy()
+    with equality.open_training(config, validate(config, world_size), rank) as (parts, loader):
+        load_hf(parts.built, parts.grids, model_provider("deepseek_v3"), config.model_family,
+                HfPaths(model=config.model_family.hf_config))
+        yield parts, loader
 
 
 def train(rank: int, flags: tuple[str, ...], world_size: int) -> Any:
@@ -75,25 +72,22 @@ def watch_expert_bias(rank: int, flags: tuple[str, ...], world_size: int, num_st
     from mimo.training.evaluate import evaluate
     from mimo.training.step import train_step
 
-    parts = build(flags, world_size)
-    loader = equality.make_loader(parts.config, parts.grids.layout, rank)
-    routers = {part.layer_number: part for part in parts.built.model.modules() if isinstance(part, TopKRouter)}
-    steps = []
-    for _ in range(num_steps):
-        routing: list[tuple[int, Any]] = []
-        before = {layer: router.expert_bias.clone() for layer, router in routers.items()}
-        hooks = equality.watch_routing(parts.built.model, routing)
-        train_step(parts, loader.next_step())
-        for hook in hooks:
-            hook.remove()
-        counts = {layer: sum(torch.from_numpy(choice).sum(dim=0) for at, choice in routing if at == layer)
-                  for layer in routers}
-        after = {layer: router.expert_bias.clone() for layer, router in routers.items()}
-        steps.append({"counts": counts, "before": before, "after": after})
-        evaluate(parts, [loader.next_step()], None)
-        assert not any(router.local_tokens_per_expert.any() for router in routers.values())
-    loader.close()
-    close(parts)
+    with open_loaded(rank, flags, world_size) as (parts, loader):
+        routers = {part.layer_number: part for part in parts.built.model.modules() if isinstance(part, TopKRouter)}
+        steps = []
+        for _ in range(num_steps):
+            routing: list[tuple[int, Any]] = []
+            before = {layer: router.expert_bias.clone() for layer, router in routers.items()}
+            hooks = equality.watch_routing(parts.built.model, routing)
+            train_step(parts, loader.next_step())
+            for hook in hooks:
+                hook.remove()
+            counts = {layer: sum(torch.from_numpy(choice).sum(dim=0) for at, choice in routing if at == layer)
+                      for layer in routers}
+            after = {layer: router.expert_bias.clone() for layer, router in routers.items()}
+            steps.append({"counts": counts, "before": before, "after": after})
+            evaluate(parts, [loader.next_step()], None)
+            assert not any(router.local_tokens_per_expert.any() for router in routers.values())
     return steps
 
 
@@ -102,16 +96,15 @@ def inspect_language(rank: int, flags: tuple[str, ...], world_size: int) -> dict
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
-    parts = build(flags, world_size)
-    module = unwrap_model(parts.built.model.language_model)
-    state = module.sharded_state_dict(metadata={"dp_cp_group": parts.grids.collections[LANGUAGE].dp_cp})
-    found = {
-        "parameters": sum(parameter.numel() for parameter in module.parameters()),
-        "dtypes": {parameter.dtype for parameter in module.parameters()},
-        "missing": [name for name, _ in module.named_parameters() if name not in state],
-        "keys": {part.key for part in state.values()},
-        "biases": {name: bias.clone() for name, bias in module.named_buffers() if name.endswith("expert_bias")},
-        "initialized": parallel_state.model_parallel_is_initialized(),
-    }
-    close(parts)
+    with open_loaded(rank, flags, world_size) as (parts, _):
+        module = unwrap_model(parts.built.model.language_model)
+        state = module.sharded_state_dict(metadata={"dp_cp_group": parts.grids.collections[LANGUAGE].dp_cp})
+        found = {
+            "parameters": sum(parameter.numel() for parameter in module.parameters()),
+            "dtypes": {parameter.dtype for parameter in module.parameters()},
+            "missing": [name for name, _ in module.named_parameters() if name not in state],
+            "keys": {part.key for part in state.values()},
+            "biases": {name: bias.clone() for name, bias in module.named_buffers() if name.endswith("expert_bias")},
+            "initialized": parallel_state.model_parallel_is_initialized(),
+        }
     return found

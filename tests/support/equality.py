@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -101,6 +103,24 @@ def make_trainer(config: RunConfig, layout: Layout) -> Any:
     return parts
 
 
+@contextmanager
+def open_trainer(config: RunConfig, layout: Layout) -> Iterator[Any]:
+    """Context of `make_trainer`, whose process groups and watchdog end with it."""
+    parts = make_trainer(config, layout)
+    try:
+        yield parts
+    finally:
+        parts.watchdog.close()
+        parts.grids.destroy()
+
+
+@contextmanager
+def open_training(config: RunConfig, layout: Layout, rank: int) -> Iterator[tuple[Any, Any]]:
+    """Context of a trainer and its loader."""
+    with open_trainer(config, layout) as parts, closing(make_loader(config, layout, rank)) as loader:
+        yield parts, loader
+
+
 def watch_routing(model: torch.nn.Module, found: list[tuple[int, np.ndarray]]) -> list[Any]:
     """Record every router's decision of a forward pass: (layer number, bool `[tokens, experts]`)."""
     from megatron.core.transformer.moe.router import TopKRouter
@@ -130,29 +150,25 @@ def run_layout(rank: int, flags: tuple[str, ...], world_size: int, force_all_red
 
     config = parse_config(*flags)
     layout = validate(config, world_size)
-    parts = make_trainer(config, layout)
-    loader = make_loader(config, layout, rank)
-    outcome = Outcome()
-    routing: list[tuple[int, np.ndarray]] = []
-    note_gradients(parts, outcome)
-    for step in range(NUM_STEPS):
-        microbatches = loader.next_step()
-        hooks = watch_routing(parts.built.model, routing) if step == 0 else []
-        result = train_step(parts, microbatches, force_all_reduce=force_all_reduce and step == 0)
-        if step == 0:
-            outcome.routing = _by_sample(parts, layout, rank, microbatches, routing)
-        for hook in hooks:
-            hook.remove()
-        assert result.success
-        outcome.losses.append(result.loss)
-        outcome.grad_norms.append(result.grad_norm)
-    # An overlapped gather of the last step's parameters would only happen in the next forward pass.
-    parts.built.model.disable_forward_pre_hook()
-    outcome.parameters = read_parameters(parts.built.model)
-    outcome.optimizer_tensors = count_optimizer_tensors(parts)
-    loader.close()
-    parts.watchdog.close()
-    parts.grids.destroy()
+    with open_training(config, layout, rank) as (parts, loader):
+        outcome = Outcome()
+        routing: list[tuple[int, np.ndarray]] = []
+        note_gradients(parts, outcome)
+        for step in range(NUM_STEPS):
+            microbatches = loader.next_step()
+            hooks = watch_routing(parts.built.model, routing) if step == 0 else []
+            result = train_step(parts, microbatches, force_all_reduce=force_all_reduce and step == 0)
+            if step == 0:
+                outcome.routing = _by_sample(parts, layout, rank, microbatches, routing)
+            for hook in hooks:
+                hook.remove()
+            assert result.success
+            outcome.losses.append(result.loss)
+            outcome.grad_norms.append(result.grad_norm)
+        # An overlapped gather of the last step's parameters would only happen in the next forward pass.
+        parts.built.model.disable_forward_pre_hook()
+        outcome.parameters = read_parameters(parts.built.model)
+        outcome.optimizer_tensors = count_optimizer_tensors(parts)
     return outcome
 
 
@@ -228,48 +244,46 @@ def run_oracle(rank: int, flags: tuple[str, ...], num_steps: int = NUM_STEPS, fr
         config, layout=type(config.layout)(layout="colocated"), train=replace(config.train, micro_batch_size=1)
     )
     layout = Layout("colocated", 1, (GridSpec("vision"),), GridSpec(LANGUAGE))
-    parts = make_trainer(replace(config, optim=replace(config.optim, use_distributed_optimizer=False)), layout)
-    model = _unwrapped(parts.built.model)
-    loader = make_loader(config, layout, 0)
-    outcome = Outcome(batch_facts={"text_only": 0, "with_images": 0, "different_targets": 0})
-    optimizer = _torch_adam(config, model)
-    device = parts.platform.device
-    routing: list[tuple[int, np.ndarray]] = []
-    for step in range(num_steps):
-        for name, parameter in model.named_parameters() if frozen else ():
-            parameter.requires_grad_(step >= frozen_steps or part_of(name) not in frozen)
-        microbatches = loader.next_step()
-        hooks = watch_routing(model, routing) if step == 0 else []
-        loss_sum, num_tokens = 0.0, 0.0
-        for batch in microbatches:
-            for bridge in model.colocated_comms.values():
-                bridge.begin_step(
-                    [[sum(batch.encoders["vision"].token_counts)]], [[sum(batch.text.token_counts["vision"])]]
-                )
-            MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device))
-            batch = batch.to(device)
-            loss = (model(batch) * batch.text.loss_mask).sum()
-            loss.backward()
-            loss_sum += loss.item()
-            num_tokens += batch.text.loss_mask.sum().item()
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad /= num_tokens
-        if step == 0:
-            outcome.gradients = read_gradients(model)
-            outcome.routing = _by_sample(parts, layout, 0, microbatches, routing)
-            _note_facts(outcome, microbatches)
-        for hook in hooks:
-            hook.remove()
-        outcome.losses.append(loss_sum / num_tokens)
-        outcome.grad_norms.append(torch.nn.utils.clip_grad_norm_(parameters, config.optim.clip_grad).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    outcome.parameters = read_parameters(model)
-    parts.watchdog.close()
-    parts.grids.destroy()
+    with open_trainer(replace(config, optim=replace(config.optim, use_distributed_optimizer=False)), layout) as parts:
+        model = _unwrapped(parts.built.model)
+        loader = make_loader(config, layout, 0)
+        outcome = Outcome(batch_facts={"text_only": 0, "with_images": 0, "different_targets": 0})
+        optimizer = _torch_adam(config, model)
+        device = parts.platform.device
+        routing: list[tuple[int, np.ndarray]] = []
+        for step in range(num_steps):
+            for name, parameter in model.named_parameters() if frozen else ():
+                parameter.requires_grad_(step >= frozen_steps or part_of(name) not in frozen)
+            microbatches = loader.next_step()
+            hooks = watch_routing(model, routing) if step == 0 else []
+            loss_sum, num_tokens = 0.0, 0.0
+            for batch in microbatches:
+                for bridge in model.colocated_comms.values():
+                    bridge.begin_step(
+                        [[sum(batch.encoders["vision"].token_counts)]], [[sum(batch.text.token_counts["vision"])]]
+                    )
+                MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device))
+                batch = batch.to(device)
+                loss = (model(batch) * batch.text.loss_mask).sum()
+                loss.backward()
+                loss_sum += loss.item()
+                num_tokens += batch.text.loss_mask.sum().item()
+            parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                parameter.grad /= num_tokens
+            if step == 0:
+                outcome.gradients = read_gradients(model)
+                outcome.routing = _by_sample(parts, layout, 0, microbatches, routing)
+                _note_facts(outcome, microbatches)
+            for hook in hooks:
+                hook.remove()
+            outcome.losses.append(loss_sum / num_tokens)
+            outcome.grad_norms.append(torch.nn.utils.clip_grad_norm_(parameters, config.optim.clip_grad).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        outcome.parameters = read_parameters(model)
     return outcome
 
 

@@ -48,15 +48,11 @@ def count(rank: int, flags: tuple[str, ...], packed: bool = False) -> Counted:
 
     config = parse(list(flags))
     layout, provider = validate(config, 1), model_provider(config.model.model_provider)
-    parts = equality.make_trainer(config, layout)
-    try:
+    with equality.open_trainer(config, layout) as parts:
         microbatches = _packed(parts) if packed else _loaded(parts, rank)
         begin_mtp_step(parts.built.model.mtp, microbatches, parts.grids.collections.get(LANGUAGE), torch.device("cpu"))
         with FlopCounterMode(display=False) as counter:
             run_schedule(parts, microbatches, forward_step, forward_only=False)
-    finally:
-        parts.watchdog.close()
-        parts.grids.destroy()
     meter = FlopsMeter.of(config, provider, layout, impl="local", device_name="")
     assert meter is not None
     work = workload(microbatches, [encoder.name for encoder in layout.encoders])
@@ -75,12 +71,8 @@ def work_of(rank: int, flags: tuple[str, ...], world_size: int) -> Workload:
     from mimo.training.step import train_step
 
     config = parse(list(flags))
-    parts = equality.make_trainer(config, validate(config, world_size))
-    try:
+    with equality.open_trainer(config, validate(config, world_size)) as parts:
         return train_step(parts, _loaded(parts, rank)).work
-    finally:
-        parts.watchdog.close()
-        parts.grids.destroy()
 
 
 def _by_module(counter: FlopCounterMode, names: Sequence[str]) -> dict[str, float]:

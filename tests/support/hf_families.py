@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -259,16 +259,10 @@ def _batches(rank: int, flags: tuple[str, ...], world_size: int) -> list[Microba
         loader.close()
 
 
-@contextlib.contextmanager
-def trainer_of(flags: tuple[str, ...], world_size: int) -> Iterator[Any]:
-    """A trainer of this rank; see `flags_of`."""
+def trainer_of(flags: tuple[str, ...], world_size: int) -> contextlib.AbstractContextManager[Any]:
+    """Open a trainer of this rank; see `flags_of`."""
     config = equality.parse(list(flags))
-    parts = equality.make_trainer(config, validate(config, world_size))
-    try:
-        yield parts
-    finally:
-        parts.watchdog.close()
-        parts.grids.destroy()
+    return equality.open_trainer(config, validate(config, world_size))
 
 
 def load(parts: Any, **folders: str) -> Any:

@@ -93,9 +93,7 @@ def gathered_after_a_step(rank: int, flags: tuple[str, ...], world_size: int,
 
     config = equality.parse_config(*flags)
     layout, provider = validate(config, world_size), model_provider(config.model.model_provider)
-    parts = equality.make_trainer(config, layout)
-    loader = equality.make_loader(config, layout, rank)
-    try:
+    with equality.open_training(config, layout, rank) as (parts, loader):
         train_step(parts, loader.next_step())
         found = build_trainer_shards(parts.built, parts.grids, provider, config.model_family, "float32")
         live = LiveTensors(parts.built)
@@ -105,10 +103,6 @@ def gathered_after_a_step(rank: int, flags: tuple[str, ...], world_size: int,
         was_open = any(not torch.equal(value, live.view(part.address, part.box.sizes))
                        for part, value in zip(found.slices, before, strict=True))
         export_model(parts.built, parts.grids, provider, config.model_family, out)
-    finally:
-        loader.close()
-        parts.watchdog.close()
-        parts.grids.destroy()
     return tensors, was_open
 
 

@@ -133,36 +133,33 @@ def run_layout(rank: int, flags: tuple[str, ...], world_size: int, how: Rows) ->
 
     config = parse_config(*flags)
     layout = validate(config, world_size)
-    parts, outcome = equality.make_trainer(config, layout), MtpOutcome()
-    loader = equality.make_loader(config, layout, rank)
-    state = run_state(parts, loader)
-    progress, _ = start(state, model_provider(config.model.model_provider), loader, parts.watchdog)
-    lane, lanes = layout.language.coordinates(rank)["dp"], layout.language.dp
-    equality.note_gradients(parts, outcome)
-    with mistakes()[how.mistake]:
-        while progress.iteration < equality.NUM_STEPS:
-            rows = make_rows(progress.iteration, how.packed)[lane::lanes]
-            size = len(rows) // num_microbatches(config)
-            whole = [microbatch(rows[start:start + size], how).text for start in range(0, len(rows), size)]
-            place = layout.language.coordinates(rank)["cp"]
-            microbatches = [Microbatch(with_part(text, layout.language.cp, place), {}) for text in whole if text]
-            result = train_step(parts, microbatches, force_all_reduce=progress.iteration == 0)
-            assert result.success
-            progress.iteration += 1
-            outcome.losses.append(result.loss)
-            outcome.grad_norms.append(result.grad_norm)
-            outcome.mtp_losses.append(
-                list(mtp_losses(parts.built.model.mtp, parts.grids.collections[LANGUAGE]).values()))
-            if config.checkpoint.save is not None and progress.iteration == 1:
-                saver = Saver(state, parts.watchdog)
-                saver.save(replace(progress))
-                saver.finish()
-    # An overlapped gather of the last step's parameters would only happen in the next forward pass.
-    parts.built.model.disable_forward_pre_hook()
-    outcome.parameters = read_parameters(parts.built.model)
-    loader.close()
-    parts.watchdog.close()
-    parts.grids.destroy()
+    outcome = MtpOutcome()
+    with equality.open_training(config, layout, rank) as (parts, loader):
+        state = run_state(parts, loader)
+        progress, _ = start(state, model_provider(config.model.model_provider), loader, parts.watchdog)
+        lane, lanes = layout.language.coordinates(rank)["dp"], layout.language.dp
+        equality.note_gradients(parts, outcome)
+        with mistakes()[how.mistake]:
+            while progress.iteration < equality.NUM_STEPS:
+                rows = make_rows(progress.iteration, how.packed)[lane::lanes]
+                size = len(rows) // num_microbatches(config)
+                whole = [microbatch(rows[start:start + size], how).text for start in range(0, len(rows), size)]
+                place = layout.language.coordinates(rank)["cp"]
+                microbatches = [Microbatch(with_part(text, layout.language.cp, place), {}) for text in whole if text]
+                result = train_step(parts, microbatches, force_all_reduce=progress.iteration == 0)
+                assert result.success
+                progress.iteration += 1
+                outcome.losses.append(result.loss)
+                outcome.grad_norms.append(result.grad_norm)
+                outcome.mtp_losses.append(
+                    list(mtp_losses(parts.built.model.mtp, parts.grids.collections[LANGUAGE]).values()))
+                if config.checkpoint.save is not None and progress.iteration == 1:
+                    saver = Saver(state, parts.watchdog)
+                    saver.save(replace(progress))
+                    saver.finish()
+        # An overlapped gather of the last step's parameters would only happen in the next forward pass.
+        parts.built.model.disable_forward_pre_hook()
+        outcome.parameters = read_parameters(parts.built.model)
     return outcome
 
 
@@ -174,15 +171,11 @@ def load_weights_alone(rank: int, flags: tuple[str, ...], world_size: int, folde
 
     config = parse_config(*flags, "--load", folder, "--finetune")
     layout = validate(config, world_size)
-    parts = equality.make_trainer(config, layout)
-    loader = equality.make_loader(config, layout, rank)
-    state, found = run_state(parts, loader), paths.find(Path(folder), None)
-    assert found is not None
-    loaded = load_checkpoint(state, found, parts.watchdog)
-    load_weights(state, found, parts.watchdog, "--ref-load")
-    loader.close()
-    parts.watchdog.close()
-    parts.grids.destroy()
+    with equality.open_training(config, layout, rank) as (parts, loader):
+        state, found = run_state(parts, loader), paths.find(Path(folder), None)
+        assert found is not None
+        loaded = load_checkpoint(state, found, parts.watchdog)
+        load_weights(state, found, parts.watchdog, "--ref-load")
     return loaded.notes
 
 
@@ -209,41 +202,39 @@ def run_plain(rank: int, flags: tuple[str, ...], packed: bool = False) -> MtpOut
 
     config = parse_config(*flags)
     layout = validate(config, 1)
-    parts = equality.make_trainer(
-        replace(config, optim=replace(config.optim, use_distributed_optimizer=False)), layout)
-    model = equality._unwrapped(parts.built.model)
-    depths = config.model_family.num_mtp_depths
-    optimizer = equality._torch_adam(config, model)
-    outcome = MtpOutcome()
-    for step in range(equality.NUM_STEPS):
-        units = [unit for row in make_rows(step, packed) for unit in (_alone(row) if packed else [_padded(row[0])])]
-        places = [[targets_of(unit, depth) for depth in range(depths + 1)] for unit in units]
-        counts = [sum(len(found[depth]) for found in places) for depth in range(depths + 1)]
-        MoEAuxLossAutoScaler.set_loss_scale(torch.full((1,), 1 / counts[0]))
-        sums = torch.zeros(depths + 1)
-        for unit, found in zip(units, places, strict=True):
-            losses = plain_losses(model.language_model, unit, found)
-            weights = torch.tensor([1.0, *[FACTOR / depths] * depths]) / torch.tensor(counts)
-            loss = (losses * weights).sum()
-            if loss.requires_grad:  # padding of a packed row has no target
-                loss.backward()
-            sums += losses.detach()
-        parameters = list(model.parameters())
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        _move_expert_biases(model, config.model_family.moe_router_bias_update_rate)
-        if step == 0:
-            outcome.gradients = read_gradients(model)
-        main, *further = (sums / torch.tensor(counts)).tolist()
-        outcome.losses.append(main)
-        outcome.mtp_losses.append(further)
-        outcome.grad_norms.append(torch.nn.utils.clip_grad_norm_(parameters, config.optim.clip_grad).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    outcome.parameters = read_parameters(model)
-    parts.watchdog.close()
-    parts.grids.destroy()
+    whole = replace(config, optim=replace(config.optim, use_distributed_optimizer=False))
+    with equality.open_trainer(whole, layout) as parts:
+        model = equality._unwrapped(parts.built.model)
+        depths = config.model_family.num_mtp_depths
+        optimizer = equality._torch_adam(config, model)
+        outcome = MtpOutcome()
+        for step in range(equality.NUM_STEPS):
+            units = [unit for row in make_rows(step, packed) for unit in (_alone(row) if packed else [_padded(row[0])])]
+            places = [[targets_of(unit, depth) for depth in range(depths + 1)] for unit in units]
+            counts = [sum(len(found[depth]) for found in places) for depth in range(depths + 1)]
+            MoEAuxLossAutoScaler.set_loss_scale(torch.full((1,), 1 / counts[0]))
+            sums = torch.zeros(depths + 1)
+            for unit, found in zip(units, places, strict=True):
+                losses = plain_losses(model.language_model, unit, found)
+                weights = torch.tensor([1.0, *[FACTOR / depths] * depths]) / torch.tensor(counts)
+                loss = (losses * weights).sum()
+                if loss.requires_grad:  # padding of a packed row has no target
+                    loss.backward()
+                sums += losses.detach()
+            parameters = list(model.parameters())
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            _move_expert_biases(model, config.model_family.moe_router_bias_update_rate)
+            if step == 0:
+                outcome.gradients = read_gradients(model)
+            main, *further = (sums / torch.tensor(counts)).tolist()
+            outcome.losses.append(main)
+            outcome.mtp_losses.append(further)
+            outcome.grad_norms.append(torch.nn.utils.clip_grad_norm_(parameters, config.optim.clip_grad).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        outcome.parameters = read_parameters(model)
     return outcome
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -121,44 +122,39 @@ def run(rank: int, flags: tuple[str, ...], world_size: int, together: bool, size
     from mimo.training.evaluate import whole_rows
 
     config = parse([*BASE, *(() if "--hybrid-layer-pattern" in flags else LAYERS), *flags])
-    parts = equality.make_trainer(config, validate(config, world_size))
-    packs = make_samples(model_provider(config.model.model_provider).token_spec(config.model_family), sizes)
-    if together:
-        rows, lanes = [join(samples) for samples in packs], parts.grids.layout.num_lanes
-        groups = [rows[start : start + lanes] for start in range(0, len(rows), lanes)]
-        batches = [microbatch(group, parts, config.train.seq_length) for group in groups]
-    else:
-        batches = [microbatch([sample], parts, None) for samples in packs for sample in samples]
-    outcome = Outcome()
+    with equality.open_trainer(config, validate(config, world_size)) as parts:
+        packs = make_samples(model_provider(config.model.model_provider).token_spec(config.model_family), sizes)
+        if together:
+            rows, lanes = [join(samples) for samples in packs], parts.grids.layout.num_lanes
+            groups = [rows[start : start + lanes] for start in range(0, len(rows), lanes)]
+            batches = [microbatch(group, parts, config.train.seq_length) for group in groups]
+        else:
+            batches = [microbatch([sample], parts, None) for samples in packs for sample in samples]
+        outcome = Outcome()
 
-    def collect(batch: Microbatch, losses: torch.Tensor) -> Any:
-        text = batch.text
-        assert text is not None
-        whole = whole_rows(text, losses.detach(), parts.grids.collections["language"].cp)
-        whole = (whole * text.loss_mask).numpy()[0]
-        starts = [0, len(whole)] if text.packed is None else text.packed.cu_seqlens.tolist()
-        outcome.rows.append(tuple(np.diff(starts).tolist()))
-        # Behind the last sample comes the padding.
-        for key, start, length in zip(text.keys[0].split(), starts, text.lengths[0], strict=False):
-            outcome.losses[key] = whole[start : start + length]
-        return step.loss_function(batch, losses)
+        def collect(batch: Microbatch, losses: torch.Tensor) -> Any:
+            text = batch.text
+            assert text is not None
+            whole = whole_rows(text, losses.detach(), parts.grids.collections["language"].cp)
+            whole = (whole * text.loss_mask).numpy()[0]
+            starts = [0, len(whole)] if text.packed is None else text.packed.cu_seqlens.tolist()
+            outcome.rows.append(tuple(np.diff(starts).tolist()))
+            # Behind the last sample comes the padding.
+            for key, start, length in zip(text.keys[0].split(), starts, text.lengths[0], strict=False):
+                outcome.losses[key] = whole[start : start + length]
+            return step.loss_function(batch, losses)
 
-    def forward(microbatches: Iterator[Microbatch], model: Any) -> Any:
-        batch = next(microbatches)
-        return model(batch), partial(collect, batch)
+        def forward(microbatches: Iterator[Microbatch], model: Any) -> Any:
+            batch = next(microbatches)
+            return model(batch), partial(collect, batch)
 
-    def keep_gradients() -> tuple[bool, float, int]:
-        outcome.gradients = read_gradients(parts.built.model)
-        return True, 0.0, 0
+        def keep_gradients() -> tuple[bool, float, int]:
+            outcome.gradients = read_gradients(parts.built.model)
+            return True, 0.0, 0
 
-    parts.optimizer.step = keep_gradients
-    original, step.forward_step = step.forward_step, forward
-    try:
-        step.train_step(parts, batches, force_all_reduce=True)
-    finally:
-        step.forward_step = original
-        parts.watchdog.close()
-        parts.grids.destroy()
+        parts.optimizer.step = keep_gradients
+        with mock.patch.object(step, "forward_step", forward):
+            step.train_step(parts, batches, force_all_reduce=True)
     return outcome
 
 

@@ -11,7 +11,7 @@ from mimo.config.rl import RlConfig
 from mimo.rl.policy import PolicyResult, PolicyTrainer
 from mimo.rl.rollouts import Completion
 from tests.support.global_state import Piece, read_parameters
-from tests.support.policy_updates import completions, make_trainer
+from tests.support.policy_updates import completions, open_trainer
 
 # Its second layer has experts, whose routers have a bias.
 FLAGS = """--model-provider deepseek_v3 --dataset-provider mock --device cpu --no-bf16 --transformer-impl local
@@ -52,16 +52,14 @@ def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig,
     """
     from megatron.core.transformer.moe.router import TopKRouter
 
-    parts = make_trainer(flags, world_size, config, FLAGS)
-    found = [dataclasses.replace(each, reward=1.0) for each in completions(0)]
-    if alike:
-        found = [_as(each, found[0]) for each in found]
-    outcome = Outcome(results=[PolicyTrainer(parts, config, 93, pad_token_id=0).update(found)])
-    outcome.after = read_parameters(parts.built.model)
-    outcome.biases = {part.layer_number: part.expert_bias.clone() for part in parts.built.model.modules()
-                      if isinstance(part, TopKRouter)}
-    parts.watchdog.close()
-    parts.grids.destroy()
+    with open_trainer(flags, world_size, config, FLAGS) as parts:
+        found = [dataclasses.replace(each, reward=1.0) for each in completions(0)]
+        if alike:
+            found = [_as(each, found[0]) for each in found]
+        outcome = Outcome(results=[PolicyTrainer(parts, config, 93, pad_token_id=0).update(found)])
+        outcome.after = read_parameters(parts.built.model)
+        outcome.biases = {part.layer_number: part.expert_bias.clone() for part in parts.built.model.modules()
+                          if isinstance(part, TopKRouter)}
     return outcome
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -90,10 +91,11 @@ def other_reference(parts: Any) -> ReferencePolicy:
 MODEL = (*FLAGS, *MOE, "--adam-eps", "1e-4", "--lr", "1e-2")
 
 
-def make_trainer(flags: tuple[str, ...], world_size: int, config: RlConfig, model: Sequence[str] = MODEL) -> Any:
-    """Return a small mixture of experts on this rank, with microbatches as long as the algorithm says."""
+def open_trainer(flags: tuple[str, ...], world_size: int, config: RlConfig, model: Sequence[str] = MODEL
+                 ) -> contextlib.AbstractContextManager[Any]:
+    """Open a small mixture of experts on this rank, with microbatches as long as the algorithm says."""
     run = parse([*model, "--seq-length", str(config.max_tokens_per_microbatch), *flags])
-    return equality.make_trainer(run, validate(run, world_size))
+    return equality.open_trainer(run, validate(run, world_size))
 
 
 def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig, spoil: bool = False,
@@ -109,37 +111,33 @@ def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig,
         num_rollouts: each of other completions.
         max_gen_kl: limit of gen-kl.
     """
-    parts = make_trainer(flags, world_size, config)
-    outcome = Outcome(before=read_parameters(parts.built.model))
-    reference = other_reference(parts) if config.kl_coeff else None
-    trainer = PolicyTrainer(parts, config, VOCAB_SIZE, pad_token_id=0, reference=reference, max_gen_kl=max_gen_kl)
-    if spoil:
-        with torch.no_grad():
-            for parameter in parts.built.model.parameters():
-                parameter.fill_(math.nan)
-    try:
-        outcome.results = [trainer.update(completions(step)) for step in range(num_rollouts)]
-    except (ValueError, ReportedElsewhereError) as error:
-        outcome.error = f"{type(error).__name__}: {error}"
-    outcome.after = read_parameters(parts.built.model)
-    parts.watchdog.close()
-    parts.grids.destroy()
+    with open_trainer(flags, world_size, config) as parts:
+        outcome = Outcome(before=read_parameters(parts.built.model))
+        reference = other_reference(parts) if config.kl_coeff else None
+        trainer = PolicyTrainer(parts, config, VOCAB_SIZE, pad_token_id=0, reference=reference, max_gen_kl=max_gen_kl)
+        if spoil:
+            with torch.no_grad():
+                for parameter in parts.built.model.parameters():
+                    parameter.fill_(math.nan)
+        try:
+            outcome.results = [trainer.update(completions(step)) for step in range(num_rollouts)]
+        except (ValueError, ReportedElsewhereError) as error:
+            outcome.error = f"{type(error).__name__}: {error}"
+        outcome.after = read_parameters(parts.built.model)
     return outcome
 
 
 def update_by_halves(rank: int, config: RlConfig) -> Outcome:
     """Take an update on each half of the completions; the log-probs of both are those before the first."""
-    parts = make_trainer((), 1, config)
-    trainer = PolicyTrainer(parts, config, VOCAB_SIZE, pad_token_id=0, reference=other_reference(parts))
-    outcome, found = Outcome(), completions(0)
-    middle = len(found) // 2
-    fixed = [trainer._fixed_log_probs(trainer.microbatches(half)) for half in (found[:middle], found[middle:])]
-    for half, log_probs in zip((found[:middle], found[middle:]), fixed, strict=True):
-        with mock.patch.object(trainer, "_fixed_log_probs", lambda _, given=log_probs: given):
-            outcome.results.append(trainer.update(half))
-    outcome.after = read_parameters(parts.built.model)
-    parts.watchdog.close()
-    parts.grids.destroy()
+    with open_trainer((), 1, config) as parts:
+        trainer = PolicyTrainer(parts, config, VOCAB_SIZE, pad_token_id=0, reference=other_reference(parts))
+        outcome, found = Outcome(), completions(0)
+        middle = len(found) // 2
+        fixed = [trainer._fixed_log_probs(trainer.microbatches(half)) for half in (found[:middle], found[middle:])]
+        for half, log_probs in zip((found[:middle], found[middle:]), fixed, strict=True):
+            with mock.patch.object(trainer, "_fixed_log_probs", lambda _, given=log_probs: given):
+                outcome.results.append(trainer.update(half))
+        outcome.after = read_parameters(parts.built.model)
     return outcome
 
 
@@ -148,31 +146,30 @@ def watched_update(rank: int, flags: tuple[str, ...], world_size: int, config: R
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.utils import get_model_config
 
-    parts, seen = make_trainer(flags, world_size, config), Schedule()
+    seen = Schedule()
+    with open_trainer(flags, world_size, config) as parts:
 
-    def noted(**groups: Any) -> Any:
-        schedule = get_forward_backward_func(**groups)
+        def noted(**groups: Any) -> Any:
+            schedule = get_forward_backward_func(**groups)
 
-        def run(**arguments: Any) -> Any:
-            seen.calls.append((arguments["num_microbatches"], arguments["forward_only"]))
-            return schedule(**arguments)
+            def run(**arguments: Any) -> Any:
+                seen.calls.append((arguments["num_microbatches"], arguments["forward_only"]))
+                return schedule(**arguments)
 
-        return run
+            return run
 
-    def note_passes(model: Any, arguments: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            seen.passes += "F"
-            tensor = next(iter(output.values())) if isinstance(output, dict) else output[0]
-            tensor.register_hook(note_backward)
+        def note_passes(model: Any, arguments: Any, output: Any) -> None:
+            if torch.is_grad_enabled():
+                seen.passes += "F"
+                tensor = next(iter(output.values())) if isinstance(output, dict) else output[0]
+                tensor.register_hook(note_backward)
 
-    def note_backward(gradient: torch.Tensor) -> None:
-        seen.passes += "B"
+        def note_backward(gradient: torch.Tensor) -> None:
+            seen.passes += "B"
 
-    parts.built.model.register_forward_hook(note_passes)
-    seen.finalizes = get_model_config(parts.built.model).finalize_model_grads_func is not None
-    with mock.patch("mimo.training.step.get_forward_backward_func", noted):
-        result = PolicyTrainer(parts, config, VOCAB_SIZE, pad_token_id=0).update(completions(0))
-    seen.grad_norm = result.grad_norm
-    parts.watchdog.close()
-    parts.grids.destroy()
+        parts.built.model.register_forward_hook(note_passes)
+        seen.finalizes = get_model_config(parts.built.model).finalize_model_grads_func is not None
+        with mock.patch("mimo.training.step.get_forward_backward_func", noted):
+            result = PolicyTrainer(parts, config, VOCAB_SIZE, pad_token_id=0).update(completions(0))
+        seen.grad_norm = result.grad_norm
     return seen

@@ -47,24 +47,23 @@ def probe(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig) 
 
     run = parsed(config, flags)
     layout = validate(run, world_size)
-    parts: Any = equality.make_trainer(run, layout)
-    images = ImageTokens.of(model_provider("llava"), run.model_family, layout)
-    policy = PolicyTrainer(parts, config, VOCAB_SIZE, 0, images, PictureSet() if needs_pixels(layout, rank) else None)
-    engine = Engine()
-    made = RefitProbe(run, policy, PictureSet() if rank == 0 else None, engine if rank == 0 else None, VOCAB_SIZE)
-    before = [parameter.detach().clone() for parameter in parts.built.model.parameters()]
-    found, told = made.expect(), []
-    with made.scrambled() as other:
-        pass
-    after = list(parts.built.model.parameters())
-    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True)), "weights come back bit by bit"
-    for change in (0.0, 0.01):
-        engine.answers = [[0.0 if value is None else value + change for value in row] for row in found.logprobs]
-        try:
-            made.compare(found, "the weights")
-            told.append("")
-        except (RefitError, ReportedElsewhereError) as error:
-            told.append(f"{type(error).__name__}: {error}")
-    parts.watchdog.close()
-    parts.grids.destroy()
+    with equality.open_trainer(run, layout) as parts:
+        images = ImageTokens.of(model_provider("llava"), run.model_family, layout)
+        prompts = PictureSet() if needs_pixels(layout, rank) else None
+        policy = PolicyTrainer(parts, config, VOCAB_SIZE, 0, images, prompts)
+        engine = Engine()
+        made = RefitProbe(run, policy, PictureSet() if rank == 0 else None, engine if rank == 0 else None, VOCAB_SIZE)
+        before = [parameter.detach().clone() for parameter in parts.built.model.parameters()]
+        found, told = made.expect(), []
+        with made.scrambled() as other:
+            pass
+        after = list(parts.built.model.parameters())
+        assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True)), "weights come back"
+        for change in (0.0, 0.01):
+            engine.answers = [[0.0 if value is None else value + change for value in row] for row in found.logprobs]
+            try:
+                made.compare(found, "the weights")
+                told.append("")
+            except (RefitError, ReportedElsewhereError) as error:
+                told.append(f"{type(error).__name__}: {error}")
     return [engine.asked] if rank == 0 else [], found, other, told

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,16 +47,10 @@ class Updated:
     error: str = ""
 
 
-@contextlib.contextmanager
-def moe_trainer(flags: tuple[str, ...], world_size: int) -> Iterator[Any]:
-    """A small mixture of experts on this rank."""
+def moe_trainer(flags: tuple[str, ...], world_size: int) -> contextlib.AbstractContextManager[Any]:
+    """Open a small mixture of experts on this rank."""
     run = parse([*FLAGS, *MOE, "--lr", "1e-2", "--seq-length", str(CONFIG.max_tokens_per_microbatch), *flags])
-    parts: Any = equality.make_trainer(run, validate(run, world_size))
-    try:
-        yield parts
-    finally:
-        parts.watchdog.close()
-        parts.grids.destroy()
+    return equality.open_trainer(run, validate(run, world_size))
 
 
 def everything(parts: Any) -> dict[str, np.ndarray]:

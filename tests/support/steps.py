@@ -44,10 +44,10 @@ def inner_optimizers(module_optimizer: Any) -> list[Any]:
     return list(vars(module_optimizer).get("chained_optimizers", [module_optimizer]))
 
 
-@contextlib.contextmanager
 def trainer_of(rank: int, flags: tuple[str, ...], world_size: int, layout: Layout | None = None,
-               parse: Callable[..., Any] = equality.parse_config) -> Iterator[tuple[Any, Any]]:
-    """Build a trainer as in `run_layout`, and its loader, for tests that take their own steps.
+               parse: Callable[..., Any] = equality.parse_config
+               ) -> contextlib.AbstractContextManager[tuple[Any, Any]]:
+    """Open a trainer as in `run_layout`, and its loader, for tests that take their own steps.
 
     Args:
         rank: this process.
@@ -57,15 +57,7 @@ def trainer_of(rank: int, flags: tuple[str, ...], world_size: int, layout: Layou
         parse: makes the configuration.
     """
     config = parse(*flags)
-    layout = layout or validate(config, world_size)
-    parts = equality.make_trainer(config, layout)
-    loader = equality.make_loader(config, layout, rank)
-    try:
-        yield parts, loader
-    finally:
-        loader.close()
-        parts.watchdog.close()
-        parts.grids.destroy()
+    return equality.open_training(config, layout or validate(config, world_size), rank)
 
 
 def run_loop(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str,

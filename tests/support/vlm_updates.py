@@ -120,22 +120,20 @@ def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig,
 
     run = parsed(config, flags, family)
     layout = validate(run, world_size)
-    parts: Any = equality.make_trainer(run, layout)
-    images = ImageTokens.of(model_provider(family), run.model_family, layout)
-    prompts = pictures(family, shift)
-    trainer = PolicyTrainer(parts, config, VOCAB_SIZE, 0, images, prompts if needs_pixels(layout, rank) else None)
-    outcome = Outcome()
-    equality.note_gradients(parts, outcome)
-    try:
-        for step in range(NUM_UPDATES):
-            outcome.results.append(trainer.update(completions(step, family)))
-            outcome.pixels.append(sorted(prompts.drawn))
-            prompts.drawn.clear()
-    except ValueError as error:
-        outcome.error = str(error)
-    outcome.after = read_parameters(parts.built.model)
-    parts.watchdog.close()
-    parts.grids.destroy()
+    with equality.open_trainer(run, layout) as parts:
+        images = ImageTokens.of(model_provider(family), run.model_family, layout)
+        prompts = pictures(family, shift)
+        trainer = PolicyTrainer(parts, config, VOCAB_SIZE, 0, images, prompts if needs_pixels(layout, rank) else None)
+        outcome = Outcome()
+        equality.note_gradients(parts, outcome)
+        try:
+            for step in range(NUM_UPDATES):
+                outcome.results.append(trainer.update(completions(step, family)))
+                outcome.pixels.append(sorted(prompts.drawn))
+                prompts.drawn.clear()
+        except ValueError as error:
+            outcome.error = str(error)
+        outcome.after = read_parameters(parts.built.model)
     return outcome
 
 
@@ -152,29 +150,27 @@ def plain(rank: int, config: RlConfig, family: str = "llava") -> tuple[float, li
     from mimo.registry import model_provider
 
     run = parsed(config, ("--layout", "colocated", "--no-use-distributed-optimizer"), family)
-    parts: Any = equality.make_trainer(run, Layout("colocated", 1, (GridSpec("vision"),), GridSpec(LANGUAGE)))
-    model = equality._unwrapped(parts.built.model)
-    images = ImageTokens.of(model_provider(family), run.model_family, parts.grids.layout)
-    own = completions(0, family)
-    scores = advantages([each.reward for each in own], [each.prompt for each in own], config.advantage)
-    num_tokens, total = sum(LENGTHS), torch.zeros(())
-    for each, score in zip(own, scores, strict=True):
-        logits, ids = _forward(model, images, each, family)
-        log_p = (logits / config.temperature).log_softmax(-1)
-        # Position before each sampled token.
-        places = torch.arange(each.prompt_length - 1, each.length - 1)
-        policy = log_p[places, ids[places + 1]]
-        weights = (policy.detach() - torch.tensor(each.logprobs)).exp().clamp(max=config.importance_cap)
-        entropy = -(log_p[places].exp() * log_p[places]).sum(-1)
-        loss = -(weights * score * (policy - policy.detach()).exp()).sum() - config.entropy_coeff * entropy.sum()
-        (loss / num_tokens).backward()
-        total = total + loss.detach() / num_tokens
-    for parameter in model.parameters():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    gradients = read_gradients(model)
-    parts.watchdog.close()
-    parts.grids.destroy()
+    with equality.open_trainer(run, Layout("colocated", 1, (GridSpec("vision"),), GridSpec(LANGUAGE))) as parts:
+        model = equality._unwrapped(parts.built.model)
+        images = ImageTokens.of(model_provider(family), run.model_family, parts.grids.layout)
+        own = completions(0, family)
+        scores = advantages([each.reward for each in own], [each.prompt for each in own], config.advantage)
+        num_tokens, total = sum(LENGTHS), torch.zeros(())
+        for each, score in zip(own, scores, strict=True):
+            logits, ids = _forward(model, images, each, family)
+            log_p = (logits / config.temperature).log_softmax(-1)
+            # Position before each sampled token.
+            places = torch.arange(each.prompt_length - 1, each.length - 1)
+            policy = log_p[places, ids[places + 1]]
+            weights = (policy.detach() - torch.tensor(each.logprobs)).exp().clamp(max=config.importance_cap)
+            entropy = -(log_p[places].exp() * log_p[places]).sum(-1)
+            loss = -(weights * score * (policy - policy.detach()).exp()).sum() - config.entropy_coeff * entropy.sum()
+            (loss / num_tokens).backward()
+            total = total + loss.detach() / num_tokens
+        for parameter in model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = read_gradients(model)
     return total.item(), gradients
 
 
