@@ -37,6 +37,20 @@ def keep_compiled_kernels() -> None:
     os.environ.setdefault("TRITON_CACHE_DIR", str(folders[1]))
 
 
+# Threads touch pinned memory and torch then registers it with CUDA: 7.9 GB/s on a host with one H200, where memory that
+# CUDA allocated itself came at 1.4 GB/s. Tens of GB are pinned when training state moves to the host.
+PINNED_MEMORY = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+
+
+def choose_pinned_memory() -> None:
+    """Add `PINNED_MEMORY` to the settings of torch's allocator, unless the user has chosen how memory is pinned."""
+    name = next((name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if os.environ.get(name)),
+                "PYTORCH_ALLOC_CONF")
+    given = os.environ.get(name, "")
+    if "pinned_use_cuda_host_register" not in given:
+        os.environ[name] = ",".join(filter(None, (given, PINNED_MEMORY)))
+
+
 class CudaPlatform(Platform):
     """Platform of processes with one GPU each."""
 
@@ -46,9 +60,10 @@ class CudaPlatform(Platform):
         self.backend = "nccl"
 
     def install(self) -> None:
-        """Have NCCL record its last collectives for stall reports, and compilers keep their kernels on disk."""
+        """Set what libraries read when they start: records of NCCL, folders of compilers, how memory is pinned."""
         flight_recorder.turn_on()
         keep_compiled_kernels()
+        choose_pinned_memory()
 
     def set_device(self, local_rank: int) -> None:
         """Make GPU `local_rank` current. Raises ValueError if the host has fewer GPUs."""

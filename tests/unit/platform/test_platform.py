@@ -284,3 +284,20 @@ def test_compiled_kernels_are_kept_where_the_user_says_or_in_the_cache(tmp_path,
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     keep_compiled_kernels()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
+@pytest.mark.parametrize(("name", "given", "expected"), [
+    ("PYTORCH_ALLOC_CONF", "", "{ours}"), ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True",
+                                           "expandable_segments:True,{ours}"),
+    ("PYTORCH_ALLOC_CONF", "pinned_use_cuda_host_register:False", "pinned_use_cuda_host_register:False"),
+])
+def test_settings_of_the_allocator_that_the_user_chose_stay(monkeypatch, name, given, expected):
+    from mimo.platform.cuda import PINNED_MEMORY, choose_pinned_memory
+
+    for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, given)
+    choose_pinned_memory()
+    assert os.environ[name] == expected.format(ours=PINNED_MEMORY)
+    choose_pinned_memory()
+    assert os.environ[name].count("pinned_use") == 1
