@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,18 @@ import transformers
 from mimo.config.cli import parse_as
 from mimo.config.rl import RlConfig
 from mimo.config.rl_run import DESCRIPTION, RlRunConfig
+from mimo.rl.launch_engine import engine_options
 from mimo.rl.losses import SampledTokens, importance_weights, mismatch_metrics, mismatch_totals
-from mimo.rollout.engine import Rollout, Sampling
-from tests.support.rl_engine import answers
+from mimo.rollout.engine import Rollout, RolloutEngine, Sampling
+
+
+def answers(config: RlRunConfig, folder: str, prompts: Sequence[Sequence[int]],
+            samplings: Sequence[Sampling]) -> list[list[list[Rollout]]]:
+    """Return the engine's answers to all prompts for each way of sampling."""
+    engine = RolloutEngine(replace(engine_options(config, Path(folder)), load_format="auto"))
+    asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    return [engine.generate(asked, sampling, seeds=range(len(prompts))) for sampling in samplings]
+
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
