@@ -9,6 +9,7 @@ from mimo.config.toml_file import flag_name
 from mimo.grid.spec import GridSpec
 from mimo.protocols import ParameterShape
 from providers.common.checks import Problems, divisors, image_flags
+from providers.common.vision import layer_shapes, norm_shapes
 
 NUM_CHANNELS = 3
 
@@ -156,29 +157,18 @@ def check_radio_grid(config: RadioConfig, grid: GridSpec, problems: Problems) ->
 
 def radio_shapes(config: RadioConfig, language_size: int) -> list[ParameterShape]:
     """Return every parameter of encoder and projector; `language_size` is the width of the language model."""
-    hidden, layers, inner = config.vision_hidden_size, config.vision_num_layers, config.vision_ffn_hidden_size
+    hidden = config.vision_hidden_size
     pixels, projected = config.vision_num_channels * config.vision_patch_size**2, config.projector_hidden_size
-
-    def norm(name: str, count: int = 1, stage: str = "layer") -> list[ParameterShape]:
-        return [ParameterShape(f"{name}.{kind}", (hidden,), count, "none", stage) for kind in ("weight", "bias")]
 
     shapes = [ParameterShape("embedder.weight", (hidden, pixels), 1, "tp", "first"),
               ParameterShape("position_embeddings", (1, config.num_positions, hidden), 1, "none", "first")]
     if config.vision_class_token_len:
         shapes.append(ParameterShape("class_token", (config.vision_class_token_len, hidden), 1, "none", "first"))
-    shapes += norm("input_layernorm", layers) + norm("pre_mlp_layernorm", layers)
+    shapes += layer_shapes(hidden, config.vision_num_layers, config.vision_ffn_hidden_size)
     if config.vision_final_layernorm:
-        shapes += norm("final_layernorm", stage="last")
+        shapes += norm_shapes("final_layernorm", hidden, stage="last")
     return [
         *shapes,
-        ParameterShape("self_attention.linear_qkv.weight", (3 * hidden, hidden), layers, "tp"),
-        ParameterShape("self_attention.linear_qkv.bias", (3 * hidden,), layers, "tp"),
-        ParameterShape("self_attention.linear_proj.weight", (hidden, hidden), layers, "tp"),
-        ParameterShape("self_attention.linear_proj.bias", (hidden,), layers),
-        ParameterShape("mlp.linear_fc1.weight", (inner, hidden), layers, "tp"),
-        ParameterShape("mlp.linear_fc1.bias", (inner,), layers, "tp"),
-        ParameterShape("mlp.linear_fc2.weight", (hidden, inner), layers, "tp"),
-        ParameterShape("mlp.linear_fc2.bias", (hidden,), layers),
         ParameterShape("projector.norm.weight", (config.feature_size,), 1, "none", "last"),
         ParameterShape("projector.linear_fc1.weight", (projected, config.feature_size), 1, "tp", "last"),
         ParameterShape("projector.linear_fc2.weight", (language_size, projected), 1, "tp", "last"),

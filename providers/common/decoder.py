@@ -158,13 +158,7 @@ def check_decoder_grid(config: DecoderConfig, grid: GridSpec, seq_length: int, p
         problems.add(f"--llm-pp-layout {','.join(map(str, grid.stage_layers))} has {sum(grid.stage_layers)} layers, "
                      f"--num-layers {config.num_layers}")
     problems.divides("num_attention_heads", config.num_attention_heads, "llm_tp", grid.tp)
-    groups = config.query_groups
-    if groups % grid.tp and grid.tp % groups:
-        problems.add(f"--num-query-groups {groups} and --llm-tp {grid.tp}: one must divide the other")
-    problems.divides("seq_length", seq_length, "llm_tp", grid.tp, multiples=True)
-    problems.shared_rows(seq_length, grid.cp, grid.tp)
-    if seq_length > config.max_position_embeddings:
-        problems.add(f"--seq-length {seq_length} exceeds --max-position-embeddings {config.max_position_embeddings}")
+    check_groups_and_length(config.query_groups, config.max_position_embeddings, grid, seq_length, problems)
     if config.num_experts:
         problems.divides("num_experts", config.num_experts, "llm_ep", grid.ep)
         problems.divides("moe_ffn_hidden_size", config.moe_ffn_hidden_size, "llm_expt_tp", grid.expt_tp)
@@ -172,6 +166,17 @@ def check_decoder_grid(config: DecoderConfig, grid: GridSpec, seq_length: int, p
         problems.divides("ffn_hidden_size", config.ffn_hidden_size, "llm_tp", grid.tp)
         if grid.ep > 1 or grid.expt_tp > 1:
             problems.add(f"--llm-ep {grid.ep} and --llm-expt-tp {grid.expt_tp} need --num-experts above 0")
+
+
+def check_groups_and_length(groups: int, max_positions: int, grid: GridSpec, seq_length: int,
+                            problems: Problems) -> None:
+    """Note query groups and a length of samples that the language grid cannot hold."""
+    if groups % grid.tp and grid.tp % groups:
+        problems.add(f"--num-query-groups {groups} and --llm-tp {grid.tp}: one must divide the other")
+    problems.divides("seq_length", seq_length, "llm_tp", grid.tp, multiples=True)
+    problems.shared_rows(seq_length, grid.cp, grid.tp)
+    if seq_length > max_positions:
+        problems.add(f"--seq-length {seq_length} exceeds --max-position-embeddings {max_positions}")
 
 
 def decoder_shapes(config: DecoderConfig) -> list[ParameterShape]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,26 +68,16 @@ def read_processing(folder: str, side: int, *, any_size: bool,
     kind = name.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
     kinds = [each for each in PROCESSOR_DEFAULTS if (each == TILING) == bool(pinpoints)]
     allow_value(path, "image_processor_type", name, kind in kinds, ", ".join(kinds))
-    defaults = PROCESSOR_DEFAULTS[kind]
-    for key in values.keys() - defaults.keys() - WITHOUT_EFFECT:
-        # Published LLaVA-NeXT models name what their processor does anyway.
-        is_own = kind == TILING and (key, values[key]) == ("aspect_ratio_setting", "anyres")
-        allow_value(path, key, values[key], values[key] is None or values[key] is False or is_own, "null")
-    values = {key: default if values.get(key) is None else values[key] for key, default in defaults.items()}
-    allow_value(path, "do_rescale", values["do_rescale"], bool(values["do_rescale"]), "true")
-    allow_value(path, "rescale_factor", values["rescale_factor"],
-                math.isclose(values["rescale_factor"], 1 / 255, rel_tol=1e-6), f"{1 / 255}")
-    allow_value(path, "resample", values["resample"], values["resample"] in RESAMPLE, "2 (bilinear), 3 (bicubic)")
+    # Published LLaVA-NeXT models name what their processor does anyway.
+    is_named = kind == TILING and values.get("aspect_ratio_setting") == "anyres"
+    ignored = WITHOUT_EFFECT | ({"aspect_ratio_setting"} if is_named else set())
+    values, mean, std = complete_values(path, values, PROCESSOR_DEFAULTS[kind], ignored)
     tiling: Literal["stretch", "crop", "pad", "anyres", "dynamic"] = (
         "dynamic" if any_size else _tiling(path, kind, values, side))
     if pinpoints:
         own = [list(each) for each in pinpoints]
         allow_value(path, "image_grid_pinpoints", values["image_grid_pinpoints"],
                     [list(each) for each in values["image_grid_pinpoints"]] == own, f"{own}, as in config.json")
-    if not values["do_normalize"]:
-        values |= {"image_mean": 0.0, "image_std": 1.0}
-    mean, std = (tuple(map(float, values[key] if isinstance(values[key], list | tuple) else [values[key]]))
-                 for key in ("image_mean", "image_std"))
     return ImageProcessing(tiling, mean, std, RESAMPLE[values["resample"]], source=str(path))
 
 
@@ -96,6 +86,35 @@ def allow_value(path: Path, key: str, value: Any, is_allowed: bool, supported: s
     if not is_allowed:
         raise ValueError(f"{path}: {key} = {value!r} is not supported; supported: {supported}. To ignore the file, "
                          f"give {flags}")
+
+
+def complete_values(path: Path, values: Mapping[str, Any], defaults: Mapping[str, Any], ignored: Set[str],
+                    allow: Callable[..., None] = allow_value) -> (
+        tuple[dict[str, Any], tuple[float, ...], tuple[float, ...]]):
+    """Check what the processors of all families share, and complete the values of a file.
+
+    Args:
+        path: the file.
+        values: its values.
+        defaults: defaults of its class.
+        ignored: further keys that are allowed and not read here.
+        allow: raises the error for a value that is not supported, as `allow_value` does.
+
+    Returns:
+        The values of all keys that have defaults; mean and deviation, one number for all channels or one for each.
+    """
+    for key in values.keys() - defaults.keys() - ignored:
+        allow(path, key, values[key], values[key] is None or values[key] is False, "null")
+    found = {key: default if values.get(key) is None else values[key] for key, default in defaults.items()}
+    allow(path, "do_rescale", found["do_rescale"], bool(found["do_rescale"]), "true")
+    allow(path, "rescale_factor", found["rescale_factor"],
+          math.isclose(found["rescale_factor"], 1 / 255, rel_tol=1e-6), f"{1 / 255}")
+    allow(path, "resample", found["resample"], found["resample"] in RESAMPLE, "2 (bilinear), 3 (bicubic)")
+    if not found["do_normalize"]:
+        return found, (0.0,), (1.0,)
+    mean, std = (tuple(map(float, found[key] if isinstance(found[key], list | tuple) else [found[key]]))
+                 for key in ("image_mean", "image_std"))
+    return found, mean, std
 
 
 def _tiling(path: Path, kind: str, values: dict[str, Any], side: int) -> Literal["stretch", "crop", "pad", "anyres"]:
@@ -158,23 +177,39 @@ def write_processing(folder: Path, side: int, processing: ImageProcessing,
             return ""
     except ValueError:
         pass  # an unsupported processor is not the one of training either
-    path = folder / PROCESSOR
-    outer = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    has_nested = outer.pop("image_processor", None) is not None
     types = {"stretch": "SiglipImageProcessor", "crop": "CLIPImageProcessor", "pad": "LlavaImageProcessor"}
     if pinpoints:
         types = {"anyres": TILING}
+    if processing.tiling not in types:
+        return replace_processor(folder, None, processing)
+    square, kind = {"height": side, "width": side}, types[processing.tiling]
+    values = PROCESSOR_DEFAULTS[kind] | {
+        "image_processor_type": kind, "size": square if kind == "SiglipImageProcessor" else {"shortest_edge": side},
+        "crop_size": None if kind == "SiglipImageProcessor" else square,
+        "do_pad": processing.tiling in ("pad", "anyres")}
+    if pinpoints:
+        values["image_grid_pinpoints"] = [list(each) for each in pinpoints]
+    return replace_processor(folder, values, processing)
+
+
+def replace_processor(folder: Path, values: Mapping[str, Any] | None, processing: ImageProcessing) -> str:
+    """Write the image processor of a folder to both files in which transformers looks for it.
+
+    Args:
+        folder: the folder.
+        values: its values, without those that all families share; None if no processor makes these pixels.
+        processing: how pixels are made.
+
+    Returns:
+        A note on what the folder lacks, or an empty string.
+    """
+    path = folder / PROCESSOR
+    outer = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    has_nested = outer.pop("image_processor", None) is not None
     note = ""
-    if processing.tiling in types:
-        square, kind = {"height": side, "width": side}, types[processing.tiling]
-        values = PROCESSOR_DEFAULTS[kind] | {
-            "image_processor_type": kind, "size": square if kind == "SiglipImageProcessor" else {"shortest_edge": side},
-            "crop_size": None if kind == "SiglipImageProcessor" else square, "do_convert_rgb": True,
-            "resample": next(number for number, name in RESAMPLE.items() if name == processing.resample),
-            "image_mean": three(processing.mean), "image_std": three(processing.std),
-            "do_pad": processing.tiling in ("pad", "anyres")}
-        if pinpoints:
-            values["image_grid_pinpoints"] = [list(each) for each in pinpoints]
+    if values is not None:
+        values = {**values, "do_convert_rgb": True, "resample": resample_number(processing.resample),
+                  "image_mean": three(processing.mean), "image_std": three(processing.std)}
         (folder / PREPROCESSOR).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         if has_nested:
             outer["image_processor"] = values
@@ -185,6 +220,11 @@ def write_processing(folder: Path, side: int, processing: ImageProcessing,
     if has_nested:
         path.write_text(json.dumps(outer, indent=2) + "\n", encoding="utf-8")
     return note
+
+
+def resample_number(name: str) -> int:
+    """Return the number that files have for a kernel."""
+    return next(number for number, kernel in RESAMPLE.items() if kernel == name)
 
 
 def write_llava(config: Any, folder: Path, mean: Sequence[float], std: Sequence[float],

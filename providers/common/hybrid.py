@@ -14,6 +14,7 @@ from mimo.config.toml_file import flag_name
 from mimo.grid.spec import GridSpec
 from mimo.protocols import LANGUAGE, MegatronSource, ParameterShape
 from providers.common.checks import NO_FACTOR, Problems
+from providers.common.decoder import check_groups_and_length
 
 MAMBA, ATTENTION, MOE, MLP = "M", "*", "E", "-"
 SYMBOLS = {MAMBA: "Mamba-2", ATTENTION: "attention", MOE: "mixture of experts", MLP: "dense MLP"}
@@ -236,13 +237,7 @@ def check_hybrid_grid(config: HybridConfig, grid: GridSpec, seq_length: int, pro
         problems.divides(name, getattr(config, name), "llm_tp", grid.tp)
     if MAMBA in config.hybrid_layer_pattern and grid.cp > 1:
         _check_mamba_cp(config, grid, problems)
-    groups = config.num_query_groups
-    if groups % grid.tp and grid.tp % groups:
-        problems.add(f"--num-query-groups {groups} and --llm-tp {grid.tp}: one must divide the other")
-    problems.divides("seq_length", seq_length, "llm_tp", grid.tp, multiples=True)
-    problems.shared_rows(seq_length, grid.cp, grid.tp)
-    if seq_length > config.max_position_embeddings:
-        problems.add(f"--seq-length {seq_length} exceeds --max-position-embeddings {config.max_position_embeddings}")
+    check_groups_and_length(config.num_query_groups, config.max_position_embeddings, grid, seq_length, problems)
     if MLP in config.hybrid_layer_pattern:
         problems.divides("ffn_hidden_size", config.ffn_hidden_size, "llm_tp", grid.tp)
     if MOE in config.hybrid_layer_pattern:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -13,7 +13,6 @@ from mimo.protocols import ImageProcessing, VideoProcessing
 from providers.common.hf_processor import (
     CLIP_MEAN,
     CLIP_STD,
-    PREPROCESSOR,
     PROCESSOR,
     RESAMPLE,
     SIGLIP_MEAN,
@@ -21,9 +20,11 @@ from providers.common.hf_processor import (
     VIDEO_PREPROCESSOR,
     WITHOUT_EFFECT,
     allow_value,
+    complete_values,
     made_up_tokenizer,
     read_file,
-    three,
+    replace_processor,
+    resample_number,
 )
 
 # Patches of the largest image that a processor for a rollout engine leaves as it is, as in the published models.
@@ -88,24 +89,19 @@ def read_qwen_processing(folder: str, config: PatchSizes) -> ImageProcessing | N
     name = str(values.get("image_processor_type"))
     allow_value(path, "image_processor_type", name, name.removesuffix("Fast").removesuffix("Pil") in KINDS,
                 ", ".join(KINDS))
-    for key in values.keys() - DEFAULTS.keys() - LIMITS.keys() - WITHOUT_EFFECT:
-        allow_value(path, key, values[key], values[key] is None or values[key] is False, "null")
-    found = {key: default if values.get(key) is None else values[key] for key, default in DEFAULTS.items()}
-    for key, expected in (
-            ("do_resize", True), ("do_rescale", True), ("patch_size", config.vision_patch_size),
-            ("temporal_patch_size", config.vision_temporal_patch_size),
-            ("merge_size", config.vision_spatial_merge_size)):
-        allow_value(path, key, found[key], found[key] == expected, f"{expected}, as the model has it")
-    allow_value(path, "rescale_factor", found["rescale_factor"],
-                math.isclose(found["rescale_factor"], 1 / 255, rel_tol=1e-6), f"{1 / 255}")
-    allow_value(path, "resample", found["resample"], found["resample"] in RESAMPLE, "2 (bilinear), 3 (bicubic)")
+    found, mean, std = complete_values(path, values, DEFAULTS, WITHOUT_EFFECT | LIMITS.keys())
+    _check_patches(path, found, config, allow_value)
     patches = [_patches(path, values, found["size"], key, config.vision_patch_size) for key in LIMITS]
-    if not found["do_normalize"]:
-        found |= {"image_mean": 0.0, "image_std": 1.0}
-    mean, std = (tuple(map(float, found[key] if isinstance(found[key], list | tuple) else [found[key]]))
-                 for key in ("image_mean", "image_std"))
     return ImageProcessing("smart_resize", mean, std, RESAMPLE[found["resample"]], min_patches=patches[0],
                            max_patches=patches[1], source=str(path))
+
+
+def _check_patches(path: Path, found: dict[str, Any], config: PatchSizes, allow: Callable[..., None]) -> None:
+    """Refuse a processor that does not resize, or whose patches are not the model's."""
+    for key, expected in (("do_resize", True), ("patch_size", config.vision_patch_size),
+                          ("temporal_patch_size", config.vision_temporal_patch_size),
+                          ("merge_size", config.vision_spatial_merge_size)):
+        allow(path, key, found[key], found[key] == expected, f"{expected}, as the model has it")
 
 
 def _patches(path: Path, values: dict[str, Any], size: dict[str, Any], key: str, patch_size: int) -> int:
@@ -127,30 +123,14 @@ def write_qwen_processing(folder: Path, config: PatchSizes, processing: ImagePro
             return ""
     except ValueError:
         pass  # an unsupported processor is not the one of training either
-    path = folder / PROCESSOR
-    outer = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    has_nested = outer.pop("image_processor", None) is not None
-    if processing.tiling == "smart_resize":
-        area = config.vision_patch_size**2
-        limits = {"min_pixels": processing.min_patches * area, "max_pixels": processing.max_patches * area}
-        values = DEFAULTS | limits | {
-            "image_processor_type": KINDS[0], "do_convert_rgb": True,
-            "size": {LIMITS[key]: pixels for key, pixels in limits.items()},
-            "resample": next(number for number, name in RESAMPLE.items() if name == processing.resample),
-            "image_mean": three(processing.mean), "image_std": three(processing.std),
-            "patch_size": config.vision_patch_size, "temporal_patch_size": config.vision_temporal_patch_size,
-            "merge_size": config.vision_spatial_merge_size}
-        (folder / PREPROCESSOR).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        if has_nested:
-            outer["image_processor"] = values
-        note = ""
-    else:
-        (folder / PREPROCESSOR).unlink(missing_ok=True)
-        note = (f"it has no image processor, because no processor of this family makes the pixels of --image-tiling "
-                f"{processing.tiling}, with which the model was trained")
-    if has_nested:
-        path.write_text(json.dumps(outer, indent=2) + "\n", encoding="utf-8")
-    return note
+    if processing.tiling != "smart_resize":
+        return replace_processor(folder, None, processing)
+    area = config.vision_patch_size**2
+    limits = {"min_pixels": processing.min_patches * area, "max_pixels": processing.max_patches * area}
+    return replace_processor(folder, DEFAULTS | limits | {
+        "image_processor_type": KINDS[0], "size": {LIMITS[key]: pixels for key, pixels in limits.items()},
+        "patch_size": config.vision_patch_size, "temporal_patch_size": config.vision_temporal_patch_size,
+        "merge_size": config.vision_spatial_merge_size}, processing)
 
 
 def read_qwen_video_processing(folder: str, config: PatchSizes, rule: Literal["qwen2_5_vl", "qwen3_vl"]) -> (
@@ -174,41 +154,28 @@ def read_qwen_video_processing(folder: str, config: PatchSizes, rule: Literal["q
     if values is None or (of_images and rule == "qwen3_vl"):
         return None
 
-    def allow(key: str, value: Any, is_allowed: bool, supported: str) -> None:
-        allow_value(path, key, value, is_allowed, supported, VIDEO_FLAGS)
-
+    allow = partial(allow_value, flags=VIDEO_FLAGS)
     kind, defaults = VIDEO_KINDS[rule], VIDEO_DEFAULTS[rule]
     name = values.get("video_processor_type", kind)
-    allow("video_processor_type", name, name == kind, kind)
+    allow(path, "video_processor_type", name, name == kind, kind)
     limits = LIMITS if rule == "qwen2_5_vl" else {}
-    for key in values.keys() - defaults.keys() - limits.keys() - WITHOUT_VIDEO_EFFECT:
-        allow(key, values[key], values[key] is None or values[key] is False, "null")
-    found = {key: default if values.get(key) is None else values[key] for key, default in defaults.items()}
-    for key, expected in (
-            ("do_resize", True), ("do_rescale", True), ("patch_size", config.vision_patch_size),
-            ("temporal_patch_size", config.vision_temporal_patch_size),
-            ("merge_size", config.vision_spatial_merge_size)):
-        allow(key, found[key], found[key] == expected, f"{expected}, as the model has it")
-    allow("rescale_factor", found["rescale_factor"],
-          math.isclose(found["rescale_factor"], 1 / 255, rel_tol=1e-6), f"{1 / 255}")
-    allow("resample", found["resample"], found["resample"] in RESAMPLE, "2 (bilinear), 3 (bicubic)")
+    found, mean, std = complete_values(path, values, defaults, WITHOUT_VIDEO_EFFECT | limits.keys(), allow)
     if not found["do_normalize"]:
-        found |= {"image_mean": (0.0,) * 3, "image_std": (1.0,) * 3}
+        mean, std = (0.0,) * 3, (1.0,) * 3
+    _check_patches(path, found, config, allow)
     pixels = {}
     for key, name in LIMITS.items():
         given = values.get(key) if key in limits else None
         pixels[key] = found["size"].get(name, found["size"].get(key)) if given is None else given
-        allow(key, pixels[key], isinstance(pixels[key], int) and pixels[key] > 0, "a number of pixels")
+        allow(path, key, pixels[key], isinstance(pixels[key], int) and pixels[key] > 0, "a number of pixels")
     samples = bool(found["do_sample_frames"])
     number = int(found["num_frames"] or 0) if samples else 0
     rate = float(values.get("fps", defaults["fps"]) or 0) if samples else 0.0
     # transformers fails with both, and its class for Qwen3-VL chooses frames differently with neither.
-    allow("num_frames", number, not (number and rate), f"null beside fps {rate:g}, or this beside fps null")
-    allow("fps", None, bool(number or rate) or not samples or rule == "qwen2_5_vl", "a number")
+    allow(path, "num_frames", number, not (number and rate), f"null beside fps {rate:g}, or this beside fps null")
+    allow(path, "fps", None, bool(number or rate) or not samples or rule == "qwen2_5_vl", "a number")
     return VideoProcessing(
-        rule, *(tuple(map(float, found[key] if isinstance(found[key], list | tuple) else [found[key]]))
-                for key in ("image_mean", "image_std")),
-        rate, found["min_frames"], found["max_frames"],
+        rule, mean, std, rate, found["min_frames"], found["max_frames"],
         **pixels, temporal_patch_size=found["temporal_patch_size"], timestamps=rule == "qwen3_vl",
         resample=RESAMPLE[found["resample"]], num_frames=number,
         max_tokens=found["max_video_tokens"] if found["cap_pixels_per_frame"] else 0, source=str(path))
@@ -227,7 +194,7 @@ def write_qwen_video_processing(folder: Path, config: PatchSizes, processing: Vi
     values = VIDEO_DEFAULTS[rule] | {
         "video_processor_type": VIDEO_KINDS[rule],
         "size": {"shortest_edge": processing.min_pixels, "longest_edge": processing.max_pixels},
-        "resample": next(number for number, name in RESAMPLE.items() if name == processing.resample),
+        "resample": resample_number(processing.resample),
         "image_mean": list(processing.mean), "image_std": list(processing.std),
         "patch_size": config.vision_patch_size, "temporal_patch_size": config.vision_temporal_patch_size,
         "merge_size": config.vision_spatial_merge_size, "min_frames": processing.min_frames,

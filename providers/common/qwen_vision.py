@@ -12,6 +12,7 @@ from mimo.data.positions import TokenGrid
 from mimo.grid.spec import GridSpec
 from mimo.protocols import ParameterShape, VideoSize
 from providers.common.checks import Problems
+from providers.common.vision import layer_shapes, norm_shapes
 
 NUM_CHANNELS = 3
 NORM_EPSILON = 1e-6
@@ -194,33 +195,24 @@ def check_qwen_vision_grid(config: QwenVisionConfig, grid: GridSpec, problems: P
 
 def qwen_vision_shapes(config: QwenVisionConfig, language_size: int) -> list[ParameterShape]:
     """Return every parameter of tower and mergers; `language_size` is the width of the language model."""
-    hidden, layers, inner = config.vision_hidden_size, config.vision_num_layers, config.vision_ffn_hidden_size
-    patch, merged = config.vision_patch_size, config.feature_size
+    hidden, patch, merged = config.vision_hidden_size, config.vision_patch_size, config.feature_size
+    prefix, mergers, first = "projector", 1, list[ParameterShape]()
+    norms = norm_shapes("projector.norm", hidden, 1, "last", has_bias=False)
     # Qwen3-VL has biases in norms and patch embedding, Qwen2.5-VL has RMSNorm and gated MLPs.
-    affine, fc1 = (("weight", "bias"), inner) if isinstance(config, Qwen3VisionConfig) else (("weight",), 2 * inner)
-
-    def norm(name: str, width: int, count: int, stage: str = "layer") -> list[ParameterShape]:
-        return [ParameterShape(f"{name}.{kind}", (width,), count, "none", stage) for kind in affine]
-
-    prefix, mergers, first, norms = "projector", 1, [], norm("projector.norm", hidden, 1, "last")
+    is_third = isinstance(config, Qwen3VisionConfig)
     if isinstance(config, Qwen3VisionConfig):
         prefix, mergers = "mergers", config.num_mergers
         first = [ParameterShape("conv1.bias", (hidden,), 1, "none", "first"),
                  ParameterShape("position_embeddings.weight", (config.vision_num_position_embeddings, hidden), 1,
                                 "none", "first")]
-        norms = [*norm("merger.norm", hidden, 1, "last"), *norm("level_merger.norm", merged, mergers - 1, "last")]
+        norms = [*norm_shapes("merger.norm", hidden, 1, "last"),
+                 *norm_shapes("level_merger.norm", merged, mergers - 1, "last")]
     return [
         ParameterShape("conv1.weight", (hidden, NUM_CHANNELS, config.vision_temporal_patch_size, patch, patch), 1,
                        "none", "first"),
-        *first, *norm("input_layernorm", hidden, layers), *norm("pre_mlp_layernorm", hidden, layers),
-        ParameterShape("self_attention.linear_qkv.weight", (3 * hidden, hidden), layers, "tp"),
-        ParameterShape("self_attention.linear_qkv.bias", (3 * hidden,), layers, "tp"),
-        ParameterShape("self_attention.linear_proj.weight", (hidden, hidden), layers, "tp"),
-        ParameterShape("self_attention.linear_proj.bias", (hidden,), layers),
-        ParameterShape("mlp.linear_fc1.weight", (fc1, hidden), layers, "tp"),
-        ParameterShape("mlp.linear_fc1.bias", (fc1,), layers, "tp"),
-        ParameterShape("mlp.linear_fc2.weight", (hidden, inner), layers, "tp"),
-        ParameterShape("mlp.linear_fc2.bias", (hidden,), layers),
+        *first,
+        *layer_shapes(hidden, config.vision_num_layers, config.vision_ffn_hidden_size, gated=not is_third,
+                      norm_bias=is_third),
         *norms,
         ParameterShape(f"{prefix}.linear_fc1.weight", (merged, merged), mergers, "tp", "last"),
         ParameterShape(f"{prefix}.linear_fc1.bias", (merged,), mergers, "tp", "last"),

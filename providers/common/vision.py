@@ -132,12 +132,9 @@ def vision_shapes(config: VisionConfig, projector_size: int, language_size: int)
         projector_size: inner width of the projector.
         language_size: width of the language model.
     """
-    hidden, layers, inner = config.vision_hidden_size, config.vision_num_layers, config.vision_ffn_hidden_size
+    hidden = config.vision_hidden_size
     patch = (hidden, config.vision_num_channels, config.vision_patch_size, config.vision_patch_size)
     tokens = config.num_patches + int(config.vision_class_token)
-
-    def norm(name: str, count: int = 1, stage: str = "layer") -> list[ParameterShape]:
-        return [ParameterShape(f"{name}.{kind}", (hidden,), count, "none", stage) for kind in ("weight", "bias")]
 
     shapes = [ParameterShape("conv1.weight", patch, 1, "none", "first"),
               ParameterShape("position_embeddings.weight", (tokens, hidden), 1, "none", "first")]
@@ -146,22 +143,46 @@ def vision_shapes(config: VisionConfig, projector_size: int, language_size: int)
     if config.vision_class_token:
         shapes.append(ParameterShape("class_token", (1, 1, hidden), 1, "none", "first"))
     if config.vision_pre_layernorm:
-        shapes += norm("ln_pre", stage="first")
+        shapes += norm_shapes("ln_pre", hidden, stage="first")
     if config.vision_final_layernorm:
-        shapes += norm("ln_post", stage="last")
-    shapes += norm("input_layernorm", layers) + norm("pre_mlp_layernorm", layers)
-    shapes += [
-        ParameterShape("self_attention.linear_qkv.weight", (3 * hidden, hidden), layers, "tp"),
-        ParameterShape("self_attention.linear_qkv.bias", (3 * hidden,), layers, "tp"),
-        ParameterShape("self_attention.linear_proj.weight", (hidden, hidden), layers, "tp"),
-        ParameterShape("self_attention.linear_proj.bias", (hidden,), layers),
-        ParameterShape("mlp.linear_fc1.weight", (inner, hidden), layers, "tp"),
-        ParameterShape("mlp.linear_fc1.bias", (inner,), layers, "tp"),
-        ParameterShape("mlp.linear_fc2.weight", (hidden, inner), layers, "tp"),
-        ParameterShape("mlp.linear_fc2.bias", (hidden,), layers),
+        shapes += norm_shapes("ln_post", hidden, stage="last")
+    return [
+        *shapes, *layer_shapes(hidden, config.vision_num_layers, config.vision_ffn_hidden_size),
         ParameterShape("projector.linear_fc1.weight", (projector_size, config.feature_size), 1, "tp", "last"),
         ParameterShape("projector.linear_fc1.bias", (projector_size,), 1, "tp", "last"),
         ParameterShape("projector.linear_fc2.weight", (language_size, projector_size), 1, "tp", "last"),
         ParameterShape("projector.linear_fc2.bias", (language_size,), 1, "none", "last"),
     ]
-    return shapes
+
+
+def layer_shapes(hidden: int, layers: int, inner: int, *, gated: bool = False, norm_bias: bool = True) -> (
+        list[ParameterShape]):
+    """Return every parameter of the layers of a vision transformer, whose linear layers have biases.
+
+    Args:
+        hidden: width of the layers.
+        layers: their number.
+        inner: inner width of the MLPs.
+        gated: whether the MLPs have a gate.
+        norm_bias: whether the norms have a bias.
+    """
+    fc1 = 2 * inner if gated else inner
+    return [
+        *norm_shapes("input_layernorm", hidden, layers, has_bias=norm_bias),
+        *norm_shapes("pre_mlp_layernorm", hidden, layers, has_bias=norm_bias),
+        ParameterShape("self_attention.linear_qkv.weight", (3 * hidden, hidden), layers, "tp"),
+        ParameterShape("self_attention.linear_qkv.bias", (3 * hidden,), layers, "tp"),
+        ParameterShape("self_attention.linear_proj.weight", (hidden, hidden), layers, "tp"),
+        ParameterShape("self_attention.linear_proj.bias", (hidden,), layers),
+        ParameterShape("mlp.linear_fc1.weight", (fc1, hidden), layers, "tp"),
+        ParameterShape("mlp.linear_fc1.bias", (fc1,), layers, "tp"),
+        ParameterShape("mlp.linear_fc2.weight", (hidden, inner), layers, "tp"),
+        ParameterShape("mlp.linear_fc2.bias", (hidden,), layers),
+    ]
+
+
+def norm_shapes(name: str, width: int, count: int = 1, stage: str = "layer", *, has_bias: bool = True) -> (
+        list[ParameterShape]):
+    """Return the parameters of norms."""
+    return [ParameterShape(f"{name}.{kind}", (width,), count, "none", stage)
+            for kind in (("weight", "bias") if has_bias else ("weight",))]
