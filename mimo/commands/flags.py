@@ -215,6 +215,8 @@ def check_folders(flags: InspectFlags | ExportFlags | ImportFlags | AskFlags) ->
     else:
         checkpoint_folder(flags.checkpoint, flags.ckpt_step,
                           "mimo inspect" if isinstance(flags, InspectFlags) else "mimo export")
+        if isinstance(flags, ExportFlags) and flags.hf_base:
+            hub.check_folder("--hf-base", Path(hub.local_folder("--hf-base", flags.hf_base)))
 
 
 def check_question(flags: AskFlags) -> None:
@@ -266,9 +268,11 @@ def checkpoint_folder(path: str, step: int | None, command: str) -> Path:
 
 
 def _what_is_there(folder: Path) -> str:
-    """Describe a folder that holds no checkpoint. People often give the folder of a run's records."""
+    """Describe a folder that holds no checkpoint. People often give the folder of a run's records, or of a model."""
     if not folder.is_dir():
         return "there is no such folder"
+    if (folder / CONFIG_JSON).is_file():
+        return f"this is a Hugging Face folder; mimo import {folder} SAVE makes a checkpoint of it"
     flags = folder / FLAGS
     # A checkpoint that is not complete may have the flags, too, but no metrics.
     if not flags.is_file() or not (folder / METRICS).is_file():

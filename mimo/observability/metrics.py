@@ -260,7 +260,8 @@ class RunLogger:
     """
 
     def __init__(self, observe: ObserveConfig, *, active: bool, total_iterations: int, config_toml: str,
-                 resume_iteration: int = 0, format_records: Callable[[Sequence[Any], int], str] = format_steps) -> None:
+                 resume_iteration: int = 0, format_records: Callable[[Sequence[Any], int], str] = format_steps,
+                 how_to_continue: str = "") -> None:
         """Open the run folder.
 
         Args:
@@ -272,6 +273,7 @@ class RunLogger:
                 otherwise lines up to that iteration are kept.
             format_records: formats the console line of the iterations since the last line, given them and the length
                 of the run.
+            how_to_continue: line for the end of a run that stops early.
 
         Raises:
             ValueError: a flag is out of range, or a folder it names cannot be written.
@@ -282,7 +284,7 @@ class RunLogger:
         self._total_iterations = total_iterations
         self._resume_iteration = resume_iteration
         self._trackers: list[Tracker] = []
-        self._format_records = format_records
+        self._format_records, self._how_to_continue = format_records, how_to_continue
         self._pending: list[Record] = []
         self._last: Record | None = None
         self._console: Console | None = None
@@ -401,6 +403,8 @@ class RunLogger:
         self._console.line(" | ".join([*parts, f"{time.monotonic() - self._start:.1f} s"]))
         for name, place in self._places.items():
             self._console.line(f"{name}: {place}")
+        if stopped is not None and self._how_to_continue:
+            self._console.line(self._how_to_continue)
         for name, value in figures.items():
             self._console.line(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
 

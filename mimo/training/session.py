@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mimo.checkpoint.paths import saved_iterations
 from mimo.checkpoint.save import Saver
 from mimo.checkpoint.state import Progress, RunState
 from mimo.config.cli import to_toml
-from mimo.config.trainer import RunConfig
+from mimo.config.trainer import CheckpointConfig, RunConfig
 from mimo.config.validate import train_iterations
 from mimo.grid.groups import Grids
 from mimo.observability.metrics import RunLogger, format_steps
@@ -20,6 +22,25 @@ from mimo.training.run_dir import without_chosen_folder
 from mimo.training.setup import Resumable, start
 from mimo.watchdog.signals import StopSignal
 from mimo.watchdog.watchdog import open_watchdog
+
+
+def how_to_continue(checkpoint: CheckpointConfig) -> str:
+    """Say what continues a run that was stopped early."""
+    if checkpoint.save is None:
+        return "nothing was saved, because the run has no --save"
+    again = "to continue, repeat the command"
+    if checkpoint.load is None:
+        return f"{again} with --load {checkpoint.save}"
+    return again if checkpoint.ckpt_step is None else f"{again} without --ckpt-step {checkpoint.ckpt_step}"
+
+
+def note_on_earlier(checkpoint: CheckpointConfig) -> list[str]:
+    """Return a line if a run starts anew beside earlier checkpoints, as after a stop if --load is forgotten."""
+    if checkpoint.save is None or checkpoint.load is not None:
+        return []
+    return [f"--save {checkpoint.save} has checkpoints of an earlier run, the last one of iteration {iteration}. This "
+            f"run starts anew and saves beside them; --load {checkpoint.save} would continue the earlier one"
+            for iteration in saved_iterations(Path(checkpoint.save))[-1:]]
 
 
 class Session:
@@ -92,10 +113,17 @@ class Session:
         self._state = state
         if self._config.checkpoint.save is not None:
             self.saver = Saver(state, self.watchdog)
+        notes = note_on_earlier(self._config.checkpoint)
         self.progress, lines = start(state, provider, data, self.watchdog)
+        lines = [*notes, *lines]
         if self.saver is not None and state.source is not None and state.source.is_own:
             # The checkpoint exists already: a finished run that is started again has nothing to write.
             self.saver.last_iteration = self.progress.iteration or None
+        if self.progress.iteration:
+            left = (f"continuing with iteration {self.progress.iteration + 1} of {self.total_iterations}"
+                    if not self.is_done else f"all {self.total_iterations} iterations were made before; a larger "
+                    "--train-iters or --train-samples continues")
+            lines = [*lines, left]
         return lines
 
     def open_records(self, format_records: Callable[[Sequence[Any], int], str] = format_steps) -> RunLogger:
@@ -108,7 +136,8 @@ class Session:
             logger = RunLogger(self._config.observe, active=self.is_logging_rank,
                                total_iterations=self.total_iterations,
                                config_toml=to_toml(without_chosen_folder(self._config)),
-                               resume_iteration=self.progress.iteration, format_records=format_records)
+                               resume_iteration=self.progress.iteration, format_records=format_records,
+                               how_to_continue=how_to_continue(self._config.checkpoint))
         self.watchdog.on_stall.append(logger.mark_failed)
         self._logger = logger
         return logger

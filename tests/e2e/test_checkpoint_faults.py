@@ -270,6 +270,7 @@ def test_the_time_limit_saves_and_exits(tmp_path: Path, uninterrupted: list[floa
     done = run(run_dir, *FOREVER, "--exit-duration-in-mins", "0.02", "--save", str(root))
     assert done.returncode == 0, done.stdout[-3000:]
     (iteration,) = re.findall(r"^stopped by --exit-duration-in-mins after iteration (\d+)/", done.stdout, re.M)
+    assert f"\nto continue, repeat the command with --load {root}\n" in done.stdout
     assert_goes_on(tmp_path, root, int(iteration), uninterrupted)
 
 

@@ -121,6 +121,17 @@ def test_the_folder_of_a_run_s_records_tells_where_its_checkpoints_are(
                                        f"records (--run-dir), and {where}\n")
 
 
+def test_a_hugging_face_folder_is_no_checkpoint_and_the_base_of_an_export_has_to_exist(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (f"error: mimo inspect {tmp_path}: no checkpoint: this is a Hugging Face folder; "
+                                       f"mimo import {tmp_path} SAVE makes a checkpoint of it\n")
+    (tmp_path / "metadata.json").write_text("{}")
+    assert main(["export", str(tmp_path), "out", "--hf-base", f"{tmp_path}/gone"]) == 2
+    assert f"error: --hf-base {tmp_path}/gone: there is no such folder" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_mistakes_are_one_message_and_exit_code_2(save: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mimo.config.trainer import ObserveConfig
+from mimo.checkpoint import paths
+from mimo.config.trainer import CheckpointConfig, ObserveConfig
 from mimo.observability.metrics import RunLogger, StepRecord, format_steps, short_count
+from mimo.training.session import how_to_continue, note_on_earlier
 
 RECORD = StepRecord(
     iteration=12, consumed_samples=384, lm_loss=1.2345, grad_norm=1.23, learning_rate=3e-4, batch_size=32,
@@ -97,12 +99,39 @@ def test_logging_rank_writes_every_iteration_and_prints_by_interval(tmp_path, ca
 
 
 def test_early_stop_prints_the_pending_line_and_its_cause(tmp_path, capsys):
-    logger = RunLogger(observe(tmp_path, log_interval=10), active=True, total_iterations=20, config_toml="")
+    logger = RunLogger(observe(tmp_path, log_interval=10), active=True, total_iterations=20, config_toml="",
+                       how_to_continue="to continue, repeat the command")
     logger.log_step(replace(RECORD, iteration=3))
     logger.summary({}, stopped="SIGTERM")
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("iteration     3/  20")
     assert out[1].startswith("stopped by SIGTERM after iteration 3/20 | samples 384")
+    assert out[-1] == "to continue, repeat the command"
+    logger.summary({})
+    assert "to continue" not in capsys.readouterr().out
+
+
+def test_how_a_run_that_was_stopped_is_continued():
+    assert how_to_continue(CheckpointConfig()) == "nothing was saved, because the run has no --save"
+    repeat = "to continue, repeat the command"
+    assert how_to_continue(CheckpointConfig(save="a")) == f"{repeat} with --load a"
+    # A run that began elsewhere continues from its own checkpoints.
+    assert how_to_continue(CheckpointConfig(save="a", load="b", finetune=True)) == repeat
+    assert how_to_continue(CheckpointConfig(save="a", load="a", ckpt_step=3)) == f"{repeat} without --ckpt-step 3"
+
+
+def test_a_run_that_forgets_load_is_told_of_its_earlier_checkpoints(tmp_path):
+    save = tmp_path / "saved"
+    assert note_on_earlier(CheckpointConfig(save=str(save))) == []
+    for iteration in (7, 20):
+        folder = paths.iteration_dir(save, iteration)
+        folder.mkdir(parents=True)
+        (folder / paths.METADATA).write_text("{}")
+    (note,) = note_on_earlier(CheckpointConfig(save=str(save)))
+    assert note.startswith(f"--save {save} has checkpoints of an earlier run, the last one of iteration 20. ")
+    assert f"--load {save} would continue" in note
+    assert note_on_earlier(CheckpointConfig(save=str(save), load=str(save))) == []
+    assert note_on_earlier(CheckpointConfig()) == []
 
 
 def test_other_ranks_write_nothing(tmp_path, capsys):
