@@ -103,6 +103,9 @@ class LlavaNextProvider(llava.LlavaProvider):
         return [*vision_shapes(config, self._projector_size(config), config.hidden_size),
                 ParameterShape(f"projector.{NEWLINE}", (1, config.hidden_size), 1, "none", "last")]
 
+    # The newline is copied, without arithmetic.
+    flop_components = llava.LlavaProvider.flop_components
+
     def encoder_spec(self, config: Any, module: str, context: BuildContext) -> ModuleSpec:
         """Return the spec of the vision module, a `mimo.model.tiles.TiledVision`."""
         from mimo.model.tiles import TiledProjector, TiledVision

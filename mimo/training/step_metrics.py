@@ -73,13 +73,18 @@ def workload(microbatches: Iterable[Microbatch], encoders: Sequence[str]) -> Wor
 
 
 def _is_outdated(provider: FlopsProvider) -> bool:
-    """Return whether a subclass of a provider builds other modules, but inherits `flop_components`."""
+    """Return whether a provider replaces modules of a base class, but inherits what the base says of their FLOPs.
+
+    A base class may also say it for modules that every subclass builds itself.
+    """
     classes = type(provider).__mro__
 
-    def depth(name: str) -> int:
-        return next((number for number, each in enumerate(classes) if name in vars(each)), 0)
+    def places(name: str) -> list[int]:
+        return [number for number, each in enumerate(classes) if name in vars(each)]
 
-    return depth("flop_components") > min(depth("language_spec"), depth("encoder_spec"))
+    said = min(places("flop_components"))
+    built = map(places, ("language_spec", "encoder_spec"))
+    return any(found and min(found) < said <= max(found) for found in built)
 
 
 def _recomputed_share(config: RunConfig, layout: Layout) -> float:

@@ -13,9 +13,10 @@ from mimo.config.trainer import RunConfig
 from mimo.config.validate import validate
 from mimo.data.batch import Microbatch
 from mimo.data.collate import Placeholders, collate_text
+from mimo.grid.layout import build_layout
 from mimo.observability.flops import FlopComponent, SequenceSums
 from mimo.protocols import LANGUAGE, Sample
-from mimo.registry import model_provider
+from mimo.registry import MODEL_PROVIDERS, model_provider
 from mimo.training.step_metrics import FlopsMeter, Workload, encoded_tokens, num_values, workload
 from mimo.visual import Tiles
 
@@ -159,6 +160,14 @@ def test_a_provider_that_builds_another_module_than_its_base_has_to_count_it():
 
     assert meter_of(run_config(), OtherEncoder()) is None
     assert meter_of(run_config(), Counted()) is not None and meter_of(run_config(), Renamed()) is not None
+
+
+@pytest.mark.parametrize("name", MODEL_PROVIDERS)
+def test_every_family_has_figures(name):
+    config, provider = run_config("--model-provider", name), model_provider(name)
+    layout = build_layout(config.layout, 0, provider.encoders(config.model_family))
+    meter = FlopsMeter.of(config, provider, layout, impl="local", device_name="")
+    assert meter is not None and {component.module for component in meter.counter.components} == set(layout.grids)
 
 
 def test_freezing_and_recomputation_are_those_of_the_run():
