@@ -137,7 +137,7 @@ def pieces_of(whole: torch.Tensor, parts: tuple[int, ...]) -> Iterator[ModelPiec
         tensor = memory[5:5 + part.numel()].view(part.shape)
         tensor.copy_(part)
         box = Box.at([cut.start for cut in place], part.shape)
-        yield ModelPiece("a", tuple(whole.shape), box, tensor, True)
+        yield ModelPiece("a", tuple(whole.shape), box, tensor)
 
 
 def read(piece: ModelPiece, box: Box, address: Address) -> torch.Tensor:
