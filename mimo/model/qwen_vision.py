@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mimo.data.batch import PackedSequences
 from mimo.model.packed_attention import packed_seq_params as attention_params
-from mimo.model.radio import Grid, interpolate_positions, patch_grids
+from mimo.model.radio import Grid, embed_patches, interpolate_positions, patch_grids
 
 
 def block_order(rows: torch.Tensor, grid: Grid, size: int) -> torch.Tensor:
@@ -226,13 +226,7 @@ class QwenVisionTower(MegatronModule):
 
     def _embed(self, patches: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
         """Embed patches: return the first layer's input `[patches, hidden]`."""
-        # The convolution's stride equals its kernel, so over patches that are already cut out it is a linear layer.
-        weight, counts = self.conv1.weight.flatten(1), [rows * columns for rows, columns in grids]
-        if tuple(patches.shape) != (1, sum(counts), weight.size(1)):
-            raise ValueError(f"pixel_values has shape {list(patches.shape)}; images of {counts} patches make "
-                             f"{[1, sum(counts), weight.size(1)]} (one row, patches, channels * frames * patch size ** "
-                             "2)")
-        hidden_ph = torch.nn.functional.linear(patches[0].to(weight.dtype), weight, self.conv1.bias)
+        hidden_ph = embed_patches(patches, [rows * columns for rows, columns in grids], self.conv1)[0]
         if self.position_embeddings is None:
             return hidden_ph
         # Interpolated once for each size: images of one size share the positions, and their gradient.

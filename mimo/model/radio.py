@@ -33,6 +33,31 @@ def patch_grids(imgs_sizes: np.ndarray, patch_size: int) -> list[Grid]:
     return [(height // patch_size, width // patch_size) for height, width in imgs_sizes.tolist()]
 
 
+def check_images(pixel_values: torch.Tensor, image_shape: Sequence[int]) -> None:
+    """Raise ValueError unless images have the shape that an encoder takes (channels, height, width)."""
+    if pixel_values.ndim != 4 or tuple(pixel_values.shape[1:]) != tuple(image_shape):
+        raise ValueError(f"pixel_values has shape {list(pixel_values.shape)}; the encoder takes [images, "
+                         f"{', '.join(str(size) for size in image_shape)}] (channels, height, width)")
+
+
+def check_patches(patches: torch.Tensor, counts: Sequence[int], width: int) -> None:
+    """Raise ValueError unless packed patches of `width` values are as many as images of `counts` patches have."""
+    if tuple(patches.shape) != (1, sum(counts), width):
+        raise ValueError(f"pixel_values has shape {list(patches.shape)}; images of {list(counts)} patches make "
+                         f"{[1, sum(counts), width]} (one row, patches, values of a patch)")
+
+
+def embed_patches(patches: torch.Tensor, counts: Sequence[int],
+                  convolution: torch.nn.Conv2d | torch.nn.Conv3d) -> torch.Tensor:
+    """Return the embedding `[1, patches, hidden]` of packed patches, `[1, patches, values of a patch]`.
+
+    The convolution's stride equals its kernel, so over patches that are already cut out it is a linear layer.
+    """
+    weight = convolution.weight.flatten(1)
+    check_patches(patches, counts, weight.size(1))
+    return torch.nn.functional.linear(patches.to(weight.dtype), weight, convolution.bias)
+
+
 def interpolate_positions(weight: torch.Tensor, grid: Grid, *, align_corners: bool = False) -> torch.Tensor:
     """Stretch the position embeddings of a square grid over another grid.
 
@@ -219,9 +244,7 @@ class RadioEncoder(RADIOViTModel):
 
     def _embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Embed images: return the first layer's input `[seq_length, images, hidden]`."""
-        if pixel_values.ndim != 4 or tuple(pixel_values.shape[1:]) != self.image_shape:
-            raise ValueError(f"pixel_values has shape {list(pixel_values.shape)}; the encoder takes [images, "
-                             f"{', '.join(str(size) for size in self.image_shape)}] (channels, height, width)")
+        check_images(pixel_values, self.image_shape)
         (rows, columns), patch, images = self.grid, self.patch_dim, len(pixel_values)
         patches = pixel_values.reshape(images, NUM_CHANNELS, rows, patch, columns, patch).permute(0, 2, 4, 1, 3, 5)
         hidden_nsh, _ = self.embedder(patches.reshape(images, rows * columns, -1).to(self.embedder.weight.dtype))
@@ -236,10 +259,7 @@ class RadioEncoder(RADIOViTModel):
     def _embed_packed(self, patches: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
         """Embed packed patches: return the first layer's input `[tokens, 1, hidden]`, with class tokens."""
         counts = [rows * columns for rows, columns in grids]
-        width = NUM_CHANNELS * self.patch_dim**2
-        if tuple(patches.shape) != (1, sum(counts), width):
-            raise ValueError(f"pixel_values has shape {list(patches.shape)}; images of {counts} patches make "
-                             f"{[1, sum(counts), width]} (one row, patches, channels * patch size ** 2)")
+        check_patches(patches, counts, NUM_CHANNELS * self.patch_dim**2)
         hidden_nsh, _ = self.embedder(patches.to(self.embedder.weight.dtype))
         if self._draws_crops:
             positions = [self.get_pos_enc(1, input_size=(rows * self.patch_dim, columns * self.patch_dim))[0]

@@ -14,7 +14,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo.data.batch import PackedSequences
 from mimo.model.packed_attention import packed_seq_params as attention_params
-from mimo.model.radio import Grid, packed_pixel_shuffle, packed_positions, patch_grids, pixel_shuffle
+from mimo.model.radio import (
+    Grid,
+    check_images,
+    embed_patches,
+    packed_pixel_shuffle,
+    packed_positions,
+    patch_grids,
+    pixel_shuffle,
+)
 
 
 class ViT(MegatronModule):
@@ -140,9 +148,7 @@ class ViT(MegatronModule):
 
     def _embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Embed images: return the first layer's input `[seq_length, images, hidden]`."""
-        if pixel_values.ndim != 4 or tuple(pixel_values.shape[1:]) != self.image_shape:
-            raise ValueError(f"pixel_values has shape {list(pixel_values.shape)}; the encoder takes [images, "
-                             f"{', '.join(str(size) for size in self.image_shape)}] (channels, height, width)")
+        check_images(pixel_values, self.image_shape)
         patches_nhyx = self.conv1(pixel_values.to(self.conv1.weight.dtype))
         hidden_nsh = patches_nhyx.flatten(2).transpose(1, 2)
         if self.num_class_tokens:
@@ -154,12 +160,7 @@ class ViT(MegatronModule):
 
     def _embed_packed(self, patches: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
         """Embed packed patches: return the first layer's input `[patches, 1, hidden]`."""
-        # The convolution's stride equals its kernel, so over patches that are already cut out it is a linear layer.
-        weight, counts = self.conv1.weight.flatten(1), [rows * columns for rows, columns in grids]
-        if tuple(patches.shape) != (1, sum(counts), weight.size(1)):
-            raise ValueError(f"pixel_values has shape {list(patches.shape)}; images of {counts} patches make "
-                             f"{[1, sum(counts), weight.size(1)]} (one row, patches, channels * patch size ** 2)")
-        hidden_nsh = torch.nn.functional.linear(patches.to(weight.dtype), weight, self.conv1.bias)
+        hidden_nsh = embed_patches(patches, [rows * columns for rows, columns in grids], self.conv1)
         hidden_nsh = hidden_nsh + packed_positions(self.position_embeddings.weight, grids)
         if self.ln_pre is not None:
             hidden_nsh = self.ln_pre(hidden_nsh)

@@ -13,8 +13,8 @@ import torch
 
 from mimo.weights.rules import Fused, NamingScheme, Rows, Rule, Segment, WeightMap
 from providers.common.decoder import DecoderConfig
-from providers.common.qwen_vision import Qwen3VisionConfig, Qwen25VisionConfig, QwenVisionConfig
-from providers.common.weights import CAUSAL_LM, HeadMajor, affine, decoder_map
+from providers.common.qwen_vision import Qwen3VisionConfig, Qwen25VisionConfig
+from providers.common.weights import CAUSAL_LM, affine, decoder_map, head_major_attention, head_major_layer
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
 # A text model of its own, such as Qwen2ForCausalLM, has the names of the first scheme.
@@ -49,20 +49,11 @@ def qwen_vision_map(config: Qwen25VisionConfig, name: str) -> WeightMap:
     return WeightMap(tuple(rules), VISION_SCHEMES, IGNORED)
 
 
-def attention_rules(config: QwenVisionConfig, megatron: str, hf: str) -> list[Rule]:
-    """Map the attention of a layer of either family's tower, without its norm."""
-    heads = config.vision_num_attention_heads
-    fused = HeadMajor(heads, config.vision_hidden_size // heads)
-    return [*(Rule(f"{megatron}self_attention.linear_qkv.{kind}", (f"{hf}attn.qkv.{kind}",), fused)
-              for kind in ("weight", "bias")),
-            *affine(megatron + "self_attention.linear_proj.", hf + "attn.proj.")]
-
-
 def _layer_rules(config: Qwen25VisionConfig, megatron: str, hf: str) -> list[Rule]:
     inner = config.vision_ffn_hidden_size
     return [
         Rule(megatron + "self_attention.linear_qkv.layer_norm_weight", (hf + "norm1.weight",)),
-        *attention_rules(config, megatron, hf),
+        *head_major_attention(config, megatron, hf),
         Rule(megatron + "mlp.linear_fc1.layer_norm_weight", (hf + "norm2.weight",)),
         *(Rule(f"{megatron}mlp.linear_fc1.{kind}", tuple(f"{hf}mlp.{part}_proj.{kind}" for part in ("gate", "up")),
                Fused(1, (inner, inner))) for kind in ("weight", "bias")),
@@ -141,7 +132,8 @@ def qwen3_vision_map(config: Qwen3VisionConfig, name: str) -> WeightMap:
     rules = [*affine(encoder + "conv1.", "visual.patch_embed.proj."),
              Rule(encoder + "position_embeddings.weight", ("visual.pos_embed.weight",))]
     for layer in range(config.vision_num_layers):
-        rules += _qwen3_layer_rules(config, f"{encoder}decoder.layers.{layer}.", f"visual.blocks.{layer}.")
+        rules += head_major_layer(config, f"{encoder}decoder.layers.{layer}.", f"visual.blocks.{layer}.",
+                                  "linear_fc")
     for merger in range(config.num_mergers):
         megatron = f"input_projections.0.projectors.{merger}."
         hf = f"visual.deepstack_merger_list.{merger - 1}." if merger else "visual.merger."
@@ -149,13 +141,3 @@ def qwen3_vision_map(config: Qwen3VisionConfig, name: str) -> WeightMap:
                   *(rule for number in (1, 2)
                     for rule in affine(f"{megatron}linear_fc{number}.", f"{hf}linear_fc{number}."))]
     return WeightMap(tuple(rules), QWEN3_VISION_SCHEMES, IGNORED)
-
-
-def _qwen3_layer_rules(config: Qwen3VisionConfig, megatron: str, hf: str) -> list[Rule]:
-    return [
-        *affine(megatron + "self_attention.linear_qkv.layer_norm_", hf + "norm1."),
-        *attention_rules(config, megatron, hf),
-        *affine(megatron + "mlp.linear_fc1.layer_norm_", hf + "norm2."),
-        *(rule for number in (1, 2)
-          for rule in affine(f"{megatron}mlp.linear_fc{number}.", f"{hf}mlp.linear_fc{number}.")),
-    ]

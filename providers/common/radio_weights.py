@@ -8,7 +8,7 @@ inside their methods.
 from __future__ import annotations
 
 from mimo.weights.rules import NamingScheme, Rule, WeightMap
-from providers.common.weights import HeadMajor, affine
+from providers.common.weights import affine, head_major_layer
 from providers.radio import RadioConfig
 
 RADIO = "vision_model.radio_model."
@@ -47,23 +47,9 @@ def radio_map(config: RadioConfig, name: str) -> WeightMap:
     if config.vision_final_layernorm:
         rules += affine(encoder + "decoder.final_layernorm.", model + "norm.")
     for layer in range(config.vision_num_layers):
-        rules += _layer_rules(config, f"{encoder}decoder.layers.{layer}.", f"{model}blocks.{layer}.")
+        rules += head_major_layer(config, f"{encoder}decoder.layers.{layer}.", f"{model}blocks.{layer}.", "fc")
     projector = "input_projections.0."
     rules += [Rule(projector + "linear_fc1.layer_norm_weight", ("mlp1.0.weight",)),
               Rule(projector + "linear_fc1.weight", ("mlp1.1.weight",)),
               Rule(projector + "linear_fc2.weight", ("mlp1.3.weight",))]
     return WeightMap(tuple(rules), RADIO_SCHEMES, RADIO_IGNORED)
-
-
-def _layer_rules(config: RadioConfig, megatron: str, hf: str) -> list[Rule]:
-    heads = config.vision_num_attention_heads
-    fused = HeadMajor(heads, config.vision_hidden_size // heads)
-    return [
-        *affine(megatron + "self_attention.linear_qkv.layer_norm_", hf + "norm1."),
-        *(Rule(f"{megatron}self_attention.linear_qkv.{kind}", (f"{hf}attn.qkv.{kind}",), fused)
-          for kind in ("weight", "bias")),
-        *affine(megatron + "self_attention.linear_proj.", hf + "attn.proj."),
-        *affine(megatron + "mlp.linear_fc1.layer_norm_", hf + "norm2."),
-        *(rule for number in (1, 2)
-          for rule in affine(f"{megatron}mlp.linear_fc{number}.", f"{hf}mlp.fc{number}.")),
-    ]

@@ -20,7 +20,9 @@ import torch
 
 from mimo.weights.rules import Direct, Fused, NamingScheme, PaddedRows, Repeated, Rule, Segment, WeightMap
 from providers.common.decoder import DecoderConfig
+from providers.common.qwen_vision import QwenVisionConfig
 from providers.common.vision import VisionConfig
+from providers.radio import RadioConfig
 
 CAUSAL_LM = NamingScheme("a text model (ForCausalLM)")
 LLAVA_LANGUAGE = (
@@ -219,6 +221,32 @@ def _vision_layer(config: VisionConfig, megatron: str, hf: str) -> list[Rule]:
     for number in (1, 2):
         rules += affine(f"{megatron}mlp.linear_fc{number}.", f"{hf}mlp.fc{number}.")
     return rules
+
+
+def head_major_layer(config: RadioConfig | QwenVisionConfig, megatron: str, hf: str, mlp: str) -> list[Rule]:
+    """Return the rules of a layer of RADIO and of Qwen3-VL's tower.
+
+    Args:
+        config: sizes of the tower.
+        megatron: prefix of the layer.
+        hf: its prefix in Hugging Face's names.
+        mlp: name of the linear layers of the MLP there, without their numbers.
+    """
+    return [
+        *affine(megatron + "self_attention.linear_qkv.layer_norm_", hf + "norm1."),
+        *head_major_attention(config, megatron, hf),
+        *affine(megatron + "mlp.linear_fc1.layer_norm_", hf + "norm2."),
+        *(rule for number in (1, 2) for rule in affine(f"{megatron}mlp.linear_fc{number}.", f"{hf}mlp.{mlp}{number}.")),
+    ]
+
+
+def head_major_attention(config: RadioConfig | QwenVisionConfig, megatron: str, hf: str) -> list[Rule]:
+    """Map the attention of a layer, whose fused projection is stored head by head, without its norm."""
+    heads = config.vision_num_attention_heads
+    fused = HeadMajor(heads, config.vision_hidden_size // heads)
+    return [*(Rule(f"{megatron}self_attention.linear_qkv.{kind}", (f"{hf}attn.qkv.{kind}",), fused)
+              for kind in ("weight", "bias")),
+            *affine(megatron + "self_attention.linear_proj.", hf + "attn.proj.")]
 
 
 def affine(megatron: str, hf: str) -> list[Rule]:
