@@ -171,11 +171,10 @@ class Tokenizer:
         if not written:
             return
         if not self._image_text or written.count(self._image_text) != 1:
-            raise ValueError(
-                f"--image-token-id {self._image_id}: is {self._image_text or 'no token'!r} of {self.name}, whose chat "
-                f"template writes an image as {written!r}; give the id of the image token in it, or a --prompt-format "
-                "that writes no images itself, with --image-tag-type"
-            )
+            name = repr(self._image_text) if self._image_text else "no token"
+            raise ValueError(f"--image-token-id {self._image_id}: is {name} of {self.name}, whose chat template writes "
+                             f"an image as {written!r}; give the id of the image token in it, or a --prompt-format "
+                             "that writes no images itself, with --image-tag-type")
         before, after = written.split(self._image_text)
         if any(tag and tag in around for tag, around in zip(self._tags, (before, after), strict=True)):
             raise ValueError(
@@ -439,9 +438,10 @@ def check_image_token(folder: str, tokenizer: Any, tokens: TokenSpec, image_text
     known = image_tokens(folder, tokenizer, image_text)
     if known and image_id not in known.values():
         right = " or ".join(f"{number} ({token!r})" for token, number in known.items())
+        token = tokenizer.convert_ids_to_tokens(image_id)
         raise ValueError(
-            f"--image-token-id {image_id}: is {tokenizer.convert_ids_to_tokens(image_id) or 'no token'!r} of "
-            f"--tokenizer {folder}, whose image token is {right}"
+            f"--image-token-id {image_id}: is {repr(token) if token else 'no token'} of --tokenizer {folder}, whose "
+            f"image token is {right}"
         )
     special = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id}
     ordinary = image_id in vocabulary.values() and image_id not in tokenizer.added_tokens_decoder
@@ -477,7 +477,7 @@ def load_tokenizer(folder: str) -> Any:
         ValueError: there is none, or transformers would read it wrongly; the message names --tokenizer.
     """
     if not folder:
-        raise ValueError("--tokenizer: give the folder of a Hugging Face tokenizer")
+        raise ValueError("--tokenizer is missing, and the model's folder has none; give that of a Hugging Face model")
     if not Path(folder).is_dir():
         raise ValueError(f"--tokenizer {folder}: there is no such folder")
     # Takes seconds to import, and --help does not need it.

@@ -267,7 +267,7 @@ def test_a_token_that_is_half_an_answer_is_a_bad_sample(tmp_path):
 @pytest.mark.parametrize(
     ("template", "special", "image_id", "tags", "message"),
     [
-        (LLAVA, ["<image>"], 390, "none", "--image-token-id 390: is 'no token' of .*image token is 3 \\('<image>'\\)"),
+        (LLAVA, ["<image>"], 390, "none", "--image-token-id 390: is no token of .*image token is 3 \\('<image>'\\)"),
         (QWEN2_VL, VISION, 5, "none",
          r"--image-token-id 5: is '<\|vision_start\|>' of .*image token is 6 \('<\|image_pad\|>'\)"),
         (CHATML, [*CHATML_TOKENS, "<image>"], 390, "none", "--image-token-id 390: .*image token is 5"),
