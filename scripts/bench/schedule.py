@@ -4,16 +4,16 @@
     python scripts/bench/schedule.py --device cpu --encoder-dp 1 --llm-pp 2 --synthetic 30,60
 
 The benchmark starts the trainer under torchrun with one process for each rank of the grids. It passes flags that it
-does not know to train_hetero.py; they follow the flags of --preset and so override them. In every block, each arm has
-its turn: first whole steps (--steps of them, after one that does not count, with data from the run's loader), then each
-grid alone on the same microbatches, with its passes in the order of the schedule and no transfers between grids. With
---encoder-prefetch-depth above 0 (which needs a frozen encoder, --freeze), whole steps have another turn, with prefetch
-and with the same data from memory; everything else is measured without it. Likewise --encoder-run-ahead N gives whole
-steps another turn, in which the encoder runs ahead; `run ahead` has eta and the step without and with it, both without
-their waits for data. `speedup` is the ratio of both steps without their waits for data. `bound` is (t_enc + t_lm) /
-max(t_enc, t_lm) for one microbatch. `bound_of_step` is the bound for M microbatches, of which all passes but the first
-and the last overlap without prefetch, too: (t_enc + (M - 1) max + t_lm) / (M max). `achieved` is the speedup over these
-bounds.
+does not know to train_hetero.py; they follow the flags of --preset and so override them. An arm is one way to run the
+passes. In every block each arm has its turn: first whole steps (--steps of them, after one that does not count, with
+data from the run's loader), then each grid alone on the same microbatches, with its passes in the order of the schedule
+and no transfers between grids. With --encoder-prefetch-depth above 0 (which needs a frozen encoder, --freeze), whole
+steps have another turn, with prefetch and with the same data from memory; everything else is measured without it.
+Likewise --encoder-run-ahead N gives whole steps another turn, in which the encoder runs ahead; `run ahead` has eta and
+the step without and with it, both without their waits for data. `speedup` is the ratio of both steps without their
+waits for data. `bound` is (t_enc + t_lm) / max(t_enc, t_lm) for one microbatch. `bound_of_step` is the bound for M
+microbatches, of which all passes but the first and the last overlap without prefetch, too: (t_enc + (M - 1) max + t_lm)
+/ (M max). `achieved` is the speedup over these bounds.
 
 `ideal` of a grid is the time of its passes, the mean over its ranks: no bubble, no straggler. `alone` is the time from
 its first pass to its last when it runs alone. eta is the larger ideal over the step, and `bound of eta` is what it
@@ -81,9 +81,9 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
     parser = argument_parser(__doc__)
     parser.add_argument("--preset", choices=presets.PRESETS,
                         help="model, data and batch (default: h200 on cuda, tiny on cpu, smallest with --synthetic)")
-    parser.add_argument("--blocks", type=int, default=5, help="timed turns of every arm (5)")
-    parser.add_argument("--warmup-blocks", type=int, default=2, help="turns before them, which do not count (2)")
-    parser.add_argument("--steps", type=int, default=2, help="steps of an arm in a block (2)")
+    parser.add_argument("--blocks", type=int, default=5, help="blocks that count, with a turn of every arm in each (5)")
+    parser.add_argument("--warmup-blocks", type=int, default=2, help="blocks before them, which do not count (2)")
+    parser.add_argument("--steps", type=int, default=2, help="steps of an arm in each block (2)")
     parser.add_argument("--synthetic", type=parse_synthetic, metavar="ENC_MS,LM_MS[,SPREAD[,ENC_SPREAD]]",
                         help="let modules sleep this long; needs --device cpu")
     chosen, further = parser.parse_known_args(arguments)

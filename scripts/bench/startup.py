@@ -60,7 +60,8 @@ DEFINITIONS = {
 def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """Return the benchmark's own flags, and those that it passes to the trainer."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--run", action="append", metavar="NAME=FLAGS", help="may be given several times")
+    parser.add_argument("--run", action="append", metavar="NAME=FLAGS",
+                        help="a name and the trainer's flags of a run; may be given several times")
     parser.add_argument("--repeats", type=int, default=5, help="starts of each run (5)")
     parser.add_argument("--warmup-runs", type=int, default=1, help="first starts of each, which do not count (1)")
     parser.add_argument("--steps", type=int, default=20, help="iterations of each start (20)")
