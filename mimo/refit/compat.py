@@ -17,7 +17,20 @@ from typing import Any
 import torch
 
 # `torch.utils._python_dispatch.TorchDispatchMode`: the only way to see what a loader does with tensors.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class TracingMode(TorchDispatchMode):
+    """A dispatch mode whose handler PyTorch calls without telling its compiler to leave it alone.
+
+    `TorchDispatchMode._should_skip_dynamo`: by default every operation sets and restores a state of the compiler, which
+    takes about as long as a view. Nothing compiles while a loader is traced.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
 
 # `aten._to_copy`: the operation behind `Tensor.to`, as a dispatch mode sees it.
 TO_COPY = torch.ops.aten._to_copy.default

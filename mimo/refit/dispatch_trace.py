@@ -9,19 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from mimo.boxes import View, box_of_view
+from mimo.boxes import Box, View, box_of_view
 from mimo.compat import storage_key
-from mimo.refit.compat import TO_COPY, TorchDispatchMode, changed_arguments, returns_something
+from mimo.refit.compat import TO_COPY, TracingMode, changed_arguments, returns_something
 from mimo.refit.messages import view_of
 from mimo.refit.tensor_slices import Address, TensorSlice
 
 ATEN = torch.ops.aten
 COPIES = (ATEN.clone.default, TO_COPY)
 FILLS = (ATEN.fill_.Scalar, ATEN.zero_.default)
+# Operations whose results always share the storage of their tensor, so that there is nothing to note about them if the
+# storage is known. Most operations of a loader are of this kind.
+VIEWS = frozenset({
+    ATEN.alias.default, ATEN.as_strided.default, ATEN.detach.default, ATEN.expand.default, ATEN.permute.default,
+    ATEN.select.int, ATEN.slice.Tensor, ATEN.split.Tensor, ATEN.squeeze.dim, ATEN.t.default, ATEN.transpose.int,
+    ATEN.unbind.int, ATEN.unsqueeze.default, ATEN.view.default,
+})
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ class _Source:
     view: View | None = None
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(TracingMode):
     """Dispatch mode in which a loader runs without effect on the model.
 
     Args:
@@ -86,14 +94,14 @@ class Tracer(TorchDispatchMode):
         self._targets: dict[int, list[Target]] = {}
         self._sources: dict[int, _Source] = {}
         self._computed: dict[int, frozenset[str]] = {}
-        self._pending: list[torch.Tensor] = []
+        self._pending: Any = ()  # arguments of the operation that is under way
         for path, tensor in targets:
             self._targets.setdefault(self._keep(tensor), []).append(Target(path, view_of(tensor), tensor.dtype))
 
     @property
     def failed(self) -> frozenset[str]:
         """Checkpoint tensors that the last operation read, if it raised."""
-        return self._names(self._pending)
+        return self._names(_tensors(self._pending))
 
     def watch(self, name: str, tensor: torch.Tensor) -> None:
         """Register a tensor as the checkpoint's tensor of this name."""
@@ -108,10 +116,14 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._pending = args, kwargs
+        if func in VIEWS and storage_key(args[0]) in self._kept:
+            result = func(*args, **kwargs)
+            self._pending = ()
+            return result
         written = [tensor for number, name in changed_arguments(func)
                    for tensor in _tensors(args[number] if number < len(args) else kwargs.get(name))]
-        tensors = _tensors((args, kwargs))
-        self._pending = tensors
+        tensors = _tensors(self._pending)
         if written:
             result = self._write(func, args, kwargs, tensors, written)
         elif func in COPIES and storage_key(args[0]) in self._sources:
@@ -119,7 +131,7 @@ class Tracer(TorchDispatchMode):
         else:
             result = func(*args, **kwargs)
             self._follow(result, tensors)
-        self._pending = []
+        self._pending = ()
         return result
 
     def _keep(self, tensor: torch.Tensor) -> int:
@@ -183,7 +195,7 @@ class Tracer(TorchDispatchMode):
             return
         part = None
         if func is ATEN.copy_.default:
-            source = args[1].expand(tensor.shape)
+            source = args[1] if args[1].shape == tensor.shape else args[1].expand(tensor.shape)
             part = None if region is None else self._slice(source, target, region)
             read = [source]
         names = frozenset([part.name]) if part else self._names(read)
@@ -204,11 +216,12 @@ class Tracer(TorchDispatchMode):
         if origin is None or origin.dtype != source.dtype:
             return None
         while True:
-            found = box_of_view(origin.whole, view, region)
+            found = _box_of_view(origin.whole, view, View(0, region.sizes, region.strides))
             if found is None:
                 return None
             dtypes.append(origin.dtype)
-            box, region = found
+            box, placed = found
+            region = View(region.offset + placed.offset, placed.sizes, placed.strides)
             if origin.parent is None or origin.view is None:
                 break
             offset = origin.view.offset + sum(map(int.__mul__, box.starts, origin.view.strides))
@@ -216,12 +229,18 @@ class Tracer(TorchDispatchMode):
             if origin.parent not in self._sources:
                 return None
             origin = self._sources[origin.parent]
-        if not _exact(dtypes, dtypes[-1], target.dtype):
+        if not _exact(tuple(dtypes), dtypes[-1], target.dtype):
             return None
         return TensorSlice(origin.name, box, Address(target.path, region.offset, region.strides))
 
 
-def _exact(dtypes: Iterable[torch.dtype], first: torch.dtype, last: torch.dtype) -> bool:
+@lru_cache(maxsize=4096)  # layers and experts are alike
+def _box_of_view(tensor: View, source: View, target: View) -> tuple[Box, View] | None:
+    return box_of_view(tensor, source, target)
+
+
+@lru_cache(maxsize=4096)
+def _exact(dtypes: tuple[torch.dtype, ...], first: torch.dtype, last: torch.dtype) -> bool:
     """Whether casts through `dtypes` keep every value that the first or the last dtype can hold."""
     return all(dtype in (torch.promote_types(dtype, first), torch.promote_types(dtype, last)) for dtype in dtypes)
 

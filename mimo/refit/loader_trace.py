@@ -144,11 +144,12 @@ class _Run:
     def load(self, entries: Sequence[TensorMeta], device: str = "meta") -> tuple[Exception | None, str | None]:
         """Run the loader. Return the error that it raised and the last name that it had asked for."""
         taken: list[str] = []
+        # Made before the trace, in which each of them would be one more operation.
+        kind = torch.empty if device == "meta" else torch.zeros
+        tensors = [kind(entry.shape, dtype=getattr(torch, entry.dtype), device=device) for entry in entries]
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
-            for entry in entries:
-                kind = torch.empty if device == "meta" else torch.zeros
-                tensor = kind(entry.shape, dtype=getattr(torch, entry.dtype), device=device)
+            for entry, tensor in zip(entries, tensors, strict=True):
                 self.tracer.watch(entry.name, tensor)
                 taken.append(entry.name)
                 yield entry.name, tensor

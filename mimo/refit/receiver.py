@@ -36,7 +36,7 @@ from mimo.refit.messages import (
 )
 from mimo.refit.options import RefitOptions
 from mimo.refit.plan import check_plan, check_recv_spec
-from mimo.refit.rendezvous import RefitError, Rendezvous, StoreAddress, format_error
+from mimo.refit.rendezvous import RefitError, Rendezvous, StoreAddress, format_error, without_collections
 from mimo.refit.sender import SETUP
 from mimo.refit.tensor_slices import holders_from_table, meta_from_json, recv_spec_table
 from mimo.refit.transport.base import Transport, open_wire
@@ -331,6 +331,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.shutdown()
             raise
 
+    @without_collections()
     def _set_up(self) -> None:
         rendezvous = self._rendezvous
         assert rendezvous is not None
@@ -356,7 +357,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         rendezvous.publish(f"wants/{digest}", recv_spec_table(spec))
         rendezvous.publish(f"worker/{self._worker}", {"wants": digest})
         # The plan, which the senders make for themselves from the same tables.
-        holders = holders_from_table(model["holders"])
+        holders = holders_from_table(rendezvous.read("holders", SETUP, "what the trainer's ranks hold"))
         operations = planning.receive_plan(self._entries, holders, spec, self._worker)
         check_plan(self._entries, holders, spec, operations)
         self._loader_names = frozenset(spec.loader)

@@ -26,7 +26,7 @@ from mimo.refit import plan as planning
 from mimo.refit.messages import MessageLayout, Views, checksums, message_layout, pack, torch_dtype
 from mimo.refit.options import RefitOptions, RefitReport
 from mimo.refit.plan import check_holders
-from mimo.refit.rendezvous import RefitError, Rendezvous, StoreAddress, format_error
+from mimo.refit.rendezvous import RefitError, Rendezvous, StoreAddress, format_error, without_collections
 from mimo.refit.tensor_slices import (
     Address,
     Holders,
@@ -215,6 +215,7 @@ class WeightSender:
         return [*(f"trainer rank {rank}" for rank in range(self.trainer.world_size)),
                 *(f"worker {worker}" for worker in range(self.num_workers))]
 
+    @without_collections()
     def _set_up(self) -> None:
         weights, trainer, rendezvous = self.weights, self.trainer, self._rendezvous
         call = None
@@ -222,12 +223,13 @@ class WeightSender:
             check_holders(weights.entries, weights.holders)
             rendezvous.publish("model", {
                 "entries": [meta_as_json(entry) for entry in weights.entries], "spellings": list(weights.schemes),
-                "holders": holders_table(weights.holders), "options": self.options.as_json(),
-                "num_trainers": trainer.world_size, "num_workers": self.num_workers})
+                "options": self.options.as_json(), "num_trainers": trainer.world_size,
+                "num_workers": self.num_workers})
             call = self._call(SETUP, self._engine.init_weight_transfer_engine, {
                 "address": self._place.address, "port": self._place.port, "secret": self._place.secret,
                 "timeout_s": self.options.timeout_s})
-        # The engine's call is under way; its workers publish what they want meanwhile.
+            # The engine's call is under way: its workers trace their loaders, and then publish what they want.
+            rendezvous.publish("holders", holders_table(weights.holders))
         specs = self._read_specs()
         operations = planning.send_plan(weights.entries, weights.holders, weights.slices, specs, trainer.rank)
         self._by_worker = planning.by_receiver(operations)
@@ -481,6 +483,7 @@ class ModelWeights:
         ReportedElsewhereError: the same, on the other ranks.
     """
 
+    @without_collections()
     def __init__(self, built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,
                  dtype: str) -> None:
         held = build_trainer_shards(built, grids, provider, family_config, dtype)

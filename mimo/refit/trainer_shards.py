@@ -28,7 +28,7 @@ from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Holder, Holders, Tens
 from mimo.weights.export import ExportOptions, infos_of, plan_rules
 from mimo.weights.load import agree
 from mimo.weights.match import SHAPE_ERRORS, ModelPiece, fitted, module_pieces
-from mimo.weights.rules import NamingScheme, Rule, WeightMap
+from mimo.weights.rules import NamingScheme, Rule, WeightMap, hf_shapes
 
 _LAYER = re.compile(r"(.*?)\.(\d+)\.")
 Shapes = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
@@ -184,7 +184,7 @@ def piece_slices(rule: Rule, scheme: NamingScheme, piece: ModelPiece, address: A
         ValueError: the piece is no set of boxes, because it is split on an axis that the conversion reshapes.
     """
     rule = fitted(rule, piece.shape)
-    parts = [tuple(part.shape) for part in rule.convert.to_hf(torch.empty(piece.shape, device="meta"))]
+    parts = hf_shapes(rule.convert, piece.shape)
     first_row = 0 if rule.rows is None else rule.rows.first
     segments = rule.convert.segments(piece.shape[0]) if piece.shape else None
     if segments is None:
@@ -279,9 +279,12 @@ def _gather(grids: Grids, shapes: Shapes, slices: Iterable[TensorSlice]) -> tupl
 def uncovered(found: Iterable[TensorMeta], holders: Holders) -> list[str]:
     """List the tensors whose boxes overlap, leave gaps or lie outside."""
     lines = []
+    covers: dict[tuple[tuple[int, ...], tuple[Box, ...]], bool] = {}  # equal layers have equal boxes
     for entry in found:
-        boxes = [held.box for held in holders.get(entry.name, [])]
-        if not is_partition(Box.whole(entry.shape), boxes):
+        boxes = tuple(held.box for held in holders.get(entry.name, ()))
+        if (entry.shape, boxes) not in covers:
+            covers[entry.shape, boxes] = is_partition(Box.whole(entry.shape), boxes)
+        if not covers[entry.shape, boxes]:
             lines.append(f"not whole: boxes of {entry.name} {list(entry.shape)} on all ranks are not each of its "
                          f"elements once: {[(box.starts, box.stops) for box in boxes]}")
     return lines

@@ -60,8 +60,11 @@ def routes(model: torch.nn.Module, recording: Recording, entries: Sequence[Tenso
     modules = {name: {module for path in paths for module in owners[path]} for name, paths in written.items()}
     whole = {module for touched in modules.values() for module in touched if module not in kept}
     whole |= {module for write in recording.constants if write.value is None for module in owners[write.path]}
+    unchanged: dict[tuple[str, str], bool] = {}
     for name, paths in written.items():
-        if name in recording.computed or not all(_is_unchanged(model, recording, path, dtypes[name]) for path in paths):
+        keys = [(path, dtypes[name]) for path in paths]
+        unchanged |= {key: _is_unchanged(model, recording, *key) for key in keys if key not in unchanged}
+        if name in recording.computed or not all(map(unchanged.__getitem__, keys)):
             whole |= modules[name]
     loader = _closure(whole, modules)
     direct = [part for entry in entries if entry.name not in loader for part in recording.slices.get(entry.name, ())]
@@ -265,7 +268,7 @@ def recv_spec_as(model: torch.nn.Module, entries: Sequence[TensorMeta], offered:
     """Do the second half of `worker_recv_spec`, given the results of `probe_schemes_of` of every worker."""
     loader_names = _loader_names(_candidates(entries, offered), probes)
     own = {name: entry.name for entry, name in zip(entries, loader_names, strict=True)}
-    renamed = [dataclasses.replace(entry, name=name) for entry, name in zip(entries, loader_names, strict=True)]
+    renamed = _renamed(entries, loader_names)
     recording = record(model, renamed)
     check_coverage(model, recording)
     spec = routes(model, recording, renamed)
@@ -288,9 +291,13 @@ def _candidates(entries: Sequence[TensorMeta],
         own = entries[part["first"]:part["first"] + part["count"]]
         distinct = {tuple(names): scheme for scheme, names in reversed(part["styles"].items())}
         candidates[part["module"]] = {
-            scheme: [dataclasses.replace(entry, name=name) for entry, name in zip(own, names, strict=True)]
-            for names, scheme in reversed(distinct.items())}
+            scheme: _renamed(own, names) for names, scheme in reversed(distinct.items())}
     return candidates
+
+
+def _renamed(entries: Sequence[TensorMeta], names: Sequence[str]) -> list[TensorMeta]:
+    return [entry if entry.name == name else dataclasses.replace(entry, name=name)
+            for entry, name in zip(entries, names, strict=True)]
 
 
 def _loader_names(candidates: Mapping[str, Mapping[str, Sequence[TensorMeta]]],

@@ -18,7 +18,7 @@ from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.weights.configuration import exported_configuration
 from mimo.weights.dcp import CheckpointTensors
 from mimo.weights.match import FLOAT_DTYPES, SHAPE_ERRORS, check_values, fitted, report
-from mimo.weights.rules import NamingScheme, Rule, StoredTensor, WeightMap
+from mimo.weights.rules import NamingScheme, Rule, StoredTensor, WeightMap, hf_shapes
 from mimo.weights.safetensors_io import (
     MAX_SHARD_BYTES,
     HfSource,
@@ -279,8 +279,8 @@ def plan_rules(module: str, weight_map: WeightMap, scheme: NamingScheme,
         shape, dtype = tensors[rule.megatron]
         rule = fitted(rule, shape)
         try:
-            parts = rule.convert.to_hf(torch.empty(tuple(shape), device="meta"))
-            infos = tuple(TensorInfo(scheme.apply(name), options.dtype_of(rule, dtype), rule.tensor_shape(part.shape))
+            parts = hf_shapes(rule.convert, tuple(shape))
+            infos = tuple(TensorInfo(scheme.apply(name), options.dtype_of(rule, dtype), rule.tensor_shape(part))
                           for name, part in zip(rule.hf, parts, strict=True))
         except SHAPE_ERRORS as error:
             problems.append(f"shape: {module} {rule.megatron} {list(shape)}: {error}")

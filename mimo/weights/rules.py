@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import Protocol, runtime_checkable
 
@@ -140,7 +141,7 @@ class Segment:
     part_first: int
 
 
-class Conversion(Protocol):
+class Conversion(Hashable, Protocol):
     """Conversion between the Hugging Face parts of a tensor and the Megatron tensor. Works on meta tensors, too."""
 
     def to_megatron(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -158,6 +159,12 @@ class Conversion(Protocol):
         part is the whole tensor in another shape.
         """
         ...
+
+
+@lru_cache(maxsize=4096)  # layers and experts are alike
+def hf_shapes(convert: Conversion, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the parts that a conversion makes of a Megatron tensor. Raises as `Conversion.to_hf`."""
+    return tuple(tuple(part.shape) for part in convert.to_hf(torch.empty(shape, device="meta")))
 
 
 @runtime_checkable

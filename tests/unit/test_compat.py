@@ -68,6 +68,18 @@ def test_rows_of_worker_processes_are_followed_and_ended():
     assert [process.exitcode for process in processes] == [0, 0]
 
 
+def test_the_compiler_is_not_told_of_every_traced_operation():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    assert TorchDispatchMode._should_skip_dynamo() and not refit.TracingMode._should_skip_dynamo()
+
+    class Mode(refit.TracingMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **kwargs or {})
+
+    assert not hasattr(Mode.__torch_dispatch__, "__wrapped__")
+
+
 def test_operations_say_what_they_change():
     assert refit.changed_arguments(torch.ops.aten.copy_.default) == ((0, "self"),)
     assert refit.changed_arguments(refit.TO_COPY) == ()

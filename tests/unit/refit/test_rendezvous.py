@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +12,30 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from mimo.refit.rendezvous import RefitError, Rendezvous, own_address
+from mimo.refit.rendezvous import RefitError, Rendezvous, own_address, without_collections
 
 
 def joined(timeout_s: float = 5.0) -> tuple[Rendezvous, Rendezvous]:
     """Return a trainer's rank that serves the store, and a worker."""
     host, place = Rendezvous.host("127.0.0.1", "trainer rank 0", timeout_s)
     return host, Rendezvous.join(place, "worker 1", timeout_s)
+
+
+def test_collections_go_on_after_a_set_up_as_before_even_if_it_fails() -> None:
+    @without_collections()
+    def fail() -> None:
+        raise RefitError(f"enabled: {gc.isenabled()}")
+
+    enabled = [gc.isenabled()]
+    with pytest.raises(RefitError, match="enabled: False"):
+        fail()
+    enabled.append(gc.isenabled())
+    gc.disable()
+    with without_collections():
+        pass
+    enabled.append(gc.isenabled())
+    gc.enable()
+    assert enabled == [True, True, False]
 
 
 def test_plain_data_arrives() -> None:

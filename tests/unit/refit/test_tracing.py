@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mimo.boxes import Box
-from mimo.refit.dispatch_trace import Tracer, Write
+from mimo.refit.dispatch_trace import VIEWS, Tracer, Write
 from mimo.refit.tensor_slices import Address, TensorSlice
 
 Loader = Callable[[torch.Tensor, torch.Tensor], object]
@@ -94,6 +94,16 @@ def test_a_loader_may_use_its_own_work_space() -> None:
         parameter[:1].copy_(source[int(table[2])].unsqueeze(0))
     (write,) = traced(load)
     assert write.copied == TensorSlice("w", Box((1, 0), (2, 6)), Address("p", 0, (0, 1)))
+
+
+def test_a_work_space_that_was_there_before_the_trace_is_followed_through_its_views() -> None:
+    space = torch.zeros(4, 6)
+    (write,) = traced(lambda p, w: (space[:].copy_(w), p[:4].copy_(space)), device="cpu")
+    assert write.names == {"w"} and write.copied is None
+
+
+def test_operations_that_need_no_notes_return_views() -> None:
+    assert [operation for operation in VIEWS if not operation.is_view] == []
 
 
 def test_values_can_be_read_from_a_real_source_only() -> None:
