@@ -80,7 +80,8 @@ class Offload:
         """Move the fp32 copies of weights and the moments of every module. Return the same as `weights`.
 
         Args:
-            num_bytes: move only as many of the storages as give back this much device memory; None: all of them.
+            num_bytes: move only as many of the storages as give back this much device memory; None: all of them. If
+                some are away already, more of them follow.
         """
         return self._move(OPTIMIZER, num_bytes)
 
@@ -160,15 +161,17 @@ class Offload:
             # An optimizer without fp32 copies updates the weights themselves; these are not its state.
             storages = [storage for storage in _distinct(_state_tensors(self._optimizer))
                         if storage_key(storage) not in keys]
+        # After an error in `bring_back`, storages that are away may have memory, but not their contents.
+        away = {storage_key(each.storage) for each in self._emptied.get(kind, ())}
         # CPU tensors of a model on a GPU, such as step counters, stay where they are.
         return [Held(storage, storage.nbytes()) for storage in storages
-                if storage.device.type == device.type and storage.nbytes()]
+                if storage.device.type == device.type and storage.nbytes() and storage_key(storage) not in away]
 
     def _move(self, kind: str, num_bytes: int | None = None) -> int:
         self._built.residency.wait_for(kind)
-        if kind in self.offloaded or num_bytes == 0:
-            return 0
         held, given_back = self._held(kind), 0
+        if num_bytes == 0 or (kind in self.offloaded and not held):
+            return 0
         if num_bytes is None:
             return self._empty(kind, held)
         # Storages may share a segment of torch's allocator, which gives memory back only when all of the segment is
@@ -213,7 +216,8 @@ class Offload:
     def _allocate(self, kind: str) -> list[Held]:
         """Give the storages of an offloaded kind memory again, with any contents."""
         for each in self._emptied[kind]:
-            each.storage.resize_(each.num_bytes)
+            if not each.storage.nbytes():  # an earlier call may have given it memory before there was no more
+                each.storage.resize_(each.num_bytes)
         return self._emptied.pop(kind)
 
     def _device(self) -> torch.device:
@@ -268,13 +272,12 @@ class HostMemory:
 
     def save(self, emptied: list[Held]) -> None:
         """Copy the storages' contents behind those stored before. Complete once the device is synchronised."""
-        begin, self._stored = self._stored, self._stored + sum(each.num_bytes for each in emptied)
-        missing = self._stored - sum(block.numel() for block in self._blocks)
-        while missing > 0:
+        end = self._stored + sum(each.num_bytes for each in emptied)
+        while len(self._blocks) * BLOCK_BYTES < end:
             self._blocks.append(torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=self._pinned))
-            missing -= BLOCK_BYTES
-        for here, there in self._pairs(emptied, begin):
+        for here, there in self._pairs(emptied, self._stored):
             here.copy_(there, non_blocking=self._pinned)
+        self._stored = end
 
     def load(self, emptied: list[Held]) -> None:
         """Copy the contents of all storages back, in the order of `save`. Complete once the device is synchronised."""

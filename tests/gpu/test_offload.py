@@ -41,6 +41,6 @@ def test_memory_falls_and_training_goes_on(tmp_path: Path, flags: tuple[str, ...
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found.state, expected.state, strict=True))
     assert found.left == []
     for before, away, kinds in zip(moved["seen"]["before"], moved["seen"]["away"], ROUNDS, strict=True):
-        if len(kinds) == 3:
+        if len(kinds) >= 3:
             assert before[1] > 100e6 and away[1] == 0
             assert before[0] - away[0] >= 0.95 * before[1], (before, away)
