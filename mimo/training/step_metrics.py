@@ -75,7 +75,7 @@ def workload(microbatches: Iterable[Microbatch], encoders: Sequence[str]) -> Wor
 def _is_outdated(provider: FlopsProvider) -> bool:
     """Return whether a provider replaces modules of a base class, but inherits what the base says of their FLOPs.
 
-    A base class may also say it for modules that every subclass builds itself.
+    A base class may say it for modules that each of its subclasses builds. A subclass of such a one replaces them.
     """
     classes = type(provider).__mro__
 
@@ -84,7 +84,7 @@ def _is_outdated(provider: FlopsProvider) -> bool:
 
     said = min(places("flop_components"))
     built = map(places, ("language_spec", "encoder_spec"))
-    return any(found and min(found) < said <= max(found) for found in built)
+    return any(len(found) > 1 and min(found) < said for found in built)
 
 
 def _recomputed_share(config: RunConfig, layout: Layout) -> float:

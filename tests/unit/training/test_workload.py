@@ -162,6 +162,17 @@ def test_a_provider_that_builds_another_module_than_its_base_has_to_count_it():
     assert meter_of(run_config(), Counted()) is not None and meter_of(run_config(), Renamed()) is not None
 
 
+def test_a_family_whose_base_counts_its_modules_is_counted_until_a_subclass_builds_others():
+    qwen = type(model_provider("qwen3_vl"))
+
+    class OtherLanguage(qwen):  # type: ignore[misc, valid-type]
+        def language_spec(self, *arguments: Any) -> Any:
+            return super().language_spec(*arguments)
+
+    config = run_config("--model-provider", "qwen3_vl")
+    assert meter_of(config, qwen()) is not None and meter_of(config, OtherLanguage()) is None
+
+
 @pytest.mark.parametrize("name", MODEL_PROVIDERS)
 def test_every_family_has_figures(name):
     config, provider = run_config("--model-provider", name), model_provider(name)
