@@ -29,9 +29,16 @@ def how_to_continue(checkpoint: CheckpointConfig) -> str:
     if checkpoint.save is None:
         return "nothing was saved, because the run has no --save"
     again = "to continue, repeat the command"
-    if checkpoint.load is None:
-        return f"{again} with --load {checkpoint.save}"
-    return again if checkpoint.ckpt_step is None else f"{again} without --ckpt-step {checkpoint.ckpt_step}"
+    if checkpoint.starts_elsewhere:
+        return again  # from its own checkpoint in --save, with everything in it
+    # With these flags the run would begin at an earlier iteration, or without a part of its state that is saved.
+    omitted = [] if checkpoint.ckpt_step is None else [f"--ckpt-step {checkpoint.ckpt_step}"]
+    omitted += [f"--no-load-{part}" for part, loads, saves in (
+        ("optim", checkpoint.load_optim, checkpoint.save_optim), ("scheduler", checkpoint.load_scheduler, True),
+        ("rng", checkpoint.load_rng, checkpoint.save_rng), ("data", checkpoint.load_data, True)) if saves and not loads]
+    changes = [] if checkpoint.load_is_save else [f"with --load {checkpoint.save}"]
+    changes += [f"without {' '.join(omitted)}"] if omitted else []
+    return " ".join([again, *filter(None, [" and ".join(changes)])])
 
 
 def note_on_earlier(checkpoint: CheckpointConfig) -> list[str]:

@@ -117,7 +117,12 @@ def test_how_a_run_that_was_stopped_is_continued():
     assert how_to_continue(CheckpointConfig(save="a")) == f"{repeat} with --load a"
     # A run that began elsewhere continues from its own checkpoints.
     assert how_to_continue(CheckpointConfig(save="a", load="b", finetune=True)) == repeat
+    assert how_to_continue(CheckpointConfig(save="a", load="b", ckpt_step=3, load_optim=False)) == repeat
     assert how_to_continue(CheckpointConfig(save="a", load="a", ckpt_step=3)) == f"{repeat} without --ckpt-step 3"
+    # Otherwise it would begin again with that checkpoint, or with another optimizer.
+    assert how_to_continue(CheckpointConfig(save="a", load="a/iter_0000003", load_optim=False)) == (
+        f"{repeat} with --load a and without --no-load-optim")
+    assert how_to_continue(CheckpointConfig(save="a", load="a", load_optim=False, save_optim=False)) == repeat
 
 
 def test_a_run_that_forgets_load_is_told_of_its_earlier_checkpoints(tmp_path):
