@@ -176,8 +176,8 @@ def _advice(found: list[Candidate], search: Search) -> list[str]:
         given = [f"{flag} {value}" for flag, value in (("--recompute", search.base.model.recompute),
                                                        ("--encoder-recompute", search.base.model.encoder_recompute))
                  if value != "none"]
-        what = (f" with {' '.join(given)}: leave out what chooses layers to recompute, so that the planner chooses, or "
-                "use" if given else ", even if all layers are recomputed: use")
+        what = (f" with {' '.join(given)}: leave {'this flag' if len(given) == 1 else 'these flags'} out, so that the "
+                "planner chooses what is recomputed, or use" if given else ", even if all layers are recomputed: use")
         return [*lines, f"None fits into {USABLE * search.costs.gpu.memory_gib:.0f} GiB{what} more GPUs"]
     best = fitting[0]
     parts = sorted(best.prediction.parts_s.items(), key=lambda item: -item[1])
