@@ -33,9 +33,11 @@ def export_model(built: BuiltModel, grids: Grids, provider: ModelProvider, famil
         boxes: dict[tuple[str, str], set[Box]] = {}
         for module, name, box, shape, tensor in gathered:
             whole = wholes[module].setdefault(name, torch.empty(shape, dtype=tensor.dtype))
-            if box not in boxes.setdefault((module, name), set()):  # several ranks hold copies
-                whole[box.slices] = tensor
-                boxes[module, name].add(box)
+            held = boxes.setdefault((module, name), set())
+            # Several ranks hold copies, whose bytes are equal.
+            assert box not in held or torch.equal(whole[box.slices], tensor), (module, name, box)
+            whole[box.slices] = tensor
+            held.add(box)
         for (module, name), held in boxes.items():
             assert is_partition(Box.whole(wholes[module][name].shape), list(held)), (module, name)
         _write(wholes, provider, family_config, Path(out_dir), options or ExportOptions())
