@@ -27,7 +27,7 @@ class Packing:
         rows: packs, or single samples.
         samples_per_row: mean.
         utilisation: share of the rows' tokens that are used, 0 to 1.
-        imbalance: image tokens of the pack that has most over the mean of its buffer, mean over buffers; None without
+        imbalance: encoded tokens of the pack that has most over the mean of its buffer, mean over buffers; None without
             images or packing.
         imbalance_balanced: the same with --packing-balance.
     """

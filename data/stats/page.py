@@ -19,8 +19,8 @@ from mimo.report.summary import number
 
 MAX_BAD_ROWS = 100
 IMBALANCE_NOTE = (
-    "Imbalance: the image tokens of the pack with the most of them, divided by the mean over the packs of its buffer. "
-    "1 is even. Lanes whose packs have fewer image tokens wait for the one with the most."
+    "Imbalance: the image tokens (tiles, if the model takes tiles) of the pack with the most of them, divided by the "
+    "mean over the packs of its buffer. 1 is even. Lanes whose packs have fewer wait for the one with the most."
 )
 
 
@@ -188,8 +188,8 @@ def packing_html(report: Report) -> str:
         plain, even = [one for _, one, _ in measured], [one for _, _, one in measured]
         series = [Series("packed as they fit", "quiet", plain, [f"{one:.2f}" for one in plain]),
                   Series("with --packing-balance", "image", even, [f"{one:.2f}" for one in even])]
-        charts.append(lying_bars("Imbalance of image tokens", [name for name, _, _ in measured], series, max(plain),
-                                 (1.0, "even")))
+        charts.append(lying_bars("Imbalance of the encoder's work", [name for name, _, _ in measured], series,
+                                 max(plain), (1.0, "even")))
     heads = ["packing buffer", "samples a row", "row used", "imbalance", "with --packing-balance"]
     rows = [[name + (" (as given)" if packing.buffer_size == given else ""), f"{packing.samples_per_row:.1f}",
              percent(packing.utilisation),

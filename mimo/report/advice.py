@@ -164,8 +164,8 @@ def _from_data(run: Run, flags: Mapping[str, Any]) -> Iterator[Advice]:
                      "--packing-buffer-size 64 --micro-batch-size 1",
                      f"At most {rounded(1 / used)} times the samples a second.")
     if uneven is not None and uneven >= UNEVEN and packs and flags.get("packing-balance") is False:
-        yield Advice(f"The fullest lane has {rounded(uneven)} times the image tokens of the mean, and the others wait "
-                     "for it.", "--packing-balance")
+        yield Advice(f"The images of the fullest lane give the encoder {rounded(uneven)} times the mean work, and the "
+                     "other lanes wait for it.", "--packing-balance")
     if bad:
         yield Advice(f"{rounded(float(run.steps.get('bad-samples')[-1]))} samples could not be used. "
                      "python scripts/data_stats.py lists them.", "")

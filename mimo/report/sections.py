@@ -453,8 +453,8 @@ def lanes(runs: Sequence[Run]) -> str:
     """Chart how evenly lanes, and with them the ranks of the encoder, are filled."""
     imbalance = chart("Encoder imbalance", runs, {"encoder-imbalance": "as trained",
                                                   "encoder-imbalance-unbalanced": "without balancing"},
-                      note="Image tokens of the fullest lane over the mean of all lanes. With encoder windows: work "
-                           "of the busiest replica over the mean. 1 is even.")
+                      note="Tokens in the encoder's layers on the fullest lane over the mean of all lanes. With "
+                           "encoder windows: work of the busiest replica over the mean. 1 is even.")
     uneven = ("encoder-imbalance", "encoder-imbalance-unbalanced")
     charts = [imbalance if any(any_above(runs, key, 1.0) for key in uneven) else ""]
     for kind in ("image", "text"):

@@ -103,7 +103,7 @@ def complete_values(path: Path, values: Mapping[str, Any], defaults: Mapping[str
     Returns:
         The values of all keys that have defaults; mean and deviation, one number for all channels or one for each.
     """
-    for key in values.keys() - defaults.keys() - ignored:
+    for key in sorted(values.keys() - defaults.keys() - ignored):
         allow(path, key, values[key], values[key] is None or values[key] is False, "null")
     found = {key: default if values.get(key) is None else values[key] for key, default in defaults.items()}
     allow(path, "do_rescale", found["do_rescale"], bool(found["do_rescale"]), "true")

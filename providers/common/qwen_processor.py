@@ -97,11 +97,12 @@ def read_qwen_processing(folder: str, config: PatchSizes) -> ImageProcessing | N
 
 
 def _check_patches(path: Path, found: dict[str, Any], config: PatchSizes, allow: Callable[..., None]) -> None:
-    """Refuse a processor that does not resize, or whose patches are not the model's."""
+    """Refuse a processor that does not resize, has no limits of pixels, or whose patches are not the model's."""
     for key, expected in (("do_resize", True), ("patch_size", config.vision_patch_size),
                           ("temporal_patch_size", config.vision_temporal_patch_size),
                           ("merge_size", config.vision_spatial_merge_size)):
         allow(path, key, found[key], found[key] == expected, f"{expected}, as the model has it")
+    allow(path, "size", found["size"], isinstance(found["size"], dict), "shortest_edge and longest_edge, in pixels")
 
 
 def _patches(path: Path, values: dict[str, Any], size: dict[str, Any], key: str, patch_size: int) -> int:

@@ -169,7 +169,7 @@ def test_charts_show_every_sample(shown):
     assert counts["Aspect ratio"] == {"width about 2 times height": PAIRS}
     assert found["Part of a row that holds tokens"]["layout"]["yaxis"]["ticktext"] == [
         "no packing", "<b>buffer of 4</b>", "buffer of 16"]
-    assert [trace["name"] for trace in found["Imbalance of image tokens"]["data"]] == [
+    assert [trace["name"] for trace in found["Imbalance of the encoder's work"]["data"]] == [
         "packed as they fit", "with --packing-balance"]
 
 

@@ -81,6 +81,7 @@ def test_without_a_file_images_are_those_of_the_published_models(tmp_path):
 @pytest.mark.parametrize(("change", "message"), [
     ({"patch_size": 16}, "patch_size = 16 is not supported; supported: 14, as the model has it"),
     ({"merge_size": 4}, "merge_size = 4 is not supported; supported: 2"),
+    ({"size": 336}, "size = 336 is not supported; supported: shortest_edge and longest_edge, in pixels"),
     ({"max_pixels": 1000}, "max_pixels = 1000 is not supported; supported: multiples of 196"),
     ({"do_resize": False}, "do_resize = False is not supported"),
     ({"image_processor_type": "CLIPImageProcessor"}, "image_processor_type = 'CLIPImageProcessor' is not supported"),
