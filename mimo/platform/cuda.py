@@ -44,11 +44,12 @@ PINNED_MEMORY = "pinned_use_cuda_host_register:True,pinned_num_register_threads:
 
 def choose_pinned_memory() -> None:
     """Add `PINNED_MEMORY` to the settings of torch's allocator, unless the user has chosen how memory is pinned."""
-    name = next((name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if os.environ.get(name)),
-                "PYTORCH_ALLOC_CONF")
+    # If both variables are set, even to nothing, torch reads the one with the older name alone.
+    name = "PYTORCH_CUDA_ALLOC_CONF" if "PYTORCH_CUDA_ALLOC_CONF" in os.environ else "PYTORCH_ALLOC_CONF"
     given = os.environ.get(name, "")
     if "pinned_use_cuda_host_register" not in given:
-        os.environ[name] = ",".join(filter(None, (given, PINNED_MEMORY)))
+        # The last value of a setting counts, so that a number of threads that the user has chosen stays, too.
+        os.environ[name] = ",".join(filter(None, (PINNED_MEMORY, given)))
 
 
 class CudaPlatform(Platform):

@@ -288,7 +288,8 @@ def test_compiled_kernels_are_kept_where_the_user_says_or_in_the_cache(tmp_path,
 
 @pytest.mark.parametrize(("name", "given", "expected"), [
     ("PYTORCH_ALLOC_CONF", "", "{ours}"), ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True",
-                                           "expandable_segments:True,{ours}"),
+                                           "{ours},expandable_segments:True"),
+    ("PYTORCH_ALLOC_CONF", "pinned_num_register_threads:4", "{ours},pinned_num_register_threads:4"),
     ("PYTORCH_ALLOC_CONF", "pinned_use_cuda_host_register:False", "pinned_use_cuda_host_register:False"),
 ])
 def test_settings_of_the_allocator_that_the_user_chose_stay(monkeypatch, name, given, expected):
@@ -301,3 +302,11 @@ def test_settings_of_the_allocator_that_the_user_chose_stay(monkeypatch, name, g
     assert os.environ[name] == expected.format(ours=PINNED_MEMORY)
     choose_pinned_memory()
     assert os.environ[name].count("pinned_use") == 1
+
+
+def test_settings_of_the_allocator_are_added_to_the_variable_that_torch_reads():
+    program = ("import os; from mimo.platform.cuda import choose_pinned_memory; choose_pinned_memory(); import torch; "
+               "print(torch._C._accelerator_getAllocatorSettings())")
+    for given in ("", "expandable_segments:True"):
+        out = run_python(program, PYTORCH_ALLOC_CONF="max_split_size_mb:64", PYTORCH_CUDA_ALLOC_CONF=given)
+        assert "pinned_use_cuda_host_register:True" in out and given in out
