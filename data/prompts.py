@@ -477,7 +477,7 @@ def load_tokenizer(folder: str) -> Any:
         ValueError: there is none, or transformers would read it wrongly; the message names --tokenizer.
     """
     if not folder:
-        raise ValueError("--tokenizer is missing, and the model's folder has none; give that of a Hugging Face model")
+        raise ValueError("--tokenizer: give the folder of a Hugging Face model; the model's own has no tokenizer")
     if not Path(folder).is_dir():
         raise ValueError(f"--tokenizer {folder}: there is no such folder")
     # Takes seconds to import, and --help does not need it.

@@ -141,7 +141,7 @@ def test_lanes_of_different_length_are_stragglers():
 
 
 def test_run_ahead_off_and_on_in_one_run():
-    found = bench("schedule", *SCHEDULE, *"""60,50,0.5,0.5 --global-batch-size 6 --encoder-dp 1 --llm-dp 1
+    found = bench("schedule", *SCHEDULE, *"""60,20,0.5,0.5 --global-batch-size 6 --encoder-dp 1 --llm-dp 1
         --encoder-run-ahead 3""".split())
     ahead = found["run_ahead"]
     # Equal work in both arms, and neither is faster than the encoder.
