@@ -39,7 +39,7 @@ class SampleSize:
 
     @property
     def whole_images(self) -> list[tuple[int, ...]]:
-        """What the trainer deals to encoder replicas: each image, as the tokens of its tiles."""
+        """Images as the trainer deals them to encoder replicas, each as the tokens of its tiles."""
         left = iter(self.images)
         return [tuple(islice(left, count)) for count in self.tiles or (1,) * len(self.images)]
 

@@ -390,8 +390,8 @@ class SharedDevices(Devices):
         leaves = self._what_leaves()
         self._offload.optimizer(leaves[OPTIMIZER])
         # Ranks that share a module have to move its weights together.
-        self.leaving = {kind: max(rank[kind] for rank in ranks) for ranks in [gather(self._grids, leaves)]
-                        for kind in leaves}
+        of_ranks = gather(self._grids, leaves)
+        self.leaving = {kind: max(rank[kind] for rank in of_ranks) for kind in leaves}
         self._wake_up(ENGINE_WEIGHTS)
         self.seconds += time.perf_counter() - began
 

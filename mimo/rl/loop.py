@@ -333,13 +333,14 @@ class RlLoop:
 
     def _say_what_leaves(self, logger: RunLogger) -> None:
         """Log what leaves devices that trainer and engine share, once and whenever it changes."""
-        sizes = {{OPTIMIZER: "optimizer state", WEIGHTS: "weights"}[kind]: f"{count / 2**30:.1f} GiB"
-                 for kind, count in self.devices.leaving.items() if count}
-        if self.devices.leaving and sizes.keys() != self._leaving:
-            self._leaving = set(sizes)
-            logger.message("during a rollout, the device keeps all of the trainer's weights and optimizer state"
-                           if not sizes else "during a rollout, these are in host memory: "
-                           + ", ".join(f"{size} of {what}" for what, size in sizes.items()))
+        leaving = {kind: count for kind, count in self.devices.leaving.items() if count}
+        if not self.devices.leaving or leaving.keys() == self._leaving:
+            return
+        self._leaving = set(leaving)
+        words = {OPTIMIZER: "optimizer state", WEIGHTS: "weights"}
+        sizes = ", ".join(f"{count / 2**30:.1f} GiB of {words[kind]}" for kind, count in leaving.items())
+        logger.message(f"during a rollout, these are in host memory: {sizes}" if leaving else
+                       "during a rollout, the device keeps all of the trainer's weights and optimizer state")
 
     def _iterate(self, logger: RunLogger) -> None:
         """Collect completions and update the policy with them."""

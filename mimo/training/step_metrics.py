@@ -75,7 +75,7 @@ def workload(microbatches: Iterable[Microbatch], encoders: Sequence[str]) -> Wor
 def _is_outdated(provider: FlopsProvider) -> bool:
     """Return whether a provider replaces modules of a base class, but inherits what the base says of their FLOPs.
 
-    A base class may say it for modules that each of its subclasses builds. A subclass of such a one replaces them.
+    A base class may say it for modules that each of its subclasses builds. A further subclass replaces them.
     """
     classes = type(provider).__mro__
 

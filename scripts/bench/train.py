@@ -72,7 +72,7 @@ def step_flops(records: Sequence[dict[str, Any]]) -> float | None:
 
 
 def pass_tflops(config: RunConfig, records: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """TFLOP/s of each module's own passes per GPU of its grid; only modules with a timeline and known FLOPs."""
+    """Return TFLOP/s per GPU of each module's own passes, for modules with a timeline and known FLOPs."""
     provider = registry.model_provider(config.model.model_provider)
     layout = build_layout(config.layout, 0, provider.encoders(config.model_family))
     found = {}

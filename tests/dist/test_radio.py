@@ -23,7 +23,6 @@ from tests.support.spawn import WorkerPool
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
 
 VISION, ENCODER = "vision", "radio"
 Size = tuple[int, int]
