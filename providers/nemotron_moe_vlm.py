@@ -27,6 +27,7 @@ from providers.common.hf_radio import (
     write_radio_processor,
 )
 from providers.common.hybrid import HybridConfig, check_hybrid, check_hybrid_grid, hybrid_shapes, nemotron_source
+from providers.common.vision import image_tokens
 from providers.common.vision_language import VISION, VisionLanguageProvider
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class NemotronVlmProvider(VisionLanguageProvider):
     checks = (check_hybrid, radio.check_radio)
     check_language_grid = staticmethod(check_hybrid_grid)
     check_encoder_grid = staticmethod(radio.check_radio_grid)
-    image_tokens = staticmethod(radio.radio_image_tokens)
+    image_tokens = staticmethod(image_tokens)
     language_shapes = staticmethod(hybrid_shapes)
     sizes_of_hf = staticmethod(vlm_sizes)
 
@@ -118,7 +119,6 @@ class NemotronVlmProvider(VisionLanguageProvider):
         self.hf_architectures = architectures
 
     def vision_shapes(self, config: Config) -> list[ParameterShape]:
-        """Return every parameter of encoder and projector."""
         return radio.radio_shapes(config, config.hidden_size)
 
     def validate(self, config: Config, layout: Layout, seq_length: int) -> None:
@@ -137,7 +137,6 @@ class NemotronVlmProvider(VisionLanguageProvider):
         return dataclasses.replace(config, **language_sizes(values), image_token_id=token)
 
     def frozen_parts(self, config: Config) -> frozenset[str]:
-        """Return the parts that --training-stage freezes."""
         return STAGES[config.training_stage]
 
     def megatron_source(self, config: Config) -> MegatronSource | None:

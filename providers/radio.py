@@ -8,8 +8,8 @@ from typing import Literal
 from mimo.config.toml_file import flag_name
 from mimo.grid.spec import GridSpec
 from mimo.protocols import ParameterShape
-from providers.common.checks import Problems, divisors, image_flags
-from providers.common.vision import layer_shapes, norm_shapes
+from providers.common.checks import Problems
+from providers.common.vision import check_side, layer_shapes, norm_shapes
 
 NUM_CHANNELS = 3
 
@@ -89,20 +89,6 @@ class RadioConfig:
         return (self.vision_max_image_size // self.vision_patch_size) ** 2
 
 
-def radio_image_tokens(config: RadioConfig, height: int, width: int) -> int:
-    """Return the language tokens of an image of `height` by `width` pixels. Raises ValueError for other sizes."""
-    fixed, multiple = config.image_shape, config.size_multiple
-    image = f"an image of {height} x {width} pixels (height x width)"
-    if not config.vision_dynamic_resolution:
-        if (height, width) != fixed:
-            raise ValueError(f"{image} does not fit {image_flags(*fixed)}, which takes {fixed[0]} x {fixed[1]}")
-        return config.num_tokens
-    if height < 1 or width < 1 or height % multiple or width % multiple:
-        raise ValueError(f"{image}: both must be multiples of {multiple} (--vision-patch-size "
-                         f"{config.vision_patch_size} times --vision-pixel-shuffle {config.vision_pixel_shuffle})")
-    return (height // multiple) * (width // multiple)
-
-
 def check_radio(config: RadioConfig, problems: Problems) -> None:
     """Note encoder sizes that no layout can hold."""
     for name in ("vision_image_size", "vision_patch_size", "vision_pixel_shuffle", "vision_hidden_size",
@@ -123,26 +109,15 @@ def check_radio(config: RadioConfig, problems: Problems) -> None:
                      config.vision_num_attention_heads)
     if not config.vision_dynamic_resolution:
         for name in ("vision_image_size", *(("vision_image_width",) if config.vision_image_width else ())):
-            _check_side(config, name, getattr(config, name), problems)
+            pixels = getattr(config, name)
+            check_side(config, name, pixels, problems)
+            if pixels > config.vision_max_image_size:
+                problems.add(f"{flag_name(name)} {pixels} is larger than --vision-max-image-size "
+                             f"{config.vision_max_image_size}, the side of the position grid")
     elif config.vision_image_width:
         problems.add(f"--vision-image-width {config.vision_image_width} is for images of one size, but with "
                      "--vision-dynamic-resolution they keep their own sizes: leave it out, or use "
                      "--no-vision-dynamic-resolution")
-
-
-def _check_side(config: RadioConfig, name: str, pixels: int, problems: Problems) -> None:
-    """Note problems of the height or width of images, which is the field `name`."""
-    patch, factor = config.vision_patch_size, config.vision_pixel_shuffle
-    problems.divides(name, pixels, "vision_patch_size", patch)
-    side = pixels // patch
-    if pixels % patch == 0 and side % factor:
-        fits = ", ".join(str(divisor) for divisor in divisors(side))
-        problems.add(f"--vision-pixel-shuffle {factor} does not divide the {side} patches a side of "
-                     f"{flag_name(name)} {pixels} with --vision-patch-size {patch}; --vision-pixel-shuffle that fit: "
-                     f"{fits}")
-    if pixels > config.vision_max_image_size:
-        problems.add(f"{flag_name(name)} {pixels} is larger than --vision-max-image-size "
-                     f"{config.vision_max_image_size}, the side of the position grid")
 
 
 def check_radio_grid(config: RadioConfig, grid: GridSpec, problems: Problems) -> None:

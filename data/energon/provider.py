@@ -183,15 +183,21 @@ def with_image_flags(config: Config, find: Callable[[], Sequence[ImageProcessing
     if not found:
         raise ValueError(f"{', '.join(_open_flags(config))}: the model provider does not say how its images become "
                          "pixels (image_processing); give these flags")
-    first, *others = (_filled(config, processing) for processing in found)
-    for other, processing in zip(others, found[1:], strict=True):
+    filled = [_filled(config, processing) for processing in found]
+    check_agreement("image", found, filled)
+    return filled[0]
+
+
+def check_agreement(kind: str, found: Sequence[ImageProcessing | VideoProcessing], filled: Sequence[Config]) -> None:
+    """Raise ValueError, with flags and values, if processors of one kind, `found`, fill in the flags differently."""
+    first = filled[0]
+    for other, processing in zip(filled[1:], found[1:], strict=True):
         names = [name for name, value in vars(first).items() if vars(other)[name] != value]
         if names:
             values = [" ".join(f"{flag_name(name)} {_shown(vars(each)[name])}" for name in names)
                       for each in (first, other)]
-            raise ValueError(f"two image processors disagree: {found[0].source} has {values[0]}, {processing.source} "
+            raise ValueError(f"two {kind} processors disagree: {found[0].source} has {values[0]}, {processing.source} "
                              f"has {values[1]}; give {' and '.join(map(flag_name, names))}")
-    return first
 
 
 def _open_flags(config: Config) -> list[str]:
@@ -235,7 +241,6 @@ def _shown(value: Any) -> str:
 
 
 def tokenizer_digest(config: Config) -> str:
-    """Return a digest of the tokenizer's files."""
     from data.digests import TOKENIZER_FILES, content_of_folder
 
     return content_of_folder(config.tokenizer, TOKENIZER_FILES)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from data.energon.provider import Config, check_agreement
 from mimo.config.toml_file import flag_name
 from mimo.protocols import TokenSpec, VideoProcessing
 from mimo.visual import Normalisation
 
 if TYPE_CHECKING:
-    from data.energon.provider import Config
     from data.image_tiling import Tiling
 
 # Fields of `VideoProcessing` that are flags, beside `rule`, and values of the flags that leave them to the model.
@@ -45,16 +45,11 @@ def with_video_flags(config: Config, find: Callable[[], Sequence[VideoProcessing
             raise ValueError(f"{flag_name(name)} {value}: the model takes no videos; --model-provider qwen2_5_vl and "
                              "qwen3_vl do")
         return config
-    first, *others = (_filled(config, processing) for processing in found)
-    for other, processing in zip(others, found[1:], strict=True):
-        names = [name for name, value in vars(first).items() if vars(other)[name] != value]
-        if names and not given:
-            return config
-        if names:
-            raise ValueError(f"two video processors disagree: {found[0].source} has {flag_name(names[0])} "
-                             f"{vars(first)[names[0]]}, {processing.source} has {vars(other)[names[0]]}; give "
-                             f"{' and '.join(map(flag_name, names))}")
-    return first
+    filled = [_filled(config, processing) for processing in found]
+    if not given and any(other != filled[0] for other in filled):
+        return config  # for the same reason
+    check_agreement("video", found, filled)
+    return filled[0]
 
 
 def _filled(config: Config, processing: VideoProcessing) -> Config:

@@ -168,11 +168,7 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog, flag: str
         objects = {} if weights_only else _objects(state, flags, index, notes)
         if "loader" in objects:
             notes += _check_data(state, common, f"{flag} {folder}")
-        # One replica reads each weight, just as one wrote it, and sends it to the others.
-        read = {name: entry for name, entry in entries["model"].items() if entry.replica_id[-1] == 0}
-        loaded = _load(state, folder, {**entries, "model": read, **objects}, flag)
-        broadcast_from_writers(saved, state.grids)
-        check_finite(state, saved, folder)
+        loaded = _load(state, folder, saved, {**entries, **objects}, flag)
         _finish_optimizer(state, common, held, continued, folder)
     for module, parts in sorted((fresh or {}).items()):
         notes += [f"{part} ({module}) did not train before: its optimizer starts fresh" for part in sorted(parts)]
@@ -203,10 +199,7 @@ def load_weights(state: RunState, folder: Path, watchdog: Watchdog, flag: str) -
         notes += _check(state, folder, common, index, entries, wants_optimizer=False, flag=flag, weights_only=True)
         for note in notes:
             logger.info("%s: %s", flag, note)
-        read = {name: entry for name, entry in entries["model"].items() if entry.replica_id[-1] == 0}
-        _load(state, folder, {"model": read}, flag)
-        broadcast_from_writers(saved, state.grids)
-        check_finite(state, saved, folder)
+        _load(state, folder, saved, entries, flag)
 
 
 def _open(state: RunState, folder: Path, flag: str) -> tuple[dict[str, Any], Metadata, list[str]]:
@@ -318,7 +311,7 @@ def _other_dtypes(common: dict[str, Any], config: RunConfig) -> tuple[str, str] 
 
 def _check(state: RunState, folder: Path, common: dict[str, Any], index: Metadata,
            entries: dict[str, dict[str, ShardedTensor]], *, wants_optimizer: bool, weights_only: bool,
-           flag: str = "--load") -> list[str]:
+           flag: str) -> list[str]:
     """Compare what this run loads with what the checkpoint holds. One error lists everything that does not fit.
 
     Returns:
@@ -417,17 +410,25 @@ def _wanted_streams(own: list[str], stored: list[str], num_lanes: int) -> list[s
     return list(dict.fromkeys(wanted))
 
 
-def _load(state: RunState, folder: Path, entries: dict[str, Any], flag: str = "--load") -> dict[str, Any]:
+def _load(state: RunState, folder: Path, saved: list[Saved], entries: dict[str, Any], flag: str) -> dict[str, Any]:
+    """Load tensors in place, and check the weights among them, `saved`. Return the loaded objects by group.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or weights are not finite.
+    """
     strategy = DataOnlyLoadStrategy(state.config.checkpoint.ckpt_verify)
-    # Tensors are loaded in place. Only objects are taken from what `load` returns.
+    # One replica reads each weight, just as one wrote it, and sends it to the others.
+    read = {name: entry for name, entry in entries["model"].items() if entry.replica_id[-1] == 0}
     error, loaded = None, {}
     try:
         loaded = dist_checkpointing.load(
-            {key: value for key, value in entries.items() if value}, str(folder), strategy,
+            {key: value for key, value in (entries | {"model": read}).items() if value}, str(folder), strategy,
             validate_access_integrity=False)
     except (ValueError, OSError, CheckpointingException) as problem:
         error = f"{flag}: {problem}"
     _stop_for_damage(state, folder, error, flag)
+    broadcast_from_writers(saved, state.grids)
+    check_finite(state, saved, folder)
     return loaded
 
 

@@ -198,7 +198,7 @@ LESS_MEMORY = (
     "memory of a rank, and mimo plan with the flags of train_hetero.py compares layouts\n")
 
 
-def format_error(who: str, error: BaseException) -> str:
+def error_report(who: str, error: BaseException) -> str:
     """Format an error with the rank that raised it.
 
     A rank that stops because of another one says so in one line, so that the cause stays visible. A ValueError is
@@ -238,7 +238,7 @@ class FailFast:
             exit_now(130)
         # A rank that stops only because another one has failed is not the cause.
         is_cause = not (isinstance(error, ReportedElsewhereError) or _is_lost_rank(error))
-        block = format_error(self.who, error)
+        block = error_report(self.who, error)
         write_error_file(block, is_cause=is_cause)
         write_report(block)
         if not is_cause:
@@ -271,7 +271,6 @@ STOPPED = ("T", "t")
 
 
 def own_process(rank: int) -> RankProcess:
-    """Describe this process."""
     return RankProcess(rank, socket.gethostname(), os.getpid(), _stat(os.getpid())[1])
 
 

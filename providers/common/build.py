@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -20,6 +20,11 @@ from mimo.model.vit import ViT
 from mimo.protocols import LANGUAGE, BuildContext
 from providers.common.decoder import DecoderConfig, MultimodalDecoderConfig
 from providers.common.vision import VisionConfig
+
+if TYPE_CHECKING:
+    from providers.common.hybrid import HybridConfig
+    from providers.common.qwen_vision import QwenVisionConfig
+    from providers.radio import RadioConfig
 
 
 def transformer_config(context: BuildContext | None, kind: type[TransformerConfig] = TransformerConfig,
@@ -179,25 +184,31 @@ def language_model_spec(config: DecoderConfig, context: BuildContext | None, meg
     if config.num_experts and tp > 1 and not context.sequence_parallel:
         raise ValueError(f"--num-experts {config.num_experts} with --llm-tp {tp} needs --sequence-parallel")
     multimodal = isinstance(config, MultimodalDecoderConfig)
-    return ModuleSpec(module=LanguageModel, params={
+    return ModuleSpec(module=LanguageModel, params=language_params(config, context) | {
         "config": megatron_config,
         "transformer_layer_spec": layers,
-        "vocab_size": config.padded_vocab_size(tp),
+        "position_embedding_type": "mrope" if multimodal else "rope",
+        "interleaved_sections": multimodal and config.interleaved_sections,
+        "rotary_base": config.rotary_base,
+        "rope_scaling": config.use_rope_scaling,
+        "rope_scaling_factor": config.rope_scaling_factor,
+    })
+
+
+def language_params(config: DecoderConfig | HybridConfig, context: BuildContext) -> dict[str, Any]:
+    """Return the arguments that all language models take: vocabulary, stage and groups."""
+    return {
+        "vocab_size": config.padded_vocab_size(context.grid.tp),
         "true_vocab_size": config.vocab_size,
         "max_sequence_length": context.seq_length,
         "pre_process": context.pre_process,
         "post_process": context.post_process,
         "parallel_output": True,
         "share_embeddings_and_output_weights": not config.untie_embeddings_and_output_weights,
-        "position_embedding_type": "mrope" if multimodal else "rope",
-        "interleaved_sections": multimodal and config.interleaved_sections,
-        "rotary_base": config.rotary_base,
-        "rope_scaling": config.use_rope_scaling,
-        "rope_scaling_factor": config.rope_scaling_factor,
         # MimoModel scatters the merged sequence itself, not only the text tokens.
         "scatter_embedding_sequence_parallel": False,
         "pg_collection": context.groups,
-    })
+    }
 
 
 def vision_spec(config: VisionConfig, name: str, projector_size: int, language_size: int,
@@ -212,15 +223,8 @@ def vision_spec(config: VisionConfig, name: str, projector_size: int, language_s
         context: the encoder's grid, groups and precision.
     """
     impl = context.transformer_impl
-    vit_config = transformer_config(
-        context, num_layers=config.vision_num_layers, hidden_size=config.vision_hidden_size,
-        num_attention_heads=config.vision_num_attention_heads, ffn_hidden_size=config.vision_ffn_hidden_size,
-        normalization="LayerNorm", layernorm_epsilon=config.vision_norm_epsilon, add_bias_linear=True,
-        add_qkv_bias=True, activation_func=activation(config.vision_hidden_act, impl), hidden_dropout=0.0,
-        attention_dropout=0.0, **recompute_fields(context))
-    projector_config = transformer_config(
-        context, num_layers=context.grid.pp, hidden_size=language_size, num_attention_heads=context.grid.tp,
-        ffn_hidden_size=projector_size, activation_func=torch.nn.functional.gelu, add_bias_linear=True)
+    vit_config = tower_config(config, context, normalization="LayerNorm", layernorm_epsilon=config.vision_norm_epsilon,
+                              activation_func=activation(config.vision_hidden_act, impl))
     encoder = ModuleSpec(module=ViT, params={
         "config": vit_config, "layer_spec": vit_layer_spec(vit_config, impl), "norm": norm_builder(impl),
         "image_size": config.vision_image_size, "patch_size": config.vision_patch_size,
@@ -229,8 +233,35 @@ def vision_spec(config: VisionConfig, name: str, projector_size: int, language_s
         "final_layernorm": config.vision_final_layernorm, "pg_collection": context.groups,
         "pre_process": context.pre_process, "post_process": context.post_process,
         "dynamic_resolution": config.vision_dynamic_resolution, "pixel_shuffle": config.vision_pixel_shuffle})
+    projector = projector_spec(projector_config(context, language_size, projector_size), config.feature_size, context)
+    return submodule_spec(name, encoder, projector, context)
+
+
+def tower_config(config: VisionConfig | RadioConfig | QwenVisionConfig, context: BuildContext,
+                 **sizes: object) -> TransformerConfig:
+    """Return Megatron's configuration of an encoder's layers. `sizes` are fields in which the encoders differ."""
+    return transformer_config(
+        context, num_layers=config.vision_num_layers, hidden_size=config.vision_hidden_size,
+        num_attention_heads=config.vision_num_attention_heads, ffn_hidden_size=config.vision_ffn_hidden_size,
+        add_bias_linear=True, add_qkv_bias=True, hidden_dropout=0.0, attention_dropout=0.0,
+        **sizes, **recompute_fields(context))
+
+
+def projector_config(context: BuildContext, language_size: int, inner_size: int, **sizes: object) -> TransformerConfig:
+    """Return Megatron's configuration of a projector, by default one with GELU and biases."""
+    return transformer_config(context, **{
+        "num_layers": context.grid.pp, "hidden_size": language_size, "num_attention_heads": context.grid.tp,
+        "ffn_hidden_size": inner_size, "activation_func": torch.nn.functional.gelu, "add_bias_linear": True, **sizes})
+
+
+def projector_spec(config: TransformerConfig, feature_size: int, context: BuildContext, **params: object) -> ModuleSpec:
+    """Return the spec of a `Projector` of tokens with `feature_size` channels. `params` are further arguments of it."""
     # build_module passes a spec's `submodules` on as a keyword of that name.
-    projector = ModuleSpec(module=Projector, submodules=mlp_linears(impl), params={
-        "config": projector_config, "input_size": config.feature_size, "pg_collection": context.groups})
+    return ModuleSpec(module=Projector, submodules=mlp_linears(context.transformer_impl), params={
+        "config": config, "input_size": feature_size, "pg_collection": context.groups, **params})
+
+
+def submodule_spec(name: str, encoder: ModuleSpec, projector: ModuleSpec, context: BuildContext) -> ModuleSpec:
+    """Return the spec of a `VisionSubmodule` of one encoder, called `name` in it, and what projects its output."""
     return ModuleSpec(module=VisionSubmodule, params={"pg_collection": context.groups},
                       submodules={"encoders": {name: encoder}, "input_projections": [projector]})

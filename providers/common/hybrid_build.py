@@ -11,7 +11,7 @@ from mimo.model.submodule import squared_relu
 from mimo.model.torch_layers.mamba import log_mamba_kernels, sort_shared_rows, use_torch_mamba
 from mimo.platform import current_platform
 from mimo.protocols import BuildContext
-from providers.common.build import expert_fields, recompute_fields, transformer_config
+from providers.common.build import expert_fields, language_params, recompute_fields, transformer_config
 from providers.common.hybrid import MAMBA, MOE, HybridConfig
 
 
@@ -83,21 +83,11 @@ def hybrid_spec(config: HybridConfig, context: BuildContext | None) -> ModuleSpe
     if not current_platform().has_mamba_kernels():
         use_torch_mamba()
     sort_shared_rows()
-    return ModuleSpec(module=HybridLanguageModel, params={
+    return ModuleSpec(module=HybridLanguageModel, params=language_params(config, context) | {
         "config": built,
         "hybrid_stack_spec": hybrid_stack_spec(built),
         "hybrid_layer_pattern": with_stages(config.hybrid_layer_pattern, pp),
-        "vocab_size": config.padded_vocab_size(tp),
-        "true_vocab_size": config.vocab_size,
-        "max_sequence_length": context.seq_length,
-        "pre_process": context.pre_process,
-        "post_process": context.post_process,
-        "parallel_output": True,
-        "share_embeddings_and_output_weights": not config.untie_embeddings_and_output_weights,
         "position_embedding_type": "none",
-        # MimoModel scatters the merged sequence itself, not only the text tokens.
-        "scatter_embedding_sequence_parallel": False,
-        "pg_collection": context.groups,
     })
 
 

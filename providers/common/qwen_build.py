@@ -12,11 +12,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from mimo.model.deepstack import LevelProjectors, decoder_with_levels, encoder_with_levels
 from mimo.model.layer_ops import activation
-from mimo.model.layer_specs import mlp_linears, norm_builder, vit_layer_spec
+from mimo.model.layer_specs import norm_builder, vit_layer_spec
 from mimo.model.qwen_vision import Qwen3VisionTower, Qwen25VisionTower, WindowedLayer
-from mimo.model.submodule import Projector, VisionSubmodule
 from mimo.protocols import BuildContext
-from providers.common.build import decoder_spec, recompute_fields, transformer_config
+from providers.common.build import decoder_spec, projector_config, projector_spec, submodule_spec, tower_config
 from providers.common.decoder import MultimodalDecoderConfig
 from providers.common.qwen_vision import (
     NORM_EPSILON,
@@ -58,7 +57,7 @@ def qwen_vision_spec(config: Qwen25VisionConfig, name: str, language_size: int, 
         for layer in layers.layer_specs]
     encoder = ModuleSpec(module=Qwen25VisionTower, params=_tower_params(config, tower, context) | {
         "layer_spec": replace(layers, layer_specs=windowed), "window_side": config.window_side})
-    return _submodule(name, encoder, _merger(config, merger, config.vision_hidden_size, context), context)
+    return submodule_spec(name, encoder, _merger(config, merger, config.vision_hidden_size, context), context)
 
 
 def qwen3_vision_spec(config: Qwen3VisionConfig, name: str, language_size: int, context: BuildContext) -> ModuleSpec:
@@ -77,7 +76,7 @@ def qwen3_vision_spec(config: Qwen3VisionConfig, name: str, language_size: int, 
     mergers = [_merger(config, merger, norm_size, context)
                for norm_size in (config.vision_hidden_size, *[config.feature_size] * len(levels))]
     projectors = ModuleSpec(module=LevelProjectors, params={"config": merger, "projectors": mergers})
-    return _submodule(name, encoder, projectors, context)
+    return submodule_spec(name, encoder, projectors, context)
 
 
 def _transformers(config: QwenVisionConfig, language_size: int, context: BuildContext, *, normalization: str,
@@ -88,14 +87,8 @@ def _transformers(config: QwenVisionConfig, language_size: int, context: BuildCo
     """
     norm = {"normalization": normalization, "layernorm_epsilon": NORM_EPSILON}
     # The fused rotary kernel computes positions itself, but has none of rows and columns.
-    tower = replace(transformer_config(
-        context, num_layers=config.vision_num_layers, hidden_size=config.vision_hidden_size,
-        num_attention_heads=config.vision_num_attention_heads, ffn_hidden_size=config.vision_ffn_hidden_size,
-        add_bias_linear=True, add_qkv_bias=True, hidden_dropout=0.0, attention_dropout=0.0, **norm, **mlp,
-        **recompute_fields(context)), apply_rope_fusion=False)
-    merger = transformer_config(
-        context, num_layers=context.grid.pp, hidden_size=language_size, num_attention_heads=context.grid.tp,
-        ffn_hidden_size=config.feature_size, activation_func=torch.nn.functional.gelu, add_bias_linear=True, **norm)
+    tower = replace(tower_config(config, context, **norm, **mlp), apply_rope_fusion=False)
+    merger = projector_config(context, language_size, config.feature_size, **norm)
     return tower, merger
 
 
@@ -108,12 +101,5 @@ def _tower_params(config: QwenVisionConfig, transformer: TransformerConfig, cont
 
 def _merger(config: QwenVisionConfig, transformer: TransformerConfig, norm_size: int, context: BuildContext) -> (
         ModuleSpec):
-    # build_module passes a spec's `submodules` on as a keyword of that name.
-    return ModuleSpec(module=Projector, submodules=mlp_linears(context.transformer_impl), params={
-        "config": transformer, "input_size": config.feature_size, "pg_collection": context.groups,
-        "norm": norm_builder(context.transformer_impl), "norm_size": norm_size})
-
-
-def _submodule(name: str, encoder: ModuleSpec, projector: ModuleSpec, context: BuildContext) -> ModuleSpec:
-    return ModuleSpec(module=VisionSubmodule, params={"pg_collection": context.groups},
-                      submodules={"encoders": {name: encoder}, "input_projections": [projector]})
+    return projector_spec(transformer, config.feature_size, context, norm=norm_builder(context.transformer_impl),
+                          norm_size=norm_size)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from mimo.model.layer_ops import activation
-from mimo.model.layer_specs import mlp_linears, norm_builder, vit_layer_spec
+from mimo.model.layer_specs import norm_builder, vit_layer_spec
 from mimo.model.radio import RadioEncoder
-from mimo.model.submodule import Projector, VisionSubmodule, squared_relu
+from mimo.model.submodule import squared_relu
 from mimo.protocols import BuildContext
-from providers.common.build import recompute_fields, transformer_config
+from providers.common.build import projector_config, projector_spec, submodule_spec, tower_config
 from providers.radio import RadioConfig
 
 
@@ -23,28 +23,20 @@ def radio_spec(config: RadioConfig, name: str, language_size: int, context: Buil
         context: the encoder's grid, groups and precision.
     """
     impl = context.transformer_impl
-    encoder_config = transformer_config(
-        context, num_layers=config.vision_num_layers, hidden_size=config.vision_hidden_size,
-        num_attention_heads=config.vision_num_attention_heads, ffn_hidden_size=config.vision_ffn_hidden_size,
-        normalization="LayerNorm", layernorm_epsilon=config.vision_norm_epsilon, add_bias_linear=True,
-        add_qkv_bias=True, activation_func=activation(config.vision_hidden_act, impl), hidden_dropout=0.0,
-        attention_dropout=0.0,
+    encoder_config = tower_config(
+        config, context, normalization="LayerNorm", layernorm_epsilon=config.vision_norm_epsilon,
+        activation_func=activation(config.vision_hidden_act, impl),
         # 0 prediction layers and None differ. Only with 0 does Megatron Core put the final norm after the last layer of
         # a block that is not built as a model's last stage, as RADIO's is not.
-        mtp_num_layers=0 if config.vision_final_layernorm else None, **recompute_fields(context))
-    projector_config = transformer_config(
-        context, num_layers=context.grid.pp, hidden_size=language_size, num_attention_heads=context.grid.tp,
-        ffn_hidden_size=config.projector_hidden_size, activation_func=squared_relu, add_bias_linear=False,
-        normalization="RMSNorm", layernorm_epsilon=config.projector_norm_epsilon)
+        mtp_num_layers=0 if config.vision_final_layernorm else None)
     encoder = ModuleSpec(module=RadioEncoder, params={
         "config": encoder_config, "layer_spec": vit_layer_spec(encoder_config, impl),
         "patch_size": config.vision_patch_size, "image_size": config.image_shape,
         "max_image_size": config.vision_max_image_size, "class_token_len": config.vision_class_token_len,
         "pg_collection": context.groups, "dynamic_resolution": config.vision_dynamic_resolution,
         "pixel_shuffle": config.vision_pixel_shuffle, "cpe_augmentation": config.vision_cpe_augmentation})
-    # build_module passes a spec's `submodules` on as a keyword of that name.
-    projector = ModuleSpec(module=Projector, submodules=mlp_linears(impl), params={
-        "config": projector_config, "input_size": config.feature_size, "pg_collection": context.groups,
-        "norm": norm_builder(impl)})
-    return ModuleSpec(module=VisionSubmodule, params={"pg_collection": context.groups},
-                      submodules={"encoders": {name: encoder}, "input_projections": [projector]})
+    projector = projector_config(
+        context, language_size, config.projector_hidden_size, activation_func=squared_relu, add_bias_linear=False,
+        normalization="RMSNorm", layernorm_epsilon=config.projector_norm_epsilon)
+    return submodule_spec(name, encoder, projector_spec(projector, config.feature_size, context,
+                                                        norm=norm_builder(impl)), context)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from mimo.config.toml_file import flag_name
 from mimo.grid.spec import GridSpec
 from mimo.protocols import ParameterShape
-from providers.common.checks import Problems, divisors
+from providers.common.checks import Problems, divisors, image_flags
+
+if TYPE_CHECKING:
+    from providers.radio import RadioConfig
 
 
 @dataclass(frozen=True)
@@ -78,19 +82,18 @@ class VisionConfig:
         return self.vision_hidden_size * self.vision_pixel_shuffle**2
 
 
-def image_tokens(config: VisionConfig, height: int, width: int) -> int:
+def image_tokens(config: VisionConfig | RadioConfig, height: int, width: int) -> int:
     """Return the language tokens of an image of `height` by `width` pixels. Raises ValueError for other sizes."""
-    side, multiple = config.vision_image_size, config.size_multiple
-    if config.vision_dynamic_resolution:
-        if height < 1 or width < 1 or height % multiple or width % multiple:
-            raise ValueError(f"an image of {height} x {width} pixels (height x width): both must be multiples of "
-                             f"{multiple} (--vision-patch-size {config.vision_patch_size} times --vision-pixel-shuffle "
-                             f"{config.vision_pixel_shuffle})")
-        return (height // multiple) * (width // multiple)
-    if (height, width) != (side, side):
-        raise ValueError(f"an image of {height} x {width} pixels (height x width) does not fit "
-                         f"--vision-image-size {side}, which takes {side} x {side}")
-    return config.num_tokens
+    fixed, multiple = config.image_shape, config.size_multiple
+    image = f"an image of {height} x {width} pixels (height x width)"
+    if not config.vision_dynamic_resolution:
+        if (height, width) != fixed:
+            raise ValueError(f"{image} does not fit {image_flags(*fixed)}, which takes {fixed[0]} x {fixed[1]}")
+        return config.num_tokens
+    if height < 1 or width < 1 or height % multiple or width % multiple:
+        raise ValueError(f"{image}: both must be multiples of {multiple} (--vision-patch-size "
+                         f"{config.vision_patch_size} times --vision-pixel-shuffle {config.vision_pixel_shuffle})")
+    return (height // multiple) * (width // multiple)
 
 
 def check_vision(config: VisionConfig, problems: Problems) -> None:
@@ -102,18 +105,24 @@ def check_vision(config: VisionConfig, problems: Problems) -> None:
         problems.add(f"--vision-num-unused-layers {config.vision_num_unused_layers} must not be negative")
     if problems.found:
         return
-    problems.divides("vision_image_size", config.vision_image_size, "vision_patch_size", config.vision_patch_size)
+    check_side(config, "vision_image_size", config.vision_image_size, problems)
     if config.vision_dynamic_resolution and config.vision_class_token:
         problems.add("--vision-dynamic-resolution cannot be used with --vision-class-token: "
                      "use --no-vision-class-token")
-    side, factor = config.vision_image_size // config.vision_patch_size, config.vision_pixel_shuffle
-    if not config.vision_dynamic_resolution and side % factor:
-        fits = ", ".join(str(divisor) for divisor in divisors(side))
-        problems.add(f"--vision-pixel-shuffle {factor} does not divide the {side} patches a side of "
-                     f"--vision-image-size {config.vision_image_size} with --vision-patch-size "
-                     f"{config.vision_patch_size}; --vision-pixel-shuffle that fit: {fits}")
     problems.divides("vision_hidden_size", config.vision_hidden_size, "vision_num_attention_heads",
                      config.vision_num_attention_heads)
+
+
+def check_side(config: VisionConfig | RadioConfig, name: str, pixels: int, problems: Problems) -> None:
+    """Note that the height or width of images, which is the field `name`, is no whole number of patches or tokens."""
+    patch, factor = config.vision_patch_size, config.vision_pixel_shuffle
+    problems.divides(name, pixels, "vision_patch_size", patch)
+    side = pixels // patch
+    if not config.vision_dynamic_resolution and pixels % patch == 0 and side % factor:
+        fits = ", ".join(str(divisor) for divisor in divisors(side))
+        problems.add(f"--vision-pixel-shuffle {factor} does not divide the {side} patches a side of "
+                     f"{flag_name(name)} {pixels} with --vision-patch-size {patch}; --vision-pixel-shuffle that fit: "
+                     f"{fits}")
 
 
 def check_vision_grid(config: VisionConfig, projector_size: int, grid: GridSpec, problems: Problems) -> None:

@@ -17,7 +17,8 @@ from mimo.protocols import LANGUAGE, ParameterShape
 from providers import llava
 from providers.common.checks import Problems
 from providers.common.decoder import DecoderConfig, check_decoder_grid, decoder_shapes
-from providers.radio import RadioConfig, check_radio, check_radio_grid, radio_image_tokens, radio_shapes
+from providers.common.vision import image_tokens
+from providers.radio import RadioConfig, check_radio, check_radio_grid, radio_shapes
 from tests.support import packing, weights
 from tests.support.spawn import WorkerPool
 
@@ -65,7 +66,7 @@ class RadioProvider(llava.LlavaProvider):
         problems.report()
 
     def num_image_tokens(self, config: Config, module: str, height: int, width: int) -> int:
-        return radio_image_tokens(config, height, width)
+        return image_tokens(config, height, width)
 
     def parameter_shapes(self, config: Config, module: str) -> list[ParameterShape]:
         return decoder_shapes(config) if module == LANGUAGE else radio_shapes(config, config.hidden_size)

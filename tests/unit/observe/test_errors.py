@@ -78,21 +78,21 @@ def test_an_error_of_an_engine_that_quotes_a_lost_connection_is_a_cause_of_its_o
     import torch.distributed as dist
 
     from mimo.refit.rendezvous import RefitError
-    from mimo.watchdog.process_exit import format_error
+    from mimo.watchdog.process_exit import error_report
 
     quoted = "the engine's worker failed: [1] Connection closed by peer"
-    assert quoted in format_error("rank 0", RefitError(quoted))
+    assert quoted in error_report("rank 0", RefitError(quoted))
     for error in (RuntimeError(quoted), dist.DistBackendError(quoted)):
-        assert format_error("rank 1", error) == (
+        assert error_report("rank 1", error) == (
             "rank 1 stops: another rank has ended; its message, if it left one, says why\n")
 
 
 def test_out_of_memory_names_what_needs_less() -> None:
-    from mimo.watchdog.process_exit import format_error
+    from mimo.watchdog.process_exit import error_report
 
     class OutOfMemoryError(RuntimeError):
         """Stands for torch's, whose name it has."""
 
-    text = format_error("rank 0", OutOfMemoryError("CUDA out of memory"))
+    text = error_report("rank 0", OutOfMemoryError("CUDA out of memory"))
     assert text.splitlines()[1].startswith("what needs less memory: --micro-batch-size 1 (train_rl.py")
-    assert "what needs less memory" not in format_error("rank 0", RuntimeError("CUDA error"))
+    assert "what needs less memory" not in error_report("rank 0", RuntimeError("CUDA error"))

@@ -13,8 +13,9 @@ from mimo.weights.rules import WeightMap
 from mimo.weights.safetensors_io import Catalog, SourceTensor
 from providers.common.checks import Problems
 from providers.common.radio_weights import RADIO, radio_map
+from providers.common.vision import image_tokens
 from providers.common.weights import HeadMajor
-from providers.radio import RadioConfig, check_radio, check_radio_grid, radio_image_tokens
+from providers.radio import RadioConfig, check_radio, check_radio_grid
 
 DYNAMIC = RadioConfig(vision_dynamic_resolution=True)
 WIDE = RadioConfig(vision_image_width=1024)
@@ -34,23 +35,23 @@ def test_the_defaults_fit() -> None:
 
 
 def test_tokens_of_an_image() -> None:
-    assert radio_image_tokens(RadioConfig(), 512, 512) == 256
-    assert radio_image_tokens(WIDE, 512, 1024) == WIDE.num_tokens == 512
-    assert radio_image_tokens(DYNAMIC, 32, 2048) == 64
-    assert radio_image_tokens(DYNAMIC, 96, 64) == 6
+    assert image_tokens(RadioConfig(), 512, 512) == 256
+    assert image_tokens(WIDE, 512, 1024) == WIDE.num_tokens == 512
+    assert image_tokens(DYNAMIC, 32, 2048) == 64
+    assert image_tokens(DYNAMIC, 96, 64) == 6
     with pytest.raises(ValueError, match="--vision-image-size 512, which takes 512 x 512"):
-        radio_image_tokens(RadioConfig(), 512, 480)
+        image_tokens(RadioConfig(), 512, 480)
     for size in ((1024, 512), (512, 512), (1024, 1024)):
         with pytest.raises(ValueError, match="--vision-image-size 512 --vision-image-width 1024, which takes 512 x "):
-            radio_image_tokens(WIDE, *size)
+            image_tokens(WIDE, *size)
     for size in ((48, 64), (64, 40), (0, 32)):
         with pytest.raises(ValueError, match="multiples of 32 "):
-            radio_image_tokens(DYNAMIC, *size)
+            image_tokens(DYNAMIC, *size)
 
 
 @pytest.mark.parametrize("size", [(2080, 32), (32, 2080)])
 def test_an_image_may_be_longer_than_the_position_grid(size: tuple[int, int]) -> None:
-    assert radio_image_tokens(DYNAMIC, *size) == 65
+    assert image_tokens(DYNAMIC, *size) == 65
 
 
 @pytest.mark.parametrize(("changes", "says"), [
