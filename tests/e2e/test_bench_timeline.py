@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from scripts.bench.timeline import PATTERN, configure, main, parse_arguments, summary
+from scripts.bench.timeline import PATTERN, configure, parse_arguments, summary
 from tests.support.launch import bench
 
 FLAGS = """--device cpu --steps 8 --warmup-steps 2 --model-provider mock --dataset-provider mock --seq-length 128
@@ -27,14 +27,6 @@ def test_the_device_brings_its_precision_and_flags_win() -> None:
     assert configure(*parse_arguments([*FLAGS, "--bf16"])).model.bf16
     assert config.observe.tensorboard_dir is None
     assert configure(*parse_arguments([*FLAGS, "--tensorboard-dir", "board"])).observe.tensorboard_dir == "board"
-
-
-@pytest.mark.parametrize(("flags", "message"), [(["--no-timeline"], "--no-timeline: the benchmark measures"),
-                                                (["--global-batch-size", "3"], "--global-batch-size 3")])
-def test_flags_that_cannot_work_are_refused_before_any_run(capsys: pytest.CaptureFixture[str], flags: list[str],
-                                                           message: str) -> None:
-    assert main([*FLAGS, *flags]) == 2
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

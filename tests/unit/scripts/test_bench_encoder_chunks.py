@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.bench import encoder_chunks
 from scripts.bench.encoder_chunks import BY_MICROBATCH, parts_of, row
 
 
@@ -21,16 +20,3 @@ def test_ratios_are_those_of_the_same_round() -> None:
     assert four["ms"] == 15 and four["ratio"] == pytest.approx(0.9)
     assert (four["ratio_min"], four["ratio_max"]) == (pytest.approx(0.5), pytest.approx(0.95))
     assert sixteen["error"] == "out of memory" and sixteen["ms"] is sixteen["ratio"] is None
-
-
-@pytest.mark.parametrize(("flags", "message"), [
-    (["--chunks", "4", "0"], "--chunks 0 is below 1"),
-    (["--rounds", "0"], "--rounds 0 is below 1"),
-    (["--freeze", "vision"], "one encoder, all of which trains"),
-])
-def test_impossible_flags_are_refused(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
-    try:
-        code = encoder_chunks.main(["--device", "cpu", *flags])
-    except SystemExit as stopped:
-        code = stopped.code
-    assert code == 2 and message in capsys.readouterr().err

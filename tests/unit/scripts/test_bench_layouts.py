@@ -160,21 +160,6 @@ def test_a_run_that_fails_and_losses_that_differ_are_errors(runs, capsys):
     assert "grad norms differ by 1 (as a share, more than 0.002; --loss-tolerance 0.0001)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    (["--gpus", "1"], "--gpus 1 is below 2"),
-    (["--disjoint", "--llm-dp 2"], "--disjoint '--llm-dp 2' has 3 ranks, --gpus is 4"),
-    (["--loss-steps", "9"], "--loss-steps 9: the shortest runs have --warmup-steps 3 + --search-steps 2"),
-    (["--llm-only", "--mock-images-max", "0"], "has 1 encoders here"),
-    (["--num-attention-heads", "7"], "no layout of 4 ranks works; --layout homogeneous --llm-dp 4: "),
-])
-def test_impossible_flags_are_refused_before_any_run(runs, capsys, flags, message):
-    try:
-        code = layouts.main([*FLAGS, *flags])
-    except SystemExit as stopped:
-        code = stopped.code
-    assert code == 2 and message in capsys.readouterr().err and not runs.made
-
-
 @pytest.fixture
 def started(monkeypatch) -> list[list[str]]:
     """Folders of the runs of each launch; a run called bad ends it out of memory."""

@@ -32,18 +32,6 @@ def test_every_layout_meets_every_budget(tmp_path):
         assert config.rl.max_tokens_per_microbatch == arm.max_tokens and config.rl.completions_per_prompt == 4
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [
-    (("--prompt-length", "512"), "--prompt-length 512 leaves no room for a completion in --seq-length 512"),
-    (("--", "--seq-length", "600"), "--max-tokens-per-microbatch 512 is below --seq-length 600"),
-    (("--layout", "--llm-dp 3"), "--llm-dp 3 = 3; nearest are 30 and 33"),
-    (("--", "--model-provider", "llava"), "has the encoder vision"),
-])
-def test_impossible_flags_are_refused_before_anything_starts(tmp_path, arguments, expected):
-    with pytest.raises(ValueError) as found:
-        planned(tmp_path, "--prompt-length", "16", *arguments)
-    assert expected in str(found.value)
-
-
 def test_a_job_of_several_nodes_runs_arms_on_its_first_ones(tmp_path, monkeypatch):
     put_commands(tmp_path, "/bin/bash", {"scontrol": 'printf "n%s\\n" 1 2 3'})
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")

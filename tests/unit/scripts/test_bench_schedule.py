@@ -204,27 +204,6 @@ def test_eta_without_and_with_run_ahead():
     assert bound_of_eta(30, 60, 12, 2) == pytest.approx(720 / 810)
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    (["--layout", "colocated"], "--layout colocated with 1 encoders"),
-    (["--no-timeline"], "--no-timeline: the benchmark measures with the timeline"),
-    (["--global-batch-size", "3", "--llm-dp", "2"], "--global-batch-size 3 is not a multiple"),
-    (["--synthetic", "5"], "5 is not ENC_MS,LM_MS"),
-    (["--blocks", "0"], "--blocks 0 is below 1"),
-])
-def test_impossible_flags_are_refused(flags, message, capsys):
-    try:
-        code = schedule.main(["--device", "cpu", *flags])
-    except SystemExit as stopped:
-        code = stopped.code
-    assert code == 2 and message in capsys.readouterr().err
-
-
-def test_sleeps_need_the_cpu(capsys):
-    with pytest.raises(SystemExit):
-        schedule.parse_arguments(["--device", "cuda", "--synthetic", "1,2"])
-    assert "--synthetic 1.0,2.0 needs --device cpu" in capsys.readouterr().err
-
-
 def test_more_ranks_than_gpus_are_refused(monkeypatch, capsys):
     import torch
 

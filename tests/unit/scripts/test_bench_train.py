@@ -65,16 +65,3 @@ def test_figures_are_those_of_the_steps_after_the_first(trained, capsys):
 
 def test_a_model_that_does_not_say_what_it_computes_has_no_flops():
     assert bench.step_flops([{"iteration": 1, "hardware-flops": 1.0}]) is None
-
-
-@pytest.mark.parametrize(("flags", "code", "message"), [
-    (["--run", "apart=--llm-dp 1"], 2, "give each run a name of its own"),
-    (["--warmup-steps", "4"], 2, "--steps 4 --warmup-steps 4"),
-    (["--global-batch-size", "3"], 2, "--global-batch-size 3 is not a multiple"),
-])
-def test_impossible_flags_are_refused_before_any_run(trained, capsys, flags, code, message):
-    try:
-        ended = bench.main([*FLAGS, *flags])
-    except SystemExit as stopped:
-        ended = stopped.code
-    assert ended == code and message in capsys.readouterr().err and not trained
