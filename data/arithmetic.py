@@ -79,7 +79,6 @@ class Arithmetic:
         self.pad_token_id: int = self.end_token_id if padding is None else padding
 
     def prompt(self, index: int) -> Prompt:
-        """Return the sum at an index."""
         rng = np.random.default_rng([self._seed, SPLITS.index(self._split), index])
         first, second = _draw(self._config, rng, self._split)
         if self._config.arithmetic_form == "sum":

@@ -48,7 +48,6 @@ class DigitPrompts:
         self.normalisation = Normalisation((digits.PIXEL_MEAN,) * channels, (digits.PIXEL_STD,) * channels)
 
     def prompt(self, index: int) -> Prompt:
-        """Return the number at an index."""
         config, tokens = self._config, self._tokens
         rng = np.random.default_rng([self._seed, index, NUMBERS])
         scans, text_only = digits.choose_scans(config, self._split, index, rng)

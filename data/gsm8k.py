@@ -126,7 +126,6 @@ class Gsm8k:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _key(self, number: int) -> str:
-        """Return the name of a row."""
         return f"gsm8k/{self._split}/{number:06d}"
 
     def _chat(self, said: str) -> str:

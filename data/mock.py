@@ -155,7 +155,6 @@ def _build_pack(config: Config, tokens: TokenSpec, lane: Lane, key: str, seed: l
 
 
 def _build_text(config: Config, tokens: TokenSpec, key: str, rng: np.random.Generator) -> Sample:
-    """Build a sample without pixels."""
     no_images = tokens.image_token_id < 0 or config.mock_images_max == 0
     text_only = no_images or rng.random() < config.mock_text_only_fraction
     num_images = 0 if text_only else _number_of_images(config, rng)

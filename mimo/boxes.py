@@ -48,7 +48,6 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.sizes)
 
     @property

@@ -53,7 +53,6 @@ class Tiles:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a tile."""
         return self.token_shape[0] * self.token_shape[1]
 
     def grid(self, height: int, width: int) -> tuple[int, int]:

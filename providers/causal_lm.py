@@ -47,7 +47,6 @@ class CausalLmProvider(TextProvider):
         return dataclasses.replace(config, **hf.module_sizes(values, module))
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
-        """Return the FLOPs of the decoder."""
         return decoder_components(self.resolved(config))
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:

@@ -47,7 +47,6 @@ class DeepseekV3Provider(TextProvider):
         return dataclasses.replace(config, **deepseek_sizes(dict(values)))
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
-        """Return the FLOPs of the decoder."""
         return latent_components(self.resolved(config))
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:

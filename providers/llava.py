@@ -63,7 +63,6 @@ class LlavaProvider(VisionLanguageProvider):
         check_vision_grid(config, self._projector_size(config), grid, problems)
 
     def vision_shapes(self, config: Config) -> list[ParameterShape]:
-        """Return every parameter of encoder and projector."""
         return vision_shapes(config, self._projector_size(config), config.hidden_size)
 
     def num_experts(self, config: Config) -> int:

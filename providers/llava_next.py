@@ -99,7 +99,6 @@ class LlavaNextProvider(llava.LlavaProvider):
         return dataclasses.replace(super().token_spec(config), tiles=tiles_of(self.resolved(config)))
 
     def vision_shapes(self, config: Any) -> list[ParameterShape]:
-        """Return every parameter of encoder and projector."""
         return [*vision_shapes(config, self._projector_size(config), config.hidden_size),
                 ParameterShape(f"projector.{NEWLINE}", (1, config.hidden_size), 1, "none", "last")]
 

@@ -61,7 +61,6 @@ class NemotronHProvider(TextProvider):
         return self.resolved(config).num_routed_experts
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
-        """Return the FLOPs of the decoder."""
         return hybrid_components(self.resolved(config))
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:

@@ -124,7 +124,6 @@ class ConversationPrompts:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _key(self, number: int) -> str:
-        """Return file and place of a record."""
         file, place = self._reader.place(int(number))
         return f"{file.path} {file.name(place)}"
 
@@ -159,7 +158,6 @@ class ConversationPrompts:
 
 
 def _text(content: Any) -> str:
-    """Return the text of an answer."""
     parts = content if isinstance(content, list) else [content]
     return "".join(part.get("text", "") if isinstance(part, Mapping) else str(part or "") for part in parts).strip()
 

@@ -367,7 +367,6 @@ class VlmTaskEncoder(TaskEncoder):
                 if token in (spec.image_token_id, spec.video_token_id) and token >= 0]
 
     def _frames(self, video: PlannedVideo) -> Iterator[np.ndarray]:
-        """Decode the chosen frames of a video."""
         if not isinstance(video.content, FrameList):
             yield from read_frames(video.name, video.content, video.info, video.plan.indices)
             return

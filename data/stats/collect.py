@@ -112,7 +112,6 @@ class Collected:
 
     @property
     def num_read(self) -> int:
-        """Number of samples read, good and bad."""
         return len(self.records) + self.bad.total()
 
 

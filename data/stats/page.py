@@ -74,7 +74,6 @@ def _key(name: str, value: str, *, wrong: bool = False) -> str:
 
 
 def keys_html(report: Report) -> str:
-    """Return the figures at the top."""
     samples, tokens = report.figures["samples"], report.figures["tokens"]
     parts = [_key("good samples", number(samples["good"])),
              _key("bad samples", number(samples["bad"]), wrong=samples["bad"] > 0)]
@@ -90,7 +89,6 @@ def keys_html(report: Report) -> str:
 
 
 def flavors(source: Mapping[str, Any]) -> str:
-    """Format subflavors."""
     return ", ".join(f"{name}: {value}" for name, value in source["subflavors"].items())
 
 
@@ -112,7 +110,6 @@ def sources_html(report: Report) -> str:
 
 
 def tokens_html(report: Report) -> str:
-    """Chart the tokens of samples."""
     records = report.records
     shown = [
         histogram("Text tokens", integer_bars([record.text_tokens for record in records]), "text tokens of a sample",
@@ -206,7 +203,6 @@ def packing_html(report: Report) -> str:
 
 
 def bad_html(report: Report) -> str:
-    """List bad samples, each with its reason."""
     bad = report.figures["bad_samples"]
     if not bad:
         return "<h2>Bad samples</h2><p>None.</p>"
@@ -230,7 +226,6 @@ def samples_html(report: Report) -> str:
 
 
 def page_html(report: Report) -> str:
-    """Return the whole page."""
     config, samples = report.config, report.figures["samples"]
     body = [
         f"<h1>{escape(config.data_path)}</h1>",

@@ -395,7 +395,6 @@ class Bridge(BridgeCommunicator):
         return gradient
 
     def destroy(self) -> None:
-        """Release the process groups."""
         for group in {self.group, self.gradient_group}:
             dist.destroy_process_group(group)
 

@@ -112,7 +112,6 @@ class Exchange:
             self._sent.pop(0)
 
     def destroy(self) -> None:
-        """Release the groups."""
         for group in (self._together, *self._between.values()):
             dist.destroy_process_group(group)
 

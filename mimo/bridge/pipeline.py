@@ -168,6 +168,5 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
             bridge.finish_step()
 
     def destroy(self) -> None:
-        """Release the groups of the bridges."""
         for bridge in self.bridges:
             bridge.destroy()

@@ -51,7 +51,6 @@ def begin(root: Path, iteration: int) -> Path:
 
 
 def unfinished_dir(root: Path, iteration: int) -> Path:
-    """Return the folder that `begin` makes."""
     return root / f"{_UNFINISHED}{iteration_dir(root, iteration).name}"
 
 

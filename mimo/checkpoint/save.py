@@ -84,7 +84,6 @@ class Publication:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread is still working."""
         return self._thread.is_alive()
 
     def wait(self) -> str | None:

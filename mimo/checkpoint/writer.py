@@ -244,7 +244,6 @@ class Write:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread still writes."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> str | None:

@@ -25,7 +25,6 @@ ANY_IMAGE_SIZE = 512
 
 
 def total_parameters(shapes: Iterable[ParameterShape]) -> int:
-    """Count the parameters of a whole module."""
     return sum(math.prod(shape.shape) * shape.count for shape in shapes)
 
 

@@ -44,7 +44,6 @@ class FeatureWindows(Protocol):
         ...
 
     def destroy(self) -> None:
-        """Release the process groups."""
         ...
 
 

@@ -23,7 +23,6 @@ class Clock(Protocol):
         ...
 
     def mark(self) -> Any:
-        """Take a timestamp."""
         ...
 
     def seconds(self, marks: list[Any]) -> list[float]:
@@ -38,11 +37,9 @@ class HostClock:
         """Do nothing: the host's clock needs no preparation."""
 
     def mark(self) -> float:
-        """Return the seconds of the monotonic clock."""
         return time.monotonic()
 
     def seconds(self, marks: list[Any]) -> list[float]:
-        """Return the timestamps, which are seconds already."""
         return marks
 
 
@@ -63,7 +60,6 @@ class DeviceClock:
         self._began_s = time.monotonic()
 
     def mark(self) -> torch.cuda.Event:
-        """Record an event on the current stream."""
         if self._used == len(self._events):
             self._events.append(torch.cuda.Event(enable_timing=True))
         event = self._events[self._used]

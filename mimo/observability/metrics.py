@@ -64,7 +64,6 @@ def format_steps(records: Sequence[StepRecord], total_iterations: int) -> str:
 
 
 def format_eval(iteration: int, metrics: Mapping[str, float]) -> str:
-    """Format the console line of an evaluation."""
     figures = [f"{name} {value:.6g}" for name, value in metrics.items()]
     return " | ".join([f"evaluation at iteration {iteration}", *figures])
 
@@ -109,12 +108,10 @@ class Record(Protocol):
 
     @property
     def consumed_samples(self) -> int:
-        """Samples trained on so far."""
         ...
 
     @property
     def skipped_iterations(self) -> int:
-        """Iterations without an update so far."""
         ...
 
     @property

@@ -46,7 +46,6 @@ class StepProfiler:
 
     @property
     def is_running(self) -> bool:
-        """Whether a trace is being recorded."""
         return self._profile is not None
 
     def begin_step(self, iteration: int) -> None:

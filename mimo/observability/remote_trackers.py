@@ -54,11 +54,9 @@ class WandbTracker:
         self._run: Any = wandb.init(project=project, name=name, dir=str(run_dir), config=tomllib.loads(config_toml))
 
     def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
-        """Send the figures of an iteration."""
         self._run.log({**curves(record), "consumed_samples": samples}, step=step)
 
     def close(self) -> None:
-        """Finish the run."""
         self._run.finish()
 
     def mark_failed(self) -> None:
@@ -87,14 +85,12 @@ class MlflowTracker:
         self._client.log_text(self._run_id, config_toml, "run_config.toml")
 
     def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
-        """Send the figures of an iteration."""
         now_ms = int(1000 * time.time())
         figures = {**curves(record), "consumed_samples": float(samples)}
         self._client.log_batch(self._run_id, metrics=[
             self._metric(name.replace("/", self._separator), value, now_ms, step) for name, value in figures.items()])
 
     def close(self) -> None:
-        """Mark the run as finished."""
         self._client.set_terminated(self._run_id)
 
     def mark_failed(self) -> None:

@@ -173,7 +173,6 @@ class Spans:
             self._marks.append((self._clock.mark(), self._root))
 
     def end_step(self) -> None:
-        """Stop recording."""
         assert len(self._stack) == 1, f"the step ended inside {self._stack[-1]}"
         if self._clock is not None and self._recording:
             self._marks.append((self._clock.mark(), self._root))
@@ -292,7 +291,6 @@ class ScheduleSpans:
             self.spans.begin(Kind.BACKWARD, "backward", self.spans.module, self._backward)
 
     def end_backward(self) -> None:
-        """End the backward pass."""
         self._backward += 1
         if self._in_backward:
             self._in_backward = False
@@ -326,7 +324,6 @@ class _Timer:
         self._begin()
 
     def stop(self, barrier: bool = False) -> None:
-        """End the stretch."""
         self._end()
 
 

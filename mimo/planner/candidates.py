@@ -57,7 +57,6 @@ class Candidate:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors in rising order."""
     small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
     return sorted({*small, *(number // each for each in small)})
 

@@ -125,7 +125,6 @@ class Profile:
     spread: float = 0.0
 
     def save(self, path: Path) -> None:
-        """Write the profile as JSON."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod

@@ -133,7 +133,6 @@ class Training:
 
 
 def _run(config: RunConfig, platform: Platform, rank: int, world_size: int) -> Training:
-    """Train and return this rank's figures."""
     import torch
     from megatron.core.utils import unwrap_model
 

@@ -128,7 +128,6 @@ class Platform(abc.ABC):
         }
 
     def set_rng_state(self, state: dict[str, Any]) -> None:
-        """Restore what `rng_state` returned."""
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
         random.setstate(state["python"])

@@ -85,7 +85,6 @@ def _grids(run: Run) -> str:
 
 
 def _description(run: Run) -> str:
-    """Describe the run in a line."""
     model, train = run.flags.get("model", {}), run.flags.get("train", {})
     words = [escape(str(model["model-provider"]))] if "model-provider" in model else []
     source = run.flags.get("data", {}).get("dataset-provider")

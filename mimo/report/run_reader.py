@@ -116,7 +116,6 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Name of the folder."""
         return self.path.resolve().name
 
     @property
@@ -176,7 +175,6 @@ class _Columns:
         self._done: list[tuple[tuple[str, ...], list[int], Floats]] = []
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Add a record."""
         keys = tuple(record)
         places, rows = self._open.setdefault(keys, ([], []))
         places.append(self._count)

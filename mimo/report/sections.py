@@ -393,7 +393,6 @@ def compare_section(runs: Sequence[Run]) -> str:
 
 
 def _flags(one: Run, two: Run) -> str:
-    """List the flags that differ."""
     rows = []
     for name in dict.fromkeys([*one.flags, *two.flags]):
         first, second = one.flags.get(name, {}), two.flags.get(name, {})

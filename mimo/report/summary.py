@@ -120,7 +120,6 @@ def typical(steps: Table) -> Table:
 
 
 def finite(values: Floats) -> Floats:
-    """Return the finite values."""
     return values[np.isfinite(values)]
 
 

@@ -52,7 +52,6 @@ class ReferencePolicy:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the copy in bytes."""
         return sum(self._sizes)
 
     @contextmanager

@@ -372,7 +372,6 @@ class RayEngines:
             f"the cluster has {there:g}, {free:g} of them free, on {sum(node['Alive'] for node in ray.nodes())} nodes")
 
     def _start(self, environment: dict[str, str], setup: Callable[[], None] | None) -> None:
-        """Start all replicas."""
         remote: Any = ray.remote(EngineActor)
         for number, each in enumerate(self._options):
             bundle, shared = self._bundle(each), len(self._groups) < len(self._options)

@@ -479,5 +479,4 @@ class EncoderWindows:
                 module.encode(window)
 
     def destroy(self) -> None:
-        """Release the process groups."""
         self.exchange.destroy()

@@ -151,7 +151,6 @@ class Session:
 
     @property
     def is_done(self) -> bool:
-        """Whether all iterations were made."""
         return self.progress.iteration >= self.total_iterations
 
     def is_due(self, interval: int | None) -> bool:

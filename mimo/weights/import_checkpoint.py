@@ -256,7 +256,6 @@ class _LazyPlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """Read and convert the tensor."""
         assert write_item.index.offset is not None
         return self._tensors[write_item.index.fqn, write_item.index.offset].make(self._source, self.problems)
 

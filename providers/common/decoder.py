@@ -73,7 +73,6 @@ class DecoderConfig:
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property

@@ -110,12 +110,10 @@ class HybridConfig:
 
     @property
     def num_mtp_depths(self) -> int:
-        """Depths of multi-token prediction."""
         return self.hybrid_layer_pattern.count("/")
 
     @property
     def num_layers(self) -> int:
-        """Layers of the decoder."""
         return len(self.layers)
 
     @property
@@ -130,7 +128,6 @@ class HybridConfig:
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head."""
         return self.kv_channels
 
     @property

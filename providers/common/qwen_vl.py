@@ -90,11 +90,9 @@ class QwenVlProvider(VisionLanguageProvider):
         return dataclasses.replace(config, **self.module_sizes_of_hf(values, module))
 
     def vision_shapes(self, config: QwenVisionConfig) -> list[ParameterShape]:
-        """Return every parameter of tower and mergers."""
         return qwen_vision_shapes(config, self.hidden_size(config))
 
     def token_spec(self, config: Any) -> TokenSpec:
-        """Return what a data set must produce."""
         config = self.resolved(config)
         return TokenSpec(config.vocab_size, config.image_token_id, 0, config.vision_num_channels,
                          patch_size=config.vision_patch_size, size_multiple=config.size_multiple,
@@ -134,7 +132,6 @@ class QwenVlProvider(VisionLanguageProvider):
         return read_qwen_video_processing(folder, self.resolved(config), self.of_videos.rule)
 
     def write_video_processing(self, config: Any, folder: Path, processing: VideoProcessing) -> None:
-        """Write video_preprocessor_config.json."""
         write_qwen_video_processing(folder, self.resolved(config), processing)
 
     def check_processor(self, config: Any) -> None:

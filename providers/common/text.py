@@ -51,7 +51,6 @@ class TextProvider(FamilyProvider):
         problems.report(f"--hf-config {source}" if source else "")
 
     def parameter_shapes(self, config: Any, module: str) -> list[ParameterShape]:
-        """Return every parameter of `language`."""
         self.check_module(module)
         return self.shapes(self.resolved(config))
 
@@ -68,7 +67,6 @@ class TextProvider(FamilyProvider):
         raise ValueError(f"an image of {height} x {width} pixels: a text model takes no images")
 
     def hidden_size(self, config: Any) -> int:
-        """Return the width of the language model."""
         size: int = self.resolved(config).hidden_size
         return size
 

@@ -72,7 +72,6 @@ class VisionLanguageProvider(FamilyProvider):
         problems.report(f"--hf-config {source}" if source else "")
 
     def token_spec(self, config: Any) -> TokenSpec:
-        """Return what a data set must produce."""
         config = self.resolved(config)
         if config.vision_dynamic_resolution:
             return TokenSpec(config.vocab_size, config.image_token_id, 0, config.vision_num_channels,
@@ -94,7 +93,6 @@ class VisionLanguageProvider(FamilyProvider):
         return self.image_tokens(self.resolved(config), height, width)
 
     def hidden_size(self, config: Any) -> int:
-        """Return the width of the language model."""
         size: int = self.resolved(config).hidden_size
         return size
 
