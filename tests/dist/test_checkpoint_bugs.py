@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.damage import AddTensor, Delete, refusals, tensors_of
+from tests.support.damage import add_tensor, delete, refusals, tensors_of
 from tests.support.equality import MOE
 from tests.support.resuming import SAVED_AT, bits, exact_state, started, train
 from tests.support.spawn import WorkerPool
@@ -294,7 +294,7 @@ ALONE = ("--layout", "colocated")
 def test_bug_13_a_missing_weight_is_named_whatever_is_loaded(pool: WorkerPool, checkpoint: Path, flags: str) -> None:
     weights = [key for key in tensors_of(checkpoint) if not key.startswith("mimo.")]
     assert any("input_projections" in key for key in weights) and any(key.endswith("bias") for key in weights)
-    changes = [Delete(key) for key in weights]
+    changes = [partial(delete, key) for key in weights]
     messages = pool.run(refusals, (*ALONE, *flags.split()), 1, checkpoint, changes, world_size=1)[0]
     for key, message in zip(weights, messages, strict=True):
         assert message is not None and f"missing in the checkpoint (1):\n  {key}" in message
@@ -314,7 +314,7 @@ def test_bug_14_only_tensors_that_the_model_has_are_asked_for(pool: WorkerPool, 
     wanted = [line.strip() for line in message.splitlines() if line.startswith("  ")]
     assert len(wanted) == 2 * 3 and all("norm" in name or "ln_post" in name for name in wanted), message
     assert "missing in the checkpoint" in message and "but not in this run" not in message
-    refused = loading(changes=[AddTensor(norm)])
+    refused = loading(changes=[partial(add_tensor, norm)])
     assert refused is not None and "in the checkpoint, but not in this run" in refused and norm in refused
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.global_state import sharded_tensors
 from tests.support.spawn import WorkerPool
 
 HIDDEN, HEADS, HEAD_DIM, GROUPS, STATE = 16, 8, 4, 2, 6
@@ -204,16 +205,11 @@ def test_half_precision(pool: WorkerPool) -> None:
 def saved_tensors(rank: int) -> list[tuple[str, tuple[int, ...], tuple[int, ...], Any, torch.Tensor]]:
     """Key, global shape, offset, replica and data of each tensor that this rank's layer puts into a checkpoint."""
     from megatron.core import parallel_state
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
     with language_grids(2, dp=2) as grids:
         assert not parallel_state.is_initialized()
         collection = grids.collections["language"]
-        layer = build_layer(collection, 2)
-        state = layer.sharded_state_dict("layers.0.", (), {"dp_cp_group": collection.dp_cp})
-        apply_factories(state)
-        tensors = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
+        tensors = sharded_tensors(build_layer(collection, 2), "layers.0.", (), {"dp_cp_group": collection.dp_cp})
         return [(tensor.key, tuple(tensor.global_shape), tuple(tensor.global_offset), tensor.replica_id,
                  tensor.data.detach().clone()) for tensor in tensors]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,17 @@ from mimo.config.validate import validate
 from tests.support import deepseek, single_model
 from tests.support.damage import (
     INDEX,
-    AddTensor,
     Change,
-    Delete,
-    DropPiece,
-    Plant,
-    Recast,
-    Remove,
-    Rename,
-    Reshape,
+    add_tensor,
+    delete,
+    drop_piece,
     items_of,
+    plant,
     read_index,
+    recast,
+    remove,
+    rename,
+    reshape,
     tensors_of,
 )
 from tests.support.equality import MOE
@@ -32,10 +33,10 @@ from tests.support.single_model import (
     NEMOTRON,
     NEMOTRON_TEXT,
     TEXT,
-    Resize,
     load_and_step,
     names_of_both,
     refusals,
+    resize,
     start_lines,
     unchanged,
     write,
@@ -157,16 +158,18 @@ def test_tensors_that_do_not_fit_are_named_on_every_rank(pool: WorkerPool, sourc
     assert {norm, linear, words} <= tensors_of(folder).keys()
     first_layer = norm.replace("layers", "layers.0")
     changes: list[tuple[Change, list[str]]] = [
-        (Delete(norm), ["missing in the checkpoint (2):", f"\n  {first_layer} [32], and 1 like it in other layers"]),
-        (AddTensor("language_model.more.weight"), ["in the checkpoint, but not in this run (1):",
-                                                   "\n  language_model.more.weight [1]"]),
-        (AddTensor("audio_model.x"), ["but not in this run (1):", "audio_model.x [1]"]),
-        (Rename(linear, f"{linear}_2"), [f"\n  {linear} [32, 32]", f"\n  {linear}_2 [32, 32]"]),
-        (Reshape(linear), [f"\n  {linear}: shape [33, 32] in the checkpoint, [32, 32] in this run"]),
-        (Recast(linear), [f"\n  {linear}: torch.float16 in the checkpoint, torch.bfloat16 in this run"]),
-        (DropPiece(words), [f"\n  {words}: its pieces leave something out or overlap"]),
-        (Resize(words, 80), [f"\n  {words}: shape [80, 32] in the checkpoint, [96, 32] in this run, of which 90 rows"]),
-        (Plant(INDEX, str(tmp_path / "ran")), [".metadata", "which is not data"]),
+        (partial(delete, norm),
+         ["missing in the checkpoint (2):", f"\n  {first_layer} [32], and 1 like it in other layers"]),
+        (partial(add_tensor, "language_model.more.weight"),
+         ["in the checkpoint, but not in this run (1):", "\n  language_model.more.weight [1]"]),
+        (partial(add_tensor, "audio_model.x"), ["but not in this run (1):", "audio_model.x [1]"]),
+        (partial(rename, linear, f"{linear}_2"), [f"\n  {linear} [32, 32]", f"\n  {linear}_2 [32, 32]"]),
+        (partial(reshape, linear), [f"\n  {linear}: shape [33, 32] in the checkpoint, [32, 32] in this run"]),
+        (partial(recast, linear), [f"\n  {linear}: torch.float16 in the checkpoint, torch.bfloat16 in this run"]),
+        (partial(drop_piece, words), [f"\n  {words}: its pieces leave something out or overlap"]),
+        (partial(resize, words, 80),
+         [f"\n  {words}: shape [80, 32] in the checkpoint, [96, 32] in this run, of which 90 rows"]),
+        (partial(plant, INDEX, str(tmp_path / "ran")), [".metadata", "which is not data"]),
     ]
     flags = (*MOCK, *PADDING, "32", "--layout", "colocated", "--encoder-tp", "2", "--llm-dp", "2")
     tries = [(root, change) for change, _ in changes]
@@ -186,7 +189,7 @@ def test_a_damaged_file_stops_every_rank(pool: WorkerPool, sources: Sources, tmp
     folder = Path(root) / "iter_0000007"
     item = next(item for item in items_of(folder) if item.fqn == "vision_projection.encoder.linear_fc1.weight")
     shard = read_index(folder).storage_data[item].relative_path
-    tries = [(root, Remove(shard)), (root, Plant(item, str(tmp_path / "ran")))]
+    tries = [(root, partial(remove, shard)), (root, partial(plant, item, str(tmp_path / "ran")))]
     flags = (*MOCK, *PADDING, "32", "--llm-dp", "2")
     by_rank = pool.run(refusals, flags, 3, tries, world_size=3)
     for expected, messages in zip((f"{shard} cannot be read", item.fqn), zip(*by_rank, strict=True), strict=True):

@@ -70,193 +70,122 @@ def changed(folder: Path, change: Change) -> Iterator[None]:
                 path.write_bytes(content)
 
 
-@dataclass
-class Flip:
+@contextlib.contextmanager
+def edited_index(folder: Path) -> Iterator[Metadata]:
+    """Give the index, and write it back as it is at the end."""
+    metadata = read_index(folder)
+    yield metadata
+    write_index(folder, metadata)
+
+
+# What follows changes the checkpoint `folder`. With `partial` for the other arguments, each is a `Change` that can be
+# sent to another process.
+
+
+def flip(item: MetadataIndex, folder: Path) -> None:
     """Invert one byte in the middle of a stored item."""
-
-    item: MetadataIndex
-
-    def __call__(self, folder: Path) -> None:
-        place = read_index(folder).storage_data[self.item]
-        with (folder / place.relative_path).open("r+b") as file:
-            file.seek(place.offset + place.length // 2)
-            byte = file.read(1)
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte[0] ^ 0xFF]))
+    place = read_index(folder).storage_data[item]
+    with (folder / place.relative_path).open("r+b") as file:
+        file.seek(place.offset + place.length // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 0xFF]))
 
 
-@dataclass
-class Delete:
+def delete(key: str, folder: Path) -> None:
     """Take a tensor, or an object, out of the index."""
-
-    key: str
-
-    def __call__(self, folder: Path) -> None:
-        metadata = read_index(folder)
-        del metadata.state_dict_metadata[self.key]
-        metadata.storage_data = {item: place for item, place in metadata.storage_data.items() if item.fqn != self.key}
-        write_index(folder, metadata)
+    with edited_index(folder) as metadata:
+        del metadata.state_dict_metadata[key]
+        metadata.storage_data = {item: place for item, place in metadata.storage_data.items() if item.fqn != key}
 
 
-@dataclass
-class Rename:
+def rename(key: str, name: str, folder: Path) -> None:
     """Give a tensor another name."""
-
-    key: str
-    name: str
-
-    def __call__(self, folder: Path) -> None:
-        metadata = read_index(folder)
-        metadata.state_dict_metadata[self.name] = metadata.state_dict_metadata.pop(self.key)
-        metadata.storage_data = {replace(item, fqn=self.name) if item.fqn == self.key else item: place
+    with edited_index(folder) as metadata:
+        metadata.state_dict_metadata[name] = metadata.state_dict_metadata.pop(key)
+        metadata.storage_data = {replace(item, fqn=name) if item.fqn == key else item: place
                                  for item, place in metadata.storage_data.items()}
-        write_index(folder, metadata)
 
 
-@dataclass
-class Reshape:
+def reshape(key: str, folder: Path) -> None:
     """Make a tensor one row longer in the index."""
-
-    key: str
-
-    def __call__(self, folder: Path) -> None:
-        metadata = read_index(folder)
-        stored = metadata.state_dict_metadata[self.key]
+    with edited_index(folder) as metadata:
+        stored = metadata.state_dict_metadata[key]
         stored.size = torch.Size([stored.size[0] + 1, *stored.size[1:]])
-        write_index(folder, metadata)
 
 
-@dataclass
-class Recast:
-    """Store a tensor in another dtype, everything consistent."""
-
-    key: str
-    dtype: torch.dtype = torch.float16
-
-    def __call__(self, folder: Path) -> None:
-        for item in items_of(folder):
-            if item.fqn == self.key:
-                Replace(item, lambda value: value.to(self.dtype))(folder)
-        metadata = read_index(folder)
-        stored = metadata.state_dict_metadata[self.key]
-        stored.properties = replace(stored.properties, dtype=self.dtype)
-        write_index(folder, metadata)
+def recast(key: str, folder: Path) -> None:
+    """Store a tensor in half precision, everything consistent."""
+    for item in items_of(folder):
+        if item.fqn == key:
+            store(item, torch.Tensor.half, folder)
+    with edited_index(folder) as metadata:
+        stored = metadata.state_dict_metadata[key]
+        stored.properties = replace(stored.properties, dtype=torch.float16)
 
 
-@dataclass
-class DropPiece:
-    """Take one piece of a tensor out of the index."""
-
-    key: str
-    number: int = 0
-
-    def __call__(self, folder: Path) -> None:
-        metadata = read_index(folder)
-        chunk = metadata.state_dict_metadata[self.key].chunks.pop(self.number)
-        del metadata.storage_data[MetadataIndex(self.key, chunk.offsets)]
-        write_index(folder, metadata)
+def drop_piece(key: str, folder: Path) -> None:
+    """Take the first piece of a tensor out of the index."""
+    with edited_index(folder) as metadata:
+        chunk = metadata.state_dict_metadata[key].chunks.pop(0)
+        del metadata.storage_data[MetadataIndex(key, chunk.offsets)]
 
 
-@dataclass
-class MovePiece:
-    """Say of one piece of a tensor that it is where the next one is."""
-
-    key: str
-
-    def __call__(self, folder: Path) -> None:
-        metadata = read_index(folder)
-        chunks = metadata.state_dict_metadata[self.key].chunks
+def move_piece(key: str, folder: Path) -> None:
+    """Say of the first piece of a tensor that it is where the next one is."""
+    with edited_index(folder) as metadata:
+        chunks = metadata.state_dict_metadata[key].chunks
         chunks[0] = replace(chunks[0], offsets=chunks[1].offsets)
-        write_index(folder, metadata)
 
 
-@dataclass
-class LosePlace:
+def lose_place(item: MetadataIndex, folder: Path) -> None:
     """Forget where an item is stored."""
-
-    item: MetadataIndex
-
-    def __call__(self, folder: Path) -> None:
-        metadata = read_index(folder)
-        del metadata.storage_data[self.item]
-        write_index(folder, metadata)
+    with edited_index(folder) as metadata:
+        del metadata.storage_data[item]
 
 
-@dataclass
-class AddTensor:
+def add_tensor(key: str, folder: Path) -> None:
     """Put one more tensor into the index."""
-
-    key: str
-
-    def __call__(self, folder: Path) -> None:
-        metadata = read_index(folder)
+    size = torch.Size([1])
+    with edited_index(folder) as metadata:
         like = next(iter(tensors_of(folder).values()))
-        size = torch.Size([1])
-        metadata.state_dict_metadata[self.key] = TensorStorageMetadata(
+        metadata.state_dict_metadata[key] = TensorStorageMetadata(
             like.properties, size, [ChunkStorageMetadata(torch.Size([0]), size)])
-        write_index(folder, metadata)
 
 
-@dataclass
-class Replace:
-    """Store another value for an item, with all that describes it."""
-
-    item: MetadataIndex
-    change: Callable[[Any], Any]
-
-    def __call__(self, folder: Path) -> None:
-        metadata = read_index(folder)
-        place = metadata.storage_data[self.item]
+def store(item: MetadataIndex, change: Callable[[Any], Any], folder: Path) -> None:
+    """Store another value for an item, made of its own by `change`, with all that describes it."""
+    with edited_index(folder) as metadata:
+        place = metadata.storage_data[item]
         path = folder / place.relative_path
         with path.open("rb") as file:
             file.seek(place.offset)
             value = torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
         buffer = io.BytesIO()
-        torch.save(self.change(value), buffer)
+        torch.save(change(value), buffer)
         data = buffer.getvalue()
         with path.open("ab") as file:
             offset = file.tell()
             file.write(data)
-        metadata.storage_data[self.item] = replace(place, offset=offset, length=len(data))
-        write_index(folder, metadata)
-        if not (folder / CHECKSUMS).is_file():
-            return
+        metadata.storage_data[item] = replace(place, offset=offset, length=len(data))
+    if (folder / CHECKSUMS).is_file():
         checksums = json.loads((folder / CHECKSUMS).read_text())
         checksums[place.relative_path][str(offset)] = zlib.crc32(data)
         (folder / CHECKSUMS).write_text(json.dumps(checksums))
 
 
-@dataclass
-class Truncate:
+def truncate(name: str, num_bytes: int, folder: Path) -> None:
     """Cut the end of a file off."""
-
-    name: str
-    num_bytes: int
-
-    def __call__(self, folder: Path) -> None:
-        path = folder / self.name
-        os.truncate(path, path.stat().st_size - self.num_bytes)
+    path = folder / name
+    os.truncate(path, path.stat().st_size - num_bytes)
 
 
-@dataclass
-class Remove:
-    """Delete a file."""
-
-    name: str
-
-    def __call__(self, folder: Path) -> None:
-        (folder / self.name).unlink()
+def remove(name: str, folder: Path) -> None:
+    (folder / name).unlink()
 
 
-@dataclass
-class Write:
-    """Put something else into a file."""
-
-    name: str
-    content: bytes
-
-    def __call__(self, folder: Path) -> None:
-        (folder / self.name).write_bytes(self.content)
+def write(name: str, content: bytes, folder: Path) -> None:
+    (folder / name).write_bytes(content)
 
 
 @dataclass
@@ -269,32 +198,23 @@ class Bomb:
         return os.mkdir, (self.path,)
 
 
-@dataclass
-class Plant:
-    """Put a bomb into a file of a checkpoint, or into a stored item.
+def plant(where: str | MetadataIndex, path: str, folder: Path) -> None:
+    """Put a bomb that makes the folder `path` into a file of a checkpoint (INDEX, COMMON), or into a stored item.
 
-    Attributes:
-        where: INDEX, COMMON, or an item.
-        path: the folder that it makes. (A bomb itself would go off on its way to another process.)
+    A bomb itself would go off on its way to another process.
     """
-
-    where: str | MetadataIndex
-    path: str
-
-    def __call__(self, folder: Path) -> None:
-        bomb = Bomb(self.path)
-        if self.where == INDEX:
-            metadata = read_index(folder)
+    bomb = Bomb(path)
+    if where == INDEX:
+        with edited_index(folder) as metadata:
             metadata.planner_data = bomb
-            write_index(folder, metadata)
-        elif self.where == COMMON:
-            common = torch.load(folder / COMMON, weights_only=True)
-            buffer = io.BytesIO()
-            torch.save({**common, "more": bomb}, buffer)
-            write_with_checksum(folder / COMMON, buffer.getvalue())
-        else:
-            assert isinstance(self.where, MetadataIndex)
-            Replace(self.where, lambda value: [bomb])(folder)
+    elif where == COMMON:
+        common = torch.load(folder / COMMON, weights_only=True)
+        buffer = io.BytesIO()
+        torch.save({**common, "more": bomb}, buffer)
+        write_with_checksum(folder / COMMON, buffer.getvalue())
+    else:
+        assert isinstance(where, MetadataIndex)
+        store(where, lambda value: [bomb], folder)
 
 
 def is_object(folder: Path, item: MetadataIndex) -> bool:

@@ -31,12 +31,13 @@ class Piece:
         return tuple(slice(start, start + size) for start, size in zip(self.offset, self.value.shape, strict=True))
 
 
-def _sharded_tensors(model: Any) -> list[ShardedTensor]:
+def sharded_tensors(model: Any, *arguments: Any, **keywords: Any) -> list[ShardedTensor]:
+    """Return the tensors of a module's `sharded_state_dict`, called with these arguments, with factories applied."""
     # Megatron Core takes ten seconds to import: this module is imported while tests are collected.
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-    state = model.sharded_state_dict()
+    state = model.sharded_state_dict(*arguments, **keywords)
     apply_factories(state)
     return [entry for entry in nested_values(state) if isinstance(entry, ShardedTensor)]
 
@@ -65,7 +66,7 @@ def initial_value(key: str, shape: tuple[int, ...]) -> torch.Tensor:
 @torch.no_grad()
 def set_parameters(model: Any) -> None:
     """Give every parameter of this rank its slice of `initial_value`."""
-    for entry in _sharded_tensors(model):
+    for entry in sharded_tensors(model):
         full = initial_value(_canonical(entry.key), tuple(entry.global_shape))
         piece = Piece(entry.key, tuple(entry.global_shape), tuple(entry.global_offset), np.empty(_local_shape(entry)))
         entry.data.copy_(full[piece.slices].reshape(entry.data.shape))
@@ -81,7 +82,7 @@ def read_parameters(model: Any) -> list[Piece]:
             tuple(entry.global_offset),
             entry.data.detach().float().cpu().numpy().reshape(_local_shape(entry)).copy(),
         )
-        for entry in _sharded_tensors(model)
+        for entry in sharded_tensors(model)
     ]
 
 

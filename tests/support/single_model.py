@@ -20,7 +20,8 @@ import torch
 from mimo.protocols import LANGUAGE, MegatronSource
 from providers import deepseek_v3, mock
 from tests.support import deepseek, equality
-from tests.support.damage import COMMON, Bomb, Change, changed, read_index, write_index
+from tests.support.damage import COMMON, Bomb, Change, changed, edited_index
+from tests.support.global_state import sharded_tensors
 from tests.support.steps import trainer_of
 
 MOCK = (*equality.MODEL, "--model-provider", "tests.support.single_model:mock_provider", "--bf16",
@@ -142,8 +143,6 @@ def write(rank: int, flags: tuple[str, ...], root: str, stacked: bool = True, ou
 
 def _model_entries(parts: Any, stacked: bool, outer: str) -> dict[str, Any]:
     """Return the sharded state dict of what Megatron-LM's multimodal model has as one tree."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
     from megatron.core.utils import unwrap_model
 
     from mimo.model.build import named_modules_of
@@ -155,9 +154,7 @@ def _model_entries(parts: Any, stacked: bool, outer: str) -> dict[str, Any]:
             "vision_model.": next(iter(inner.encoders.values())),
             "vision_projection.encoder.": inner.input_projections[0]}
         for prefix, tree in trees.items():
-            state = tree.sharded_state_dict(prefix=outer + prefix, sharded_offsets=(), metadata=metadata)
-            apply_factories(state)
-            entries += [entry for entry in nested_values(state) if isinstance(entry, ShardedTensor)]
+            entries += sharded_tensors(tree, outer + prefix, (), metadata)
     return {str(number): entry if stacked else _with_layer_in_name(entry) for number, entry in enumerate(entries)}
 
 
@@ -270,20 +267,13 @@ def unchanged(folder: Path) -> None:
     """No change."""
 
 
-@dataclass
-class Resize:
+def resize(key: str, rows: int, folder: Path) -> None:
     """Give a tensor another number of rows."""
-
-    key: str
-    rows: int
-
-    def __call__(self, folder: Path) -> None:
-        metadata = read_index(folder)
-        stored = metadata.state_dict_metadata[self.key]
-        stored.size = torch.Size([self.rows, *stored.size[1:]])
+    with edited_index(folder) as metadata:
+        stored = metadata.state_dict_metadata[key]
+        stored.size = torch.Size([rows, *stored.size[1:]])
         (chunk,) = stored.chunks
         stored.chunks = [replace(chunk, sizes=stored.size)]
-        write_index(folder, metadata)
 
 
 def start_lines(rank: int, flags: tuple[str, ...], world_size: int, root: str | None) -> list[str]:
@@ -300,8 +290,6 @@ def start_lines(rank: int, flags: tuple[str, ...], world_size: int, root: str | 
 
 def names_of_both(rank: int) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     """Shapes by global name: of Megatron Core's multimodal model, and as the run of the same sizes asks for them."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
     from megatron.core.models.multimodal.llava_model import LLaVAModel
     from megatron.core.utils import unwrap_model
 
@@ -324,11 +312,8 @@ def names_of_both(rank: int) -> tuple[dict[str, tuple[int, ...]], dict[str, tupl
             vit_layer_spec(radio, "local"), True, vision.input_projections[0].config, mlp_linears("local"), img_h=512,
             img_w=512, patch_dim=16, hybrid_layer_pattern=config.hybrid_layer_pattern, pixel_shuffle=True,
             language_position_embedding_type="none", dynamic_resolution=True, pg_collection=groups)
-        state: dict[str, Any] = {}
-        for name, part in model.named_children():
-            state |= part.sharded_state_dict(f"{name}.", (), {"dp_cp_group": groups.dp_cp})
-        apply_factories(state)
         theirs = {global_name(entry.key, entry.global_offset[:entry.prepend_axis_num]):
                   tuple(entry.global_shape[entry.prepend_axis_num:])
-                  for entry in nested_values(state) if isinstance(entry, ShardedTensor)}
+                  for name, part in model.named_children()
+                  for entry in sharded_tensors(part, f"{name}.", (), {"dp_cp_group": groups.dp_cp})}
         return theirs, {name: piece.shape for name, piece in held(SimpleNamespace(built=built, grids=grids))}

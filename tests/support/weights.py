@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from mimo.config.validate import validate
 from mimo.protocols import LANGUAGE
 from tests.support import deepseek, equality, hf_families
+from tests.support.global_state import sharded_tensors
 from tests.support.memory import peak_bytes
 from tests.support.spawn import WorkerPool
 
@@ -197,21 +198,16 @@ def load_release(rank: int, flags: tuple[str, ...], world_size: int, release: st
 
 def sharded_entries(built: Any, grids: Any) -> dict[str, Any]:
     """Megatron Core's sharded tensors of this rank's modules under a live checkpoint's keys, factories applied."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
     from megatron.core.utils import unwrap_model
 
     from mimo.model.build import named_modules_of
 
     entries = {}
     for module, part in named_modules_of(built.model):
-        state = unwrap_model(part).sharded_state_dict(
-            prefix=f"{module}.", metadata={"dp_cp_group": grids.collections[module].dp_cp})
-        apply_factories(state)
-        for entry in nested_values(state):
-            if isinstance(entry, ShardedTensor):
-                entry.data = entry.data.detach()
-                entries[str(len(entries))] = entry
+        groups = {"dp_cp_group": grids.collections[module].dp_cp}
+        for entry in sharded_tensors(unwrap_model(part), prefix=f"{module}.", metadata=groups):
+            entry.data = entry.data.detach()
+            entries[str(len(entries))] = entry
     return entries
 
 
