@@ -133,35 +133,19 @@ def test_published_models_have_the_tensors_of_transformers(family: ModuleType, n
 
 @pytest.mark.parametrize(("family", "section", "change", "message"), [
     (qwen2_5_vl, "", {"model_type": "qwen2_vl"}, "model_type = 'qwen2_vl'"),
-    (qwen2_5_vl, "", {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-    (qwen2_5_vl, "", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-    (qwen2_5_vl, "", {"use_sliding_window": True}, "use_sliding_window = True"),
-    (qwen2_5_vl, "", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type = 'yarn'"),
     (qwen2_5_vl, "", {"rope_scaling": {"type": "mrope", "mrope_interleaved": True}}, "mrope_interleaved = True"),
-    (qwen2_5_vl, "", {"head_dim": 64}, "head_dim = 64"),
     (qwen2_5_vl, "vision_config", {"out_hidden_size": 4096}, "vision_config.out_hidden_size = 4096"),
-    (qwen2_5_vl, "vision_config", {"in_chans": 1}, "vision_config.in_chans = 1"),
-    (qwen2_5_vl, "vision_config", {"hidden_act": "gelu"}, "vision_config.hidden_act = 'gelu'"),
-    (qwen2_5_vl, "vision_config", {"spatial_patch_size": 16}, "vision_config.spatial_patch_size = 16"),
     (qwen2_5_vl, "vision_config", {"temporal_patch_size": [2, 2]}, "temporal_patch_size = [2, 2]"),
-    (qwen2_5_vl, "vision_config", {"rope_parameters": {"rope_theta": 100.0}}, "rope_parameters.rope_theta = 100.0"),
     (qwen3_vl, "", {"model_type": "qwen2_5_vl"}, "model_type = 'qwen2_5_vl'"),
-    (qwen3_vl, "", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-    (qwen3_vl, "text_config", {"hidden_act": "gelu"}, "text_config.hidden_act = 'gelu'"),
-    (qwen3_vl, "text_config", {"attention_bias": True}, "text_config.attention_bias = True"),
-    (qwen3_vl, "text_config", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type = 'yarn'"),
     (qwen3_vl, "text_config", {"rope_scaling": {"mrope_interleaved": False}}, "mrope_interleaved = False"),
     (qwen3_vl, "vision_config", {"out_hidden_size": 3584}, "out_hidden_size = 3584 is not supported; supported: tex"),
-    (qwen3_vl, "text_config", {"norm_topk_prob": False}, "text_config.norm_topk_prob = False"),
-    (qwen3_vl, "vision_config", {"in_channels": 4}, "vision_config.in_channels = 4"),
-    (qwen3_vl, "vision_config", {"hidden_act": "silu"}, "vision_config.hidden_act = 'silu'"),
     (qwen3_vl, "vision_config", {"deepstack_visual_indexes": [16, 8]}, "deepstack_visual_indexes = [16, 8]"),
     (qwen3_vl, "vision_config", {"temporal_patch_size": [2, 2]}, "temporal_patch_size = [2, 2]"),
-    (qwen3_vl, "vision_config", {"rope_parameters": {"rope_theta": 100.0}}, "rope_parameters.rope_theta = 100.0"),
 ])
 def test_values_that_the_model_cannot_reproduce_are_refused_by_key(family: ModuleType, section: str,
                                                                    change: dict[str, Any], message: str) -> None:
-    config = published(family, "30b-a3b" if "norm_topk_prob" in change else "7b" if family is qwen2_5_vl else "8b")
+    # Most keys are tested by what docs/hf_config_keys.md says of them (test_hf_keys.py).
+    config = published(family, "7b" if family is qwen2_5_vl else "8b")
     (config[section] if section else config).update(change)
     with pytest.raises(ValueError, match="--hf-config") as caught:
         family.from_hf(config)
