@@ -95,7 +95,7 @@ class Grids:
             self._extra_groups.append(self.host)
             self.nodes = NodeGroups(self.host, HOST_TIMEOUT)
             self._extra_groups += self.nodes.groups
-        except BaseException:
+        except BaseException:  # No group is left behind, whatever ends the set-up, Ctrl-C included.
             self.destroy()
             raise
         # Megatron Core's tensor-parallel layers take scratch memory from here; nothing else of parallel_state is set.

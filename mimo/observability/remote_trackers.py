@@ -204,7 +204,7 @@ def _open_in_time(build: Callable[[], RemoteTracker]) -> RemoteTracker:
     def open_it() -> None:
         try:
             opened.append(build())
-        except Exception as error:
+        except Exception as error:  # A tracker's package may raise anything; it is raised again on the caller's thread.
             errors.append(error)
 
     within_limit(open_it, OPEN_LIMIT_S)

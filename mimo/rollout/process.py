@@ -208,7 +208,7 @@ def start_processes(options: Sequence[EngineOptions], start_timeout_s: float = 6
                     processes[number].wait_until_up(0.0)
                 except RefitError as error:
                     raise RefitError(f"replica {number}: {error}") from error
-    except BaseException:
+    except BaseException:  # No engine is left behind, whatever ends the start, Ctrl-C included.
         for process in processes:
             process.close()
         raise

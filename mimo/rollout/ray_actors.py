@@ -296,7 +296,7 @@ class RayEngines:
             self._place()
             self._start(dict(environment), setup)
             self.address = _reachable(trainer_address) if cluster.address else trainer_address
-        except BaseException:
+        except BaseException:  # No actor is left behind, whatever ends the start, Ctrl-C included.
             self.close()
             raise
         handles = []

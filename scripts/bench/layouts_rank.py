@@ -117,7 +117,7 @@ def train(config: RunConfig, platform: Platform, rank: int, world_size: int, num
                          config.find_dataset(config.data.dataset_provider))
         try:
             loop.run()
-        except Exception as error:
+        except (RuntimeError, MemoryError, OSError) as error:
             if not is_out_of_memory(error):
                 raise
             text = " ".join(str(error).split()) or type(error).__name__

@@ -116,7 +116,7 @@ class Rank:
         """Set up, update, and write the measurements. A rank that runs out of memory writes what it has and exits."""
         try:
             self._measure()
-        except Exception as error:
+        except (RuntimeError, MemoryError, OSError) as error:
             if not is_out_of_memory(error):
                 raise
             if self.platform.name == "cpu":
