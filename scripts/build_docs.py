@@ -2,8 +2,9 @@
 
     python scripts/build_docs.py [OUT]
 
-OUT is build/site unless it is given; open OUT/index.html. Nothing is fetched from the network. The reference comes from
-the dataclasses that define the flags, so it is never out of date.
+OUT is build/site unless it is given. OUT/index.html opens from disk, but browsers allow its search only from a server:
+python -m http.server --directory OUT. Nothing is fetched from the network. The reference comes from the dataclasses
+that define the flags, so it is never out of date. mkdocs is in the set cpu-dev (./scripts/setup.sh cpu-dev).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -210,7 +212,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=Path, default=ROOT / "build" / "site",
                         help="folder to write, which is emptied first")
-    return build(parser.parse_args().out)
+    out = parser.parse_args().out
+    if find_spec("mkdocs") is None:
+        raise SystemExit("build_docs.py needs mkdocs, which is not installed: run ./scripts/setup.sh cpu-dev first")
+    if code := build(out):
+        return code
+    print(f"{out}/index.html (opens from disk; for its search: python -m http.server --directory {out})")
+    return 0
 
 
 if __name__ == "__main__":

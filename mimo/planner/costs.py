@@ -56,9 +56,9 @@ GPUS = {
 # an H200 came within 14 % of this.
 DENSE_EFFICIENCY, ENCODER_EFFICIENCY = 0.60, 0.45
 # The same for the layers of a mixture of experts, by --moe-gemm, and the seconds that the host needs for both passes of
-# a layer with experts. They come from the runs of docs/performance.md on one H200, with 128 experts in each of eight
-# layers. cutlass and separate take longer than packed because they launch kernels for single experts, so the difference
-# is proportional to the number of experts on a rank.
+# a layer with experts. They come from the runs of docs/performance_experts.md on one H200, with 128 experts in each of
+# eight layers. cutlass and separate take longer than packed because they launch kernels for single experts, so the
+# difference is proportional to the number of experts on a rank.
 EXPERT_EFFICIENCY = {"auto": 0.43, "packed": 0.43, "cutlass": 0.30, "separate": 0.25}
 HOST_EXPERTS_S = {"auto": 6.5e-3, "packed": 6.5e-3, "cutlass": 15e-3, "separate": 30e-3}
 MEASURED_EXPERTS = 128

@@ -4,25 +4,31 @@
     python scripts/bench/bridge.py --device cpu --case "1->1" --case "1tp2->1tp2" --size-mb 1
 
 A case names encoder replicas -> language replicas, each with its tensor-parallel size: `2->1`, `1tp2->1tp2`. Without
---case, all of the cases below run that --world-size ranks are enough for. Each case runs under torchrun with one
+--case, the benchmark runs every case that needs no more than --world-size ranks. Each case runs under torchrun with one
 process for each rank of its grids. It moves --microbatches microbatches forward and their gradients back in the order
-of the 1F1B schedule: the next microbatch is sent while the gradient of the last one returns. Per microbatch, a lane
-gets --size-mb (10^6 bytes) of rows each way. With --uneven, samples have 50 % more and 50 % fewer rows in turn.
+of the 1F1B schedule: the next microbatch is sent while the gradient of the last one returns. For each microbatch, a
+lane gets --size-mb (10^6 bytes) of rows each way. With --uneven, samples have 50 % more and 50 % fewer rows in turn.
 
-The arms take turns, in one order and then in the other, --blocks times after --warmup-blocks times that do not count:
-`ours` is mimo.bridge.disjoint.Bridge as the trainer makes it, with its timeline; `sliced`, in cases with tensor
-parallelism, is the same bridge as between hosts, where it always sends slices and gathers them; `raw` is torch's
-batched P2P with the fewest bytes, from a rank that has the rows to each rank that needs them; `upstream` is Megatron
-Core's BridgeCommunicator. Before and after the timed blocks, every rank compares what it receives with what was sent.
+The bridge runs in up to four ways, called arms:
 
-Seconds are those of one microbatch forward and back: the median over blocks of the slowest rank, by the host's clock,
-with the device drained at both ends of a block. GB/s count every row once, both ways, over these seconds. raw/ours is
-raw's time over ours (near 1 is good; it is above 1 where the direct sends of raw share a link). upstream/ours is the
-time of Megatron Core's bridge over ours (above 1 is good). Messages are P2P messages; collectives are the broadcasts
-and all-gathers inside tensor-parallel groups. Both, and their bytes, are those of one microbatch forward and back,
-summed over ranks. Syncs are the times that the host waits for the device meanwhile, on the rank that waits most often.
-On CUDA, torch.cuda.set_sync_debug_mode finds them. On a CPU, which has no device to wait for, they are reads of a
-tensor's values by Python. The last line of output is JSON; above it, a Markdown table shows the same.
+    ours      mimo.bridge.disjoint.Bridge as the trainer makes it, with its timeline
+    sliced    in cases with tensor parallelism: the same bridge as it works between hosts, where it always sends slices
+              and gathers them
+    raw       torch's batched P2P, from a rank that has the rows to each rank that needs them
+    upstream  Megatron Core's BridgeCommunicator
+
+The arms take turns, in one order and then in the other. This is repeated --blocks times, after --warmup-blocks times
+that do not count. Before and after the timed blocks, every rank compares what it receives with what was sent.
+
+Seconds are for one microbatch forward and back. They are the median over blocks of the slowest rank's time on the
+host's clock, and the device is drained at both ends of a block. GB/s count every row once in each direction. raw/ours
+is the time of raw divided by ours: near 1 is good, and it is above 1 if the direct sends of raw share a link.
+upstream/ours is the time of Megatron Core's bridge divided by ours: above 1 is good. Messages are P2P messages, and
+collectives are the broadcasts and all-gathers inside tensor-parallel groups. Both, and their bytes, are counted for one
+microbatch forward and back and summed over ranks. Syncs count how often the host waits for the device, on the rank that
+waits most often. On CUDA, torch.cuda.set_sync_debug_mode finds them. A CPU has no device to wait for, so the benchmark
+counts how often Python reads the values of a tensor. The last line of output is JSON; above it, a Markdown table shows
+the same.
 """
 
 from __future__ import annotations

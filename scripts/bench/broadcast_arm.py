@@ -1,4 +1,4 @@
-"""vLLM's own packed NCCL broadcast, an arm of refit.py in the same engine as this project's refit.
+"""Run vLLM's own packed NCCL broadcast, which refit.py compares with this project's refit in the same engine.
 
 vLLM's workers import this module by its name to run `choose_backend`, so it is not part of the program refit.py.
 """

@@ -1,16 +1,17 @@
-"""Time the passes of an encoder alone, with a number of images at a time.
+"""Time the passes of an encoder alone, for several numbers of images at a time.
 
     python scripts/bench/encoder_chunks.py --device cuda --preset 10b-even
     python scripts/bench/encoder_chunks.py --device cpu --preset smallest --chunks 2 4 --images 8
 
-One process builds the encoder with its projector and takes the images of as many microbatches as hold --images. It runs
-them forward and backward microbatch by microbatch, and then --chunks at a time, as with --encoder-window 0 and
---encoder-chunk. All of them take turns, --rounds times after a round that does not count. The benchmark passes flags
-that it does not know to the trainer's configuration; they follow the flags of --preset and so override them.
+One process builds the encoder with its projector, and takes microbatches until they have at least --images images. It
+runs them forward and backward microbatch by microbatch, and then in each of the sizes of --chunks, as a run with
+--encoder-window 0 and --encoder-chunk does. All of these take turns, --rounds times after a round that does not count.
+The benchmark passes flags that it does not know to the trainer's configuration. They follow the flags of --preset and
+so override them.
 
-`ms an image` is the median over rounds. `over microbatches` is the median of the ratio to the time microbatch by
-microbatch in the same round, with the smallest and the largest. Chunks that run out of memory say so. The last line of
-output is JSON; above it, a Markdown table shows the same.
+`ms an image` is the median over rounds. `over microbatches` is this time divided by the time microbatch by microbatch
+in the same round: the median over rounds, with the smallest and the largest ratio. The row of a size that runs out of
+memory says so. The last line of output is JSON; above it, a Markdown table shows the same.
 """
 
 from __future__ import annotations

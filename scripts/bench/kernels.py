@@ -3,16 +3,16 @@
     python train_hetero.py ... --run-dir RUN --profile-steps 8:8
     python scripts/bench/kernels.py RUN/profile/rank-0.json.gz
 
-The program reads a trace of --profile-steps (torch's profiler). The window lasts from the begin of the first kernel to
-the end of the last one. In `busy` time, at least one kernel or copy runs on some stream. The rest is `idle`: the GPU
-waits for its host or for another rank. The name of a kernel decides about its kind; the first match counts. Where
-streams overlap, the kinds may sum to more than `busy`, because each kernel counts in full. Parts are the ranges of the
-schedule (`language stage 0 forward`), summed over microbatches. A kernel belongs to the innermost range that contains
-its launch; kernels of `backward` passes belong to the pass that waits for autograd's thread.
+The program reads a trace of --profile-steps (torch's profiler). The window lasts from the start of the first kernel to
+the end of the last one. The GPU is `busy` while at least one kernel or copy runs on some stream. Otherwise it is
+`idle`: it waits for its host or for another rank. The kind of a kernel follows from its name. If streams overlap, the
+kinds may sum to more than `busy`, because each kernel counts in full. Parts are the ranges of the schedule, such as
+`language stage 0 forward`, summed over microbatches. A kernel belongs to the innermost range that contains its launch.
+Kernels of `backward` passes belong to the pass that waits for autograd's thread.
 
-Then it shows where the time of the host's threads went, for those threads that launched a kernel: autograd's is one of
-them. An operation's time is its own, without the operations and CUDA calls inside it. In `Python` no operation runs.
-The profiler itself makes a host slower, so compare the shares and not the times with a step that was not traced. The
+Another table shows where the host's time went in each thread that launched a kernel. Autograd's thread is one of them.
+The time of an operation does not include the operations and CUDA calls inside it. `Python` is the time in which no
+operation runs. The profiler itself makes a host slower, so compare shares with an untraced step, but not times. The
 last line of output is JSON; above it, Markdown tables show the same.
 """
 

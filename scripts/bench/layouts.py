@@ -4,36 +4,40 @@
     python scripts/bench/layouts.py --device cpu --gpus 2
     python scripts/bench/layouts.py --device cuda --gpus 4 --disjoint "--encoder-dp 1 --llm-dp 3" --rounds 3
 
-In a `homogeneous` layout the encoder is on the ranks of the first language stage with the same tensor- and
-data-parallel sizes; in a `colocated` one, both are on all ranks with sizes of their own; in a `disjoint` one, on
-different ranks. First the benchmark searches each kind: of all layouts on --gpus ranks that the trainer accepts, it
-tries --candidates for --search-steps iterations each. It prefers the least split ones (homogeneous, colocated), or
-those whose shares of GPUs are nearest to the shares of work (disjoint; earlier runs say how many FLOPs each module
-has). Then it improves each of them (scripts/bench/layout_variants.py): cuts of pipelines around the one that FLOPs
-suggest, encoder windows of 1, 2 and all microbatches, the least recomputation that fits, larger microbatches.
---no-variants leaves this out. --homogeneous, --colocated and --disjoint name layouts in place of a search. --list
-prints the layouts with which the search would begin. After each part of the search a line says how long its runs took
-and how many are next.
+There are three kinds of layouts. In a `homogeneous` layout, the encoder is on the ranks of the first language stage
+with the same tensor- and data-parallel sizes. In a `colocated` layout, both modules are on all ranks with sizes of
+their own. In a `disjoint` layout, they are on different ranks.
+
+First the benchmark searches each kind. Of all layouts on --gpus ranks that the trainer accepts, it tries --candidates
+for --search-steps iterations each. Of homogeneous and colocated layouts, it prefers those that split the modules least.
+Of disjoint layouts, it prefers those whose shares of GPUs are nearest to the shares of work; earlier runs say how many
+FLOPs each module has. Then it improves each candidate (scripts/bench/layout_variants.py): it tries cuts of pipelines
+around the cut that FLOPs suggest, encoder windows of 1, 2 and all microbatches, the least recomputation that fits, and
+larger microbatches. --no-variants leaves this out. --homogeneous, --colocated and --disjoint name layouts in place of a
+search. --list prints the layouts with which the search would begin. After each part of the search a line says how long
+its runs took and how many are next.
 
 Then the best layouts of each kind take --rounds turns of --warmup-steps and --steps iterations. The benchmark passes
-flags that it does not know to train_hetero.py; they follow the flags of --preset and so override them.
+flags that it does not know to train_hetero.py. They follow the flags of --preset and so override them.
 
 All runs have the same global batches and start from the same weights. Timed iterations repeat the batches of the
 warmup, so that none of their shapes is new (except with --encoder-prefetch-depth, which looks ahead). It is an error
 if the losses of the first --loss-steps iterations differ from those of the best homogeneous layout by more than
 --loss-tolerance, as a share. The row of a layout that runs out of memory says so.
 
-tokens/s and TFLOP/s are per GPU, in the timed iterations of all rounds; for layouts that were not the best of their
-kind in those of the search (`in the search`), which are fewer. They count tokens of text and images without padding,
-and model FLOPs as docs/training.md counts them. `over homogeneous` is the median over rounds of the ratio to tokens/s
-of the best homogeneous layout, with the 95 % interval of its mean (Student's t, from three rounds on). `eta split` of
-a disjoint layout is the best that its whole GPUs allow, the minimum over grids of the share of GPUs over the share of
-work. Work is counted in FLOPs, and in JSON also in GPU-seconds of the passes. The last line of output is JSON; above
-it, a Markdown table shows the same.
+tokens/s and TFLOP/s are per GPU. They come from the timed iterations of all rounds. Layouts that were not the best of
+their kind have only the fewer iterations of the search, and their rows say `in the search`. Tokens are those of text
+and images without padding, and FLOPs are those of the model (docs/flops.md). `over homogeneous` is tokens/s divided by
+that of the best homogeneous layout: the median over rounds, and from three rounds on the 95 % interval of the mean
+(Student's t). `eta split` of a disjoint layout is the best that its division of whole GPUs allows: for each grid its
+share of GPUs is divided by its share of the work, and the smallest of these ratios counts. Work is counted in FLOPs,
+and in JSON also in GPU-seconds of the passes. The last line of output is JSON; above it, a Markdown table shows the
+same.
 
-With --profile FILE, which `mimo plan --measure FILE` has written, each row also has the step that the planner predicts
-for these batches, its bound (the step if transfers took no time, see docs/layouts.md) and the share of the bound that
-was reached, `bound / step`. With --list, predictions and bounds are printed without a run, also on a host without GPUs.
+With --profile FILE, which `mimo plan --measure FILE` has written, each row also has three figures of the planner for
+these batches: the predicted step, its bound (the step if transfers took no time, docs/predictions.md) and `bound /
+step`, the share of the bound that was reached. With --list, predictions and bounds are printed without a run, also on a
+host without GPUs.
 """
 
 from __future__ import annotations

@@ -5,16 +5,16 @@
     python scripts/bench/loader.py --device cuda --data-path DATASET --tokenizer FOLDER --image-token-id 32000
 
 One process runs for each rank on this host: an encoder grid of --encoder-dp ranks, and a language grid of --lanes
-replicas of --llm-tp times --llm-pp ranks. They train nothing: each takes its microbatches as fast as they come. With
-`routed` lanes, one rank reads a lane for all; with `per-lane` loaders, every rank reads the lanes that it needs. Both
-take turns on the same batches, which are compared. Flags that are not listed here go to train_hetero.py.
+replicas of --llm-tp times --llm-pp ranks. They train nothing; each takes its microbatches as fast as they come. With
+`routed` lanes, one rank reads a lane for all others. With `per-lane` loaders, every rank reads the lanes that it needs.
+Both take turns on the same batches, which are compared. Flags that are not listed here go to train_hetero.py.
 
 Opens of shards (tar files without their indices) and the bytes requested from them are counted over all ranks and
 their workers, from the opening of the loaders until they are closed. So they include what was read ahead and never
 used. `decoded_per_used` is how often a sample that a step used was decoded; samples decoded ahead of the last step
 count as `decoded_ahead`. `resident_bytes` is the proportional set size of ranks and workers in the steady state.
-samples/s are those of all lanes in the steps after the first --warmup-steps. Figures are medians over --repeats rounds.
-The last line of output is JSON.
+samples/s count all lanes in the steps after the first --warmup-steps. Figures are medians over --repeats rounds. The
+last line of output is JSON.
 """
 
 from __future__ import annotations

@@ -4,12 +4,17 @@
     python scripts/bench/refit.py --device cpu
 
 A trainer with random weights in the shape of a real model (without optimizer) uses the first GPUs, and a live vLLM
-engine the next ones. With --colocated, the engine uses the trainer's GPUs, and weights go through CUDA IPC. The arms
-take turns, --repeats times after one round that does not count: `direct` is `WeightSender` as it comes, `loader` sends
-every tensor through the engine's own loading, and `broadcast` (CUDA only, not with --colocated) gathers whole tensors
-on the trainer's first rank and sends them with vLLM's packed NCCL broadcast. `bound_s` is the time that the bytes of
-the busiest worker take at the rate of a plain copy between two GPUs (with --colocated: within one), measured in the
-same run. The last line of output is JSON; above it, a Markdown table shows medians in seconds.
+engine uses the next ones. With --colocated, the engine uses the trainer's GPUs, and weights go through CUDA IPC. Up to
+three ways of sending the weights, called arms, take turns, --repeats times after one round that does not count:
+
+    direct     the trainer's own refit (`WeightSender` with its default options)
+    loader     every tensor goes through the engine's own loading
+    broadcast  whole tensors are gathered on the trainer's first rank and sent with vLLM's packed NCCL broadcast (CUDA
+               only, not with --colocated)
+
+`bound_s` is the time that the bytes of the busiest worker take at the rate of a plain copy between two GPUs, or within
+one with --colocated. The same run measures that rate. The last line of output is JSON; above it, a Markdown table shows
+medians in seconds.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@
 Each --layout with each --tokens (--max-tokens-per-microbatch) is an arm. torchrun starts its ranks on this host or,
 with --slurm, on the first nodes of the job, --gpus-per-node on each; --out is then a folder that all nodes see. They
 build model and optimizer as train_rl.py does, and update the policy on fabricated rollouts: random tokens, with
-completions of log-normal length, given by a mean and a spread (the standard deviation of the logarithm). Prompt and
-completion have at most --seq-length tokens. All arms get the same rollouts. There is no engine and no reward. Flags
-after `--` are those of train_rl.py. If --model-provider is among them, they name the model; otherwise it is --model
-with random weights.
+completions whose length is log-normal, with the mean and the spread (the standard deviation of the logarithm) of
+--completion-length. A prompt and its completion have at most --seq-length tokens. All arms get the same rollouts. There
+is no engine and no reward. Flags after `--` are those of train_rl.py. If --model-provider is among them, they name the
+model; otherwise it is --model with random weights.
 
 The arms take --rounds turns, each time in new processes. The first update of a turn counts for memory, but not for
 times. The row of an arm that runs out of memory says so. With --memory-limit-gib, a rank runs out earlier than its

@@ -4,23 +4,26 @@
     python scripts/bench/schedule.py --device cpu --encoder-dp 1 --llm-pp 2 --synthetic 30,60
 
 The benchmark starts the trainer under torchrun with one process for each rank of the grids. It passes flags that it
-does not know to train_hetero.py; they follow the flags of --preset and so override them. An arm is one way to run the
-passes. In every block each arm has its turn: first whole steps (--steps of them, after one that does not count, with
-data from the run's loader), then each grid alone on the same microbatches, with its passes in the order of the schedule
-and no transfers between grids. With --encoder-prefetch-depth above 0 (which needs a frozen encoder, --freeze), whole
-steps have another turn, with prefetch and with the same data from memory; everything else is measured without it.
-Likewise --encoder-run-ahead N gives whole steps another turn, in which the encoder runs ahead; `run ahead` has eta and
-the step without and with it, both without their waits for data. `speedup` is the ratio of both steps without their
-waits for data. `bound` is (t_enc + t_lm) / max(t_enc, t_lm) for one microbatch. `bound_of_step` is the bound for M
-microbatches, of which all passes but the first and the last overlap without prefetch, too: (t_enc + (M - 1) max + t_lm)
-/ (M max). `achieved` is the speedup over these bounds.
+does not know to train_hetero.py. They follow the flags of --preset and so override them. An arm is one way to run the
+passes, and in every block each arm has its turn. The first arm runs whole steps: --steps of them, after one that does
+not count, with data from the run's loader. The next arms run each grid alone on the same microbatches, with its passes
+in the order of the schedule and no transfers between grids.
 
-`ideal` of a grid is the time of its passes, the mean over its ranks: no bubble, no straggler. `alone` is the time from
-its first pass to its last when it runs alone. eta is the larger ideal over the step, and `bound of eta` is what it
-could be, however far a trained encoder runs ahead: M max over max(M t_enc, t_enc + (M - 1 + p) t_lm) for p language
-stages, since the first pass of the encoder comes before all others and its last one after them. The table splits the
-step of this slower, critical grid by what its ranks waited for (scripts/bench/schedule_figures.py says how). If the
-parts miss the measured step by more than 3 %, that is an error.
+With --encoder-prefetch-depth above 0, which needs a frozen encoder (--freeze), another arm runs whole steps with
+prefetch and with the same data from memory. Everything else is measured without prefetch. `speedup` is the step without
+prefetch over the step with it, both without their waits for data. `bound` is (t_enc + t_lm) / max(t_enc, t_lm), the
+largest speedup of a step of one microbatch. `bound_of_step` is the same for M microbatches: (t_enc + (M - 1) max +
+t_lm) / (M max), because without prefetch, too, all passes but the first and the last overlap. `achieved` is the speedup
+over these bounds. Likewise, --encoder-run-ahead N adds an arm in which the encoder runs ahead. `run ahead` has eta and
+the step without and with it, both without their waits for data.
+
+`ideal` of a grid is the time of its passes, a mean over its ranks, without bubbles and stragglers. `alone` is the time
+from its first pass to its last when it runs alone. The critical grid is the one with the larger ideal, and eta is this
+ideal over the step. `bound of eta` is the largest eta that a trained encoder can reach, however far it runs ahead: M
+max over max(M t_enc, t_enc + (M - 1 + p) t_lm) for p language stages, because the first pass of the encoder comes
+before all others and its last one after them. The table splits the step of the critical grid by what its ranks waited
+for (scripts/bench/schedule_figures.py says how). If the parts miss the measured step by more than 3 %, that is an
+error.
 
     slower passes   the passes inside the step less the same passes alone; below 0 if they are faster inside
     imbalance       waits for another lane's longer microbatch or, in the steady part, the other grid's; `straggler`
@@ -32,9 +35,10 @@ parts miss the measured step by more than 3 %, that is an error.
 Times are medians over blocks. The parts are those of the block whose step is the median.
 
 --synthetic ENC_MS,LM_MS[,SPREAD[,ENC_SPREAD]] sets the length of passes on the CPU, so that the benchmark itself can be
-judged: a small model sleeps, a third of the time in the forward pass. A microbatch takes ENC_MS on an encoder rank and
-LM_MS on a stage of the language model. Neighbouring lanes, and microbatches of a lane, take longer and shorter in turn
-by SPREAD, a share; so do pairs of the encoder's microbatches by ENC_SPREAD.
+checked. A small model sleeps, a third of the time in the forward pass and two thirds in the backward pass. A microbatch
+takes ENC_MS on an encoder rank and LM_MS on a stage of the language model. SPREAD is a share by which neighbouring
+lanes, and neighbouring microbatches of a lane, take longer and shorter in turn. ENC_SPREAD is the same for pairs of the
+encoder's microbatches.
 
 The last line of output is JSON; above it, Markdown tables show the same.
 """

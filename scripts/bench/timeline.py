@@ -5,11 +5,12 @@
 
 The benchmark starts the trainer under torchrun with one process for each rank of the grids. It passes flags that it
 does not know to train_hetero.py, on a CPU after those for float32 and local layers. Every step trains on the first
-global batch, in the order off, on, on, off, so that drift affects both alike. A step lasts from its begin to that of
-the next. It includes what the timeline reads and exchanges after the step, and writing the figures: metrics.jsonl (and
-TensorBoard with --tensorboard-dir) gets those of every step, and the timeline's own in steps that have it. The first
---warmup-steps steps do not count. `ratio` is the median, over groups of four steps, of the time of the two steps with
-the timeline over that of the two without. `ratio_low` and `ratio_high` enclose 95 % of the medians of resampled groups.
+global batch, in the order off, on, on, off, so that drift affects both alike. A step lasts until the next one begins.
+It includes what the timeline reads and exchanges after the step, and writing the figures: metrics.jsonl (and
+TensorBoard with --tensorboard-dir) gets the figures of every step, and those of the timeline in steps that have it. The
+first --warmup-steps steps do not count. Each group of four steps gives the time of its two steps with the timeline,
+divided by the time of the two without. `ratio` is the median over groups. `ratio_low` and `ratio_high` enclose 95 % of
+the medians of resampled groups.
 The last line of output is JSON; above it, a Markdown table shows the same.
 """
 

@@ -9,11 +9,11 @@ another under torchrun, each with one process for each rank of its grids. The fi
 losses alone. The last line of output is JSON; above it, a Markdown table shows the same.
 
 Tokens are those of text and images without padding, and TFLOP/s are those of the model, as the runs recorded them
-(docs/training.md says what counts); `passes` are those of each module over the time of its own forward and backward
-passes, from the step timeline. Times of a step are means in ms. `forward_backward` and `optimizer` are those of
-the slowest rank of each module, on the device. The former includes gradient reduction and `bridge_wait`, the time that
-the slowest rank spends on sending, receiving and waiting there. `data_wait` is measured on the host. `rest` is the step
-less data wait, forward and backward passes, and optimizer of the language model.
+(docs/flops.md says what counts). `passes` are the FLOPs of each module over the time of its own forward and backward
+passes, which comes from the step timeline. Times of a step are means in ms. `forward_backward` and `optimizer` are
+times on the device, on the slowest rank of each module. The former includes gradient reduction and `bridge_wait`, the
+time that the slowest rank spends on sending, receiving and waiting at the bridge. `data_wait` is measured on the host.
+`rest` is the step without the language model's data wait, forward and backward passes and optimizer.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python scripts/bench/videos.py [--videos 8] [--seconds 10] [--height 720] [--width 1280]
 
-Both decode H.264 with PyAV in one thread, from a file each, and choose frames with the settings of the published models
-but for `--video-max-pixels`.
+Both read one file for each video and decode H.264 with PyAV in one thread. They choose frames with the settings of the
+published models, except for `--video-max-pixels`.
 """
 
 from __future__ import annotations

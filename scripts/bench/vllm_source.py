@@ -1,4 +1,4 @@
-"""The trainer's weights in the form that vLLM's own weight-transfer trainers need. Imports vLLM."""
+"""Give vLLM's own weight-transfer trainers the trainer's weights in the form that they need. Imports vLLM."""
 
 from __future__ import annotations
 

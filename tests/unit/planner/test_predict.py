@@ -102,7 +102,7 @@ def test_experts_and_layers_of_several_kinds_are_not_counted_as_further_layers(p
         max(flops / (GPUS["H200"].tflops * 1e12 * EXPERT_EFFICIENCY["auto"]), host_s))
 
 
-# A step in milliseconds and GiB at the peak, measured on one H200 (docs/performance.md, mixtures of experts).
+# A step in milliseconds and GiB at the peak, measured on one H200 (docs/performance_experts.md).
 QWEN_MOE = """--model-provider causal_lm --num-layers 8 --hidden-size 2048 --num-attention-heads 32 --num-query-groups 4
 --kv-channels 128 --ffn-hidden-size 6144 --qk-layernorm --vocab-size 151936 --num-experts 128 --moe-router-topk 8
 --moe-ffn-hidden-size 768 --dataset-provider mock --mock-text-only-fraction 1 --seq-length 4096 --global-batch-size 16
