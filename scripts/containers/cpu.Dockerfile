@@ -1,6 +1,6 @@
 # Training and reinforcement learning on CPUs, from the pinned set rl-cpu. Build at the top of the checkout:
 #   docker build -f scripts/containers/cpu.Dockerfile -t mimo-hetero:cpu .
-#   docker run --rm -it --shm-size 2g -v "$PWD/runs:/opt/mimo-hetero/runs" mimo-hetero:cpu mimo --help
+#   docker run --rm -it mimo-hetero:cpu mimo --help
 FROM python:3.12.11-slim-bookworm AS build
 WORKDIR /opt/mimo-hetero
 COPY pyproject.toml README.md LICENSE .python-version ./
@@ -20,8 +20,9 @@ COPY --from=build /opt/mimo-hetero /opt/mimo-hetero
 COPY train_hetero.py train_rl.py /opt/mimo-hetero/
 COPY scripts /opt/mimo-hetero/scripts
 WORKDIR /opt/mimo-hetero
-# Runs and data sets are written below the checkout.
-RUN mkdir -p runs datasets && chown 1000 . runs datasets
-ENV PATH=/opt/mimo-hetero/.venv/bin:$PATH
+# Runs and data sets are written below the checkout, and caches in the home folder. Whoever runs the image may write to
+# them, because `docker run --user` takes any number.
+RUN mkdir -p runs datasets && chmod 1777 . runs datasets /home/mimo
+ENV HOME=/home/mimo PATH=/opt/mimo-hetero/.venv/bin:$PATH
 USER 1000
 CMD ["mimo", "--help"]

@@ -1,7 +1,7 @@
 # Training and reinforcement learning on NVIDIA GPUs, from the pinned set rl-gpu. The host needs driver 580 or newer and
 # the NVIDIA container toolkit. Build at the top of the checkout:
 #   docker build -f scripts/containers/gpu.Dockerfile -t mimo-hetero:gpu .
-#   docker run --rm -it --gpus all --ipc host -v "$PWD/runs:/opt/mimo-hetero/runs" mimo-hetero:gpu mimo --help
+#   docker run --rm -it mimo-hetero:gpu mimo --help
 #
 # Transformer Engine's PyTorch part is compiled if there is no wheel of it for the pinned PyTorch, so this stage has the
 # CUDA toolkit. The packages bring CUDA's libraries, so the last stage needs only the driver of the host.
@@ -28,9 +28,10 @@ COPY --from=build /opt/mimo-hetero /opt/mimo-hetero
 COPY train_hetero.py train_rl.py /opt/mimo-hetero/
 COPY scripts /opt/mimo-hetero/scripts
 WORKDIR /opt/mimo-hetero
-# Runs and data sets are written below the checkout.
-RUN mkdir -p runs datasets && chown 1001 . runs datasets
-ENV PATH=/opt/mimo-hetero/.venv/bin:$PATH
+# Runs and data sets are written below the checkout, and caches in the home folder. Whoever runs the image may write to
+# them, because `docker run --user` takes any number.
+RUN mkdir -p runs datasets && chmod 1777 . runs datasets /home/mimo
+ENV HOME=/home/mimo PATH=/opt/mimo-hetero/.venv/bin:$PATH
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 1001
 CMD ["mimo", "--help"]
