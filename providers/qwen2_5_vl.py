@@ -7,7 +7,7 @@ Sizes come from flags (the defaults are those of Qwen2.5-VL-7B) or from a Huggin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing, VideoProcessing
 from providers.common import hf_qwen_vl
@@ -55,7 +55,8 @@ class Qwen25VlProvider(QwenVlProvider):
     cuts_videos = False
     grid_of_video = staticmethod(whole_video_grid)
     sizes_of_hf = staticmethod(hf_qwen_vl.qwen2_5_vl_sizes)
-    module_sizes_of_hf = staticmethod(hf_qwen_vl.module_sizes)
+    config_of_sizes = staticmethod(hf_qwen_vl.qwen2_5_vl_config)
+    model_types = (hf_qwen_vl.MODEL_TYPE,)
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
         """Return the spec of the decoder. `context` is None on ranks that only read its width."""
@@ -80,12 +81,6 @@ class Qwen25VlProvider(QwenVlProvider):
             return weights.decoder_map(config, qwen_weights.LANGUAGE_SCHEMES)
         self.check_module(module)
         return qwen_weights.qwen_vision_map(config, ENCODER)
-
-    def hf_config(self, config: Config) -> dict[str, Any]:
-        """Return the model as a `Qwen2_5_VLConfig`. Raises ValueError if none has all its parts."""
-        config = self.resolved(config)
-        return hf_qwen_vl.qwen2_5_vl_config(
-            config, config, {key: getattr(config, key) for key in hf_qwen_vl.TOKEN_DEFAULTS})
 
 
 provider = Qwen25VlProvider()

@@ -9,7 +9,7 @@ Images have any size, and rotary positions of the decoder have three axes, which
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing, VideoProcessing
 from providers.common import hf_qwen3_vl
@@ -70,7 +70,8 @@ class Qwen3VlProvider(QwenVlProvider):
     cuts_videos = True
     grid_of_video = staticmethod(temporal_patch_grid)
     sizes_of_hf = staticmethod(hf_qwen3_vl.qwen3_vl_sizes)
-    module_sizes_of_hf = staticmethod(hf_qwen3_vl.module_sizes)
+    config_of_sizes = staticmethod(hf_qwen3_vl.qwen3_vl_config)
+    model_types = tuple(hf_qwen3_vl.KINDS)
 
     def num_levels(self, config: Config, module: str) -> int:
         """Count the layers of the tower whose outputs the language model gets besides the last one's."""
@@ -103,12 +104,6 @@ class Qwen3VlProvider(QwenVlProvider):
             return qwen_weights.qwen3_decoder_map(config)
         self.check_module(module)
         return qwen_weights.qwen3_vision_map(config, ENCODER)
-
-    def hf_config(self, config: Config) -> dict[str, Any]:
-        """Return the model as a `Qwen3VLConfig`. Raises ValueError if none has all its parts."""
-        config = self.resolved(config)
-        return hf_qwen3_vl.qwen3_vl_config(
-            config, config, {key: getattr(config, key) for key in hf_qwen3_vl.TOKEN_DEFAULTS})
 
 
 provider = Qwen3VlProvider()

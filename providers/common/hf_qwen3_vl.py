@@ -9,7 +9,7 @@ from typing import Any
 from providers.common import hf_config
 from providers.common.decoder import MultimodalDecoderConfig
 from providers.common.hf import ACTIVATIONS
-from providers.common.hf_qwen_vl import ROPE_KEYS, TOKEN_DEFAULTS, sizes_of_module, tower_sizes, whole_config
+from providers.common.hf_qwen_vl import ROPE_KEYS, TOKEN_DEFAULTS, tower_sizes, whole_config
 from providers.common.hf_text import allow, refuse_quantized, rope_of, text_sizes, with_defaults
 from providers.common.qwen_vision import Qwen3VisionConfig
 
@@ -69,19 +69,6 @@ def qwen3_vl_sizes(config: dict[str, Any]) -> dict[str, Any]:
     language = language_sizes(config)
     return language | vision_sizes(config, language["hidden_size"]) | {
         key: config.get(key, default) for key, default in TOKEN_DEFAULTS.items()}
-
-
-def module_sizes(values: Mapping[str, Any], module: str) -> dict[str, Any]:
-    """Return the fields that a configuration sets for one module.
-
-    Args:
-        values: configuration of the whole model, or for `language` of a text model.
-        module: `language` or `vision`.
-
-    Raises:
-        ValueError: a value that the model cannot reproduce; the message names the key.
-    """
-    return sizes_of_module(dict(values), module, tuple(KINDS), qwen3_vl_sizes)
 
 
 def language_sizes(config: dict[str, Any]) -> dict[str, Any]:

@@ -51,21 +51,8 @@ def qwen2_5_vl_sizes(config: dict[str, Any]) -> dict[str, Any]:
         key: config.get(key, default) for key, default in TOKEN_DEFAULTS.items()}
 
 
-def module_sizes(values: Mapping[str, Any], module: str) -> dict[str, Any]:
-    """Return the fields that a configuration sets for one module.
-
-    Args:
-        values: configuration of the whole model, or for `language` of a text model.
-        module: `language` or `vision`.
-
-    Raises:
-        ValueError: a value that the model cannot reproduce; the message names the key.
-    """
-    return sizes_of_module(dict(values), module, (MODEL_TYPE,), qwen2_5_vl_sizes)
-
-
-def sizes_of_module(config: dict[str, Any], module: str, model_types: Sequence[str],
-                    sizes_of: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+def module_sizes(config: dict[str, Any], module: str, model_types: Sequence[str],
+                 sizes_of: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
     """Return the fields that a configuration sets for one module.
 
     Args:

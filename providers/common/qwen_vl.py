@@ -14,6 +14,7 @@ from mimo.protocols import ImageProcessing, ParameterShape, TokenSpec, VideoProc
 from providers.common.checks import Problems
 from providers.common.decoder import MultimodalDecoderConfig, check_decoder_grid, decoder_shapes
 from providers.common.flops import decoder_components, qwen_vision_components
+from providers.common.hf_qwen_vl import TOKEN_DEFAULTS, module_sizes
 from providers.common.qwen_processor import (
     check_special_tokens,
     read_qwen_processing,
@@ -66,7 +67,8 @@ class QwenVlProvider(VisionLanguageProvider):
         processor: name of the image processor's class in transformers, without its end.
         cuts_videos: whether each temporal patch of a video has a placeholder of its own.
         grid_of_video: returns the language tokens of a video as a grid, or raises ValueError.
-        module_sizes_of_hf: returns the fields that a config.json sets for one module.
+        model_types: values of `model_type` in a config.json of the family.
+        config_of_sizes: returns the whole config.json of a decoder, a tower and token ids.
     """
 
     processing: ClassVar[ImageProcessing]
@@ -74,7 +76,8 @@ class QwenVlProvider(VisionLanguageProvider):
     processor: ClassVar[Literal["Qwen2_5_VL", "Qwen3VL"]]
     cuts_videos: ClassVar[bool]
     grid_of_video: ClassVar[Callable[[Any, VideoSize], TokenGrid]]
-    module_sizes_of_hf: ClassVar[Callable[[Mapping[str, Any], str], dict[str, Any]]]
+    model_types: ClassVar[tuple[str, ...]]
+    config_of_sizes: ClassVar[Callable[[Any, Any, dict[str, int]], dict[str, Any]]]
     check_language_grid = staticmethod(check_decoder_grid)
     check_encoder_grid = staticmethod(check_qwen_vision_grid)
     image_tokens = staticmethod(image_tokens)
@@ -87,7 +90,12 @@ class QwenVlProvider(VisionLanguageProvider):
 
     def with_hf(self, config: Any, values: Mapping[str, Any], module: str) -> Any:
         """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
-        return dataclasses.replace(config, **self.module_sizes_of_hf(values, module))
+        return dataclasses.replace(config, **module_sizes(dict(values), module, self.model_types, self.sizes_of_hf))
+
+    def hf_config(self, config: Any) -> dict[str, Any]:
+        """Return the model as a config.json of the family. Raises ValueError if none has all its parts."""
+        config = self.resolved(config)
+        return self.config_of_sizes(config, config, {key: getattr(config, key) for key in TOKEN_DEFAULTS})
 
     def vision_shapes(self, config: QwenVisionConfig) -> list[ParameterShape]:
         return qwen_vision_shapes(config, self.hidden_size(config))

@@ -16,7 +16,6 @@ from mimo.protocols import LANGUAGE, VideoSize
 from mimo.registry import provider_of
 from mimo.visual import count_tokens
 from providers import qwen2_5_vl, qwen3_vl
-from providers.common import hf_qwen_vl
 from providers.common.vision_language import VISION
 
 QWEN2_5, QWEN3 = qwen2_5_vl.provider, qwen3_vl.provider
@@ -185,8 +184,8 @@ def test_a_decoder_of_another_family_is_not_exported() -> None:
 
 def test_a_module_alone_takes_its_part_of_a_configuration() -> None:
     base = qwen2_5_vl.from_hf(published_2_5("3b"))
-    language = hf_qwen_vl.module_sizes(published_2_5("7b"), LANGUAGE)
-    assert language["hidden_size"] == 3584 and not any(name.startswith("vision_") for name in language)
+    language = QWEN2_5.with_hf(base, published_2_5("7b"), LANGUAGE)
+    assert language.hidden_size == 3584 and language.vision_ffn_hidden_size == base.vision_ffn_hidden_size
     vision = QWEN2_5.with_hf(base, published_2_5("32b"), VISION)
     assert vision == dataclasses.replace(base, vision_ffn_hidden_size=3456)
     text = {"model_type": "qwen2", **PUBLISHED_2_5["3b"][0], "rms_norm_eps": 1e-6, "rope_theta": 1e6,
