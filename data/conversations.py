@@ -495,7 +495,7 @@ class SampleFiles:
         return self.load(place, "video")
 
 
-def from_data_url(url: str, kind: str = "image") -> tuple[str, bytes]:
+def from_data_url(url: str, kind: str) -> tuple[str, bytes]:
     """Return a name for messages and the bytes of an image in a `data:` URL. Raises ValueError if it is not base64."""
     header, comma, text = url.partition(",")
     if not comma or not header.endswith(";base64"):

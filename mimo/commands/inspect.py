@@ -31,7 +31,7 @@ _TITLES = {WEIGHTS: "weights", "exp_avg": "optimizer, first moment (exp_avg)",
 _AXES = ("tp", "cp", "dp", "pp", "ep", "expt_tp")
 
 
-def text_report(contents: Contents, *, every_tensor: bool = False) -> str:
+def text_report(contents: Contents, *, every_tensor: bool) -> str:
     """Describe a checkpoint in a few dozen lines. `every_tensor` also lists optimizer state and single layers."""
     parts = [[str(contents.folder), *(f"  {line}" for line in _progress(contents))], _grids(contents)]
     for module in contents.modules:

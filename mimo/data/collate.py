@@ -361,7 +361,7 @@ def packed_sequences(ends: np.ndarray, row_length: int) -> PackedSequences:
     return PackedSequences(cu_seqlens, int(lengths.max()), seq_idx)
 
 
-def checked_images(sample: Sample, num_channels: int, tiles: Tiles | None = None) -> list[np.ndarray]:
+def checked_images(sample: Sample, num_channels: int, tiles: Tiles | None) -> list[np.ndarray]:
     """Return the images of a sample. Raises ValueError for one that is missing or differs from its declaration."""
     levels = sample.normalisation
     dtype, reason = (np.float32, "") if levels is None else (np.uint8, " with a normalisation")

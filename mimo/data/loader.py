@@ -239,8 +239,8 @@ class StepLoader:
 
 
 def open_source(layout: Layout, rank: int, data_provider: DataProvider | RoutedDataProvider, data_config: Any,
-                request: DataRequest, *, lane_loader: str = DataConfig.lane_loader, num_microbatches: int,
-                host: dist.ProcessGroup | None = None, tag: int = 0) -> Source:
+                request: DataRequest, *, lane_loader: str, num_microbatches: int, host: dist.ProcessGroup | None,
+                tag: int) -> Source:
     """Open the data of one rank. Collective over the world where lanes are routed.
 
     Args:

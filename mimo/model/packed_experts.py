@@ -45,7 +45,7 @@ ALIGNMENT = 8
 MIN_CUBLASLT = {None: 130400, "tensorwise": 130500, "blockwise": 130600}
 
 
-def unsupported_reason(dtype: torch.dtype, recipe: str | None = None) -> str | None:
+def unsupported_reason(dtype: torch.dtype, recipe: str | None) -> str | None:
     """Return why the current GPU and libraries lack the product for all experts; None if they have it.
 
     Args:
@@ -73,7 +73,7 @@ def _version(number: int) -> str:
 
 
 def choose_grouped_gemm(choice: str, module: torch.nn.Module, dtype: torch.dtype, *, deterministic: bool,
-                        fp8: Fp8 | None = None) -> None:
+                        fp8: Fp8 | None) -> None:
     """Have the experts of a built module multiply with the kernels that --moe-gemm chooses.
 
     Args:
@@ -108,7 +108,7 @@ def choose_grouped_gemm(choice: str, module: torch.nn.Module, dtype: torch.dtype
         logger.info("experts: %s products (%s)", "separate" if fp8 else "CUTLASS", reason)
 
 
-def pack_experts(module: torch.nn.Module, fp8: Fp8 | None = None) -> int:
+def pack_experts(module: torch.nn.Module, fp8: Fp8 | None) -> int:
     """Have the expert layers of a module multiply by all their experts at once.
 
     Args:

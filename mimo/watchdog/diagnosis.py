@@ -329,7 +329,7 @@ def _words(status: RankStatus) -> str:
     return f"it waits for {waits}{_blocked_words(status, ', ')}; {top}"
 
 
-def _blocked_words(status: RankStatus, before: str = "") -> str:
+def _blocked_words(status: RankStatus, before: str) -> str:
     blocked = status.blocked
     words = {"collective": f"in {blocked.operation} of ranks {format_ranks(blocked.ranks)}",
              "transfer": f"in {blocked.operation} with rank {format_ranks(blocked.ranks)}",

@@ -66,7 +66,7 @@ def differing_fields(provider: ComparableProvider, family_config: Any, values: M
 
 
 def compare_folder(provider: ModelProvider, family_config: Any, folder: str | Path, modules: Iterable[str],
-                   allowed: Collection[str] = ()) -> Comparison:
+                   allowed: Collection[str]) -> Comparison:
     """Compare the run's model with the config.json of a folder, module by module.
 
     Args:

@@ -228,7 +228,7 @@ def check_special_tokens(config: Any) -> None:
 
 
 def write_qwen(config: Any, folder: Path, mean: Sequence[float], std: Sequence[float],
-               kind: Literal["Qwen2_5_VL", "Qwen3VL"] = "Qwen2_5_VL") -> None:
+               kind: Literal["Qwen2_5_VL", "Qwen3VL"]) -> None:
     """Write a processor for images whose sizes the encoder takes, with a tokenizer of made-up words.
 
     Prompts are token ids, so only the tokenizer's special tokens are used. Images keep their sizes.

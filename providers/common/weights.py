@@ -101,7 +101,7 @@ class HeadMajor:
         return blocks.transpose(0, 1).flatten(0, 2)
 
 
-def decoder_map(config: DecoderConfig, schemes: Sequence[NamingScheme] = (CAUSAL_LM,)) -> WeightMap:
+def decoder_map(config: DecoderConfig, schemes: Sequence[NamingScheme]) -> WeightMap:
     """Map every tensor of a decoder of the Llama, Qwen and Mixtral families.
 
     Mixture-of-experts layers have Qwen's names if queries and keys are normalized, else Mixtral's.

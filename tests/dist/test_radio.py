@@ -107,7 +107,7 @@ def build(grids: Any, config: Config, recompute: str = "none") -> Any:
     return module
 
 
-def inputs_of(config: Config, sizes: Sequence[Size], dtype: Any = None) -> tuple[list[np.ndarray], dict[str, Any]]:
+def inputs_of(config: Config, sizes: Sequence[Size]) -> tuple[list[np.ndarray], dict[str, Any]]:
     """Random images of these sizes, and the encoder's inputs."""
     import torch
 
@@ -115,10 +115,9 @@ def inputs_of(config: Config, sizes: Sequence[Size], dtype: Any = None) -> tuple
     from tests.support import provider_cases as cases
 
     images = [cases.draw(3, *size, seed=30 + number).numpy() for number, size in enumerate(sizes)]
-    dtype = dtype or torch.float32
     if config.vision_dynamic_resolution:
-        return images, packed_patches(images, sizes, PatchOrder(config.vision_patch_size), dtype)
-    return images, whole_images(images, dtype)
+        return images, packed_patches(images, sizes, PatchOrder(config.vision_patch_size), torch.float32)
+    return images, whole_images(images, torch.float32)
 
 
 def hf_weights(module: Any, config: Config, groups: Any) -> dict[str, torch.Tensor]:

@@ -69,7 +69,7 @@ def context() -> Any:
 @pytest.fixture
 def engine(context: Any) -> Iterator[EngineProcess]:
     """A running one with two workers."""
-    with engine_in(context, workers=2) as process:
+    with engine_in(context) as process:
         yield process
 
 

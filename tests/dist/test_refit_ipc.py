@@ -44,7 +44,7 @@ def context() -> Any:
 def engine(context: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineProcess]:
     """A small one with two workers, whose trainers use shared memory."""
     monkeypatch.setattr(refit_ranks, "OPTIONS", dataclasses.replace(refit_ranks.OPTIONS, backend="ipc"))
-    with engine_in(context, workers=2) as process:
+    with engine_in(context) as process:
         yield process
 
 

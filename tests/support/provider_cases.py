@@ -24,14 +24,14 @@ def grids_of(vision: GridSpec, language: GridSpec) -> Iterator[Grids]:
         yield grids
 
 
-def context_of(grids: Grids, module: str, seq_length: int, dtype: torch.dtype = torch.float32) -> BuildContext:
+def context_of(grids: Grids, module: str, seq_length: int) -> BuildContext:
     """Return the context that the trainer gives the provider on this rank, with sequence parallelism if tp > 1."""
     spec = grids.layout.grids[module]
     stage = spec.coordinates(grids.rank)["pp"]
     return BuildContext(
         grid=spec,
         groups=grids.collections[module],
-        params_dtype=dtype,
+        params_dtype=torch.float32,
         transformer_impl="local",
         sequence_parallel=module == LANGUAGE and spec.tp > 1,
         recompute="none",
@@ -56,9 +56,9 @@ def build_module_of(grids: Grids, config: Config, module: str, seq_length: int) 
     return built
 
 
-def randomize(module: torch.nn.Module, seed: int = 11) -> None:
+def randomize(module: torch.nn.Module) -> None:
     """Draw parameters so that every one of them matters: matrices keep the scale of their input, norms stay near 1."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)

@@ -152,14 +152,12 @@ def forkserver() -> Any:
 
 
 @contextmanager
-def engine_in(context: Any, workers: int = 1, load_format: str = "dummy", call_timeout_s: float = 120.0
-              ) -> Iterator[EngineProcess]:
-    """An engine of the small model."""
+def engine_in(context: Any) -> Iterator[EngineProcess]:
+    """An engine of the small model with two workers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "multiprocessing", SimpleNamespace(
             get_context=lambda kind: context, AuthenticationError=multiprocessing.AuthenticationError))
-        process = EngineProcess(engine_options(workers, load_format), call_timeout_s=call_timeout_s,
-                                setup=use_plain_engine)
+        process = EngineProcess(engine_options(2, "dummy"), call_timeout_s=120.0, setup=use_plain_engine)
     try:
         yield process
     finally:
