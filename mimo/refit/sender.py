@@ -38,7 +38,7 @@ from mimo.refit.tensor_slices import (
     recv_spec_from_table,
     wanted_names,
 )
-from mimo.refit.trainer_shards import LiveTensors, build_trainer_shards
+from mimo.refit.trainer_shards import LiveTensors, TrainerShards
 from mimo.refit.transport.base import Transport, open_wire
 from mimo.weights.rules import WeightMap
 
@@ -72,12 +72,16 @@ class EngineClient(Protocol):
 
 
 class TrainerWeights(Protocol):
-    """Weights of the trainer's ranks, see `mimo.refit.trainer_shards`."""
+    """Weights of the trainer's ranks, see `mimo.refit.trainer_shards`. `locate` finds `holders` and `slices`."""
 
     entries: list[TensorMeta]
     schemes: list[dict[str, Any]]
     holders: Holders
     slices: list[TensorSlice]
+
+    def locate(self) -> None:
+        """Find which rank holds which boxes; once, while the engine's workers trace their loaders. Collective."""
+        ...
 
     def prepare(self) -> Mapping[str, torch.Tensor]:
         """Finish what an overlapped step has left open, before a sync. Collective.
@@ -220,7 +224,6 @@ class WeightSender:
         weights, trainer, rendezvous = self.weights, self.trainer, self._rendezvous
         call = None
         if trainer.rank == 0:
-            check_holders(weights.entries, weights.holders)
             rendezvous.publish("model", {
                 "entries": [meta_as_json(entry) for entry in weights.entries], "spellings": list(weights.schemes),
                 "options": self.options.as_json(), "num_trainers": trainer.world_size,
@@ -228,7 +231,10 @@ class WeightSender:
             call = self._call(SETUP, self._engine.init_weight_transfer_engine, {
                 "address": self._place.address, "port": self._place.port, "secret": self._place.secret,
                 "timeout_s": self.options.timeout_s})
-            # The engine's call is under way: its workers trace their loaders, and then publish what they want.
+        # The engine's call is under way: its workers trace their loaders, and then publish what they want.
+        weights.locate()
+        if trainer.rank == 0:
+            check_holders(weights.entries, weights.holders)
             rendezvous.publish("holders", holders_table(weights.holders))
         specs = self._read_specs()
         operations = planning.send_plan(weights.entries, weights.holders, weights.slices, specs, trainer.rank)
@@ -486,12 +492,16 @@ class ModelWeights:
     @without_collections()
     def __init__(self, built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,
                  dtype: str) -> None:
-        held = build_trainer_shards(built, grids, provider, family_config, dtype)
-        self.entries, self.holders, self.slices = held.entries, held.holders, held.slices
-        maps = {module: provider.weight_map(family_config, module).for_engine() for module in grids.layout.grids}
-        self.schemes = module_schemes(maps, [entry.name for entry in held.entries])
         self._built = built
-        self._live = LiveTensors(built)
+        self._shards = TrainerShards(built, grids, provider, family_config, dtype)
+        self.entries = self._shards.entries
+        self.schemes = module_schemes(self._shards.maps, [entry.name for entry in self.entries])
+
+    def locate(self) -> None:
+        """Find which rank holds which boxes. Collective; raises as the construction."""
+        self._shards.locate()
+        self.holders, self.slices = self._shards.holders, self._shards.slices
+        self._live = LiveTensors(self._built)
         self._paths = tuple(dict.fromkeys(part.address.tensor for part in self.slices))
 
     def prepare(self) -> dict[str, torch.Tensor]:

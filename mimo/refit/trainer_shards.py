@@ -1,7 +1,7 @@
 """Finds the parts of each Hugging Face tensor that the trainer's ranks hold, and their places in parameters.
 
-`build_trainer_shards` does so once, at set-up. Its result has names, shapes and places, but no tensor, because weights
-may get new memory between syncs. `LiveTensors` looks them up at every read.
+`TrainerShards` does so once, at set-up. Its result has names, shapes and places, but no tensor, because weights may get
+new memory between syncs. `LiveTensors` looks them up at every read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,24 +34,11 @@ Shapes = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
 """Module -> Megatron name -> shape and dtype of the whole tensor."""
 
 
-@dataclass(frozen=True)
 class TrainerShards:
     """Places of the model's weights. `entries` and `holders` are the same on every rank.
 
-    Attributes:
-        entries: every whole tensor, in the order in which they travel.
-        holders: boxes of each tensor, and the ranks that hold them.
-        slices: this rank's boxes and their places.
-    """
-
-    entries: list[TensorMeta]
-    holders: Holders
-    slices: list[TensorSlice]
-
-
-def build_trainer_shards(built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,
-                         wire_dtype: str = "bfloat16") -> TrainerShards:
-    """Find which rank holds which boxes of the model. Collective over the world, through host memory; once, at set-up.
+    The construction finds the entries, and `locate` the rest, because an engine's workers need only the entries to
+    begin. Both are collective over the world, through host memory; once, at set-up.
 
     Args:
         built: this rank's model.
@@ -64,19 +50,58 @@ def build_trainer_shards(built: BuiltModel, grids: Grids, provider: ModelProvide
     Raises:
         ValueError: on the first rank: everything in which the weight map and the model do not fit each other, by name.
         ReportedElsewhereError: the same, on the other ranks.
+
+    Attributes:
+        maps: weight map of each module.
+        entries: every whole tensor, in the order in which they travel.
+        holders: boxes of each tensor, and the ranks that hold them.
+        slices: this rank's boxes and their places.
     """
-    maps = {module: provider.weight_map(family_config, module).for_engine() for module in grids.layout.grids}
-    # Entries have the names of each module's first scheme. Workers choose the scheme of their loader (`worker_plan`).
-    chosen = {module: weight_map.schemes[0] for module, weight_map in maps.items()}
-    pieces = {module: module_pieces(part, grids.collections[module]) for module, part in named_modules_of(built.model)}
-    slices, problems = _rank_slices(pieces, built, maps, chosen)
-    shapes, holders = _gather(grids, {module: {piece.name: (piece.shape, piece.tensor.dtype) for piece in held}
-                                      for module, held in pieces.items()}, slices)
-    found, misfits = plan_entries(maps, chosen, shapes, wire_dtype)
-    # If some tensors do not fit, the boxes that they lack would only be more lines about the same faults.
-    problems += misfits or ([] if problems else uncovered(found, holders))
-    agree(grids, "the weight map does not fit the model", problems)
-    return TrainerShards(found, holders, slices)
+
+    holders: Holders
+    slices: list[TensorSlice]
+
+    def __init__(self, built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,
+                 wire_dtype: str = "bfloat16") -> None:
+        self._built, self._grids = built, grids
+        self.maps = {module: provider.weight_map(family_config, module).for_engine() for module in grids.layout.grids}
+        # Entries have the names of each module's first scheme. Workers choose their loader's scheme (`worker_plan`).
+        self._chosen = {module: weight_map.schemes[0] for module, weight_map in self.maps.items()}
+        self._pieces = {module: module_pieces(part, grids.collections[module])
+                        for module, part in named_modules_of(built.model)}
+        shapes: Shapes = {module: {} for module in grids.layout.grids}
+        for tensors_of, _ in _gather_distinct(grids, {
+                module: {piece.name: (piece.shape, piece.tensor.dtype) for piece in held}
+                for module, held in self._pieces.items()}):
+            for module, tensors in tensors_of.items():
+                shapes[module] |= tensors
+        self.entries, self._misfits = plan_entries(self.maps, self._chosen, shapes, wire_dtype)
+        if self._misfits:
+            self.locate()  # raises, and lists what else is wrong
+
+    def locate(self) -> None:
+        """Find which rank holds which boxes of the model. Raises as the construction."""
+        slices, problems = _rank_slices(self._pieces, self._built, self.maps, self._chosen)
+        del self._pieces  # which are tensors
+        ranks_of: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for boxes, ranks in _gather_distinct(self._grids, [(part.name, part.box) for part in slices]):
+            for name, box in boxes:
+                ranks_of[name][box] += ranks
+        self.holders = {name: [Holder(box, tuple(sorted(boxes[box])))
+                               for box in sorted(boxes, key=lambda box: box.starts)]
+                        for name, boxes in ranks_of.items()}
+        self.slices = slices
+        # If some tensors do not fit, the boxes that they lack would only be more lines about the same faults.
+        problems += self._misfits or ([] if problems else uncovered(self.entries, self.holders))
+        agree(self._grids, "the weight map does not fit the model", problems)
+
+
+def build_trainer_shards(built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,
+                         wire_dtype: str = "bfloat16") -> TrainerShards:
+    """Find all places of the model's weights. Arguments and errors are those of `TrainerShards`."""
+    shards = TrainerShards(built, grids, provider, family_config, wire_dtype)
+    shards.locate()
+    return shards
 
 
 def plan_entries(maps: Mapping[str, WeightMap], schemes: Mapping[str, NamingScheme], shapes: Shapes,
@@ -90,7 +115,7 @@ def plan_entries(maps: Mapping[str, WeightMap], schemes: Mapping[str, NamingSche
         maps: each module's map, encoders first.
         schemes: naming scheme of each module.
         shapes: whole Megatron tensors of all ranks.
-        wire_dtype: see `build_trainer_shards`.
+        wire_dtype: see `TrainerShards`.
 
     Returns:
         The entries, and a line for each tensor without a rule, rule without a tensor, and other misfit.
@@ -258,22 +283,12 @@ class _Places:
                 for name, count in self._left.items() if count > 0]
 
 
-def _gather(grids: Grids, shapes: Shapes, slices: Iterable[TensorSlice]) -> tuple[Shapes, Holders]:
-    """Gather shapes and boxes of all ranks. Ranks that hold the same, such as replicas, send it once."""
-    mine = (shapes, [(part.name, part.box) for part in slices])
-    digests = gather(grids, hashlib.sha256(repr(mine).encode()).hexdigest())
-    told = gather(grids, mine if digests.index(digests[grids.rank]) == grids.rank else None)
-    ranks_of: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
-    whole: Shapes = {module: {} for module in grids.layout.grids}
-    for digest in dict.fromkeys(digests):
-        ranks = [rank for rank, other in enumerate(digests) if other == digest]
-        tensors_of, boxes = told[ranks[0]]
-        for name, box in boxes:
-            ranks_of[name][box] += ranks
-        for module, tensors in tensors_of.items():
-            whole[module] |= tensors
-    return whole, {name: [Holder(box, tuple(sorted(boxes[box]))) for box in sorted(boxes, key=lambda box: box.starts)]
-                   for name, boxes in ranks_of.items()}
+def _gather_distinct(grids: Grids, value: Any) -> list[tuple[Any, list[int]]]:
+    """Gather a value of every rank. Return the distinct ones, each with its ranks. Equal ones are sent once."""
+    digests = gather(grids, hashlib.sha256(repr(value).encode()).hexdigest())
+    told = gather(grids, value if digests.index(digests[grids.rank]) == grids.rank else None)
+    return [(told[digests.index(digest)], [rank for rank, other in enumerate(digests) if other == digest])
+            for digest in dict.fromkeys(digests)]
 
 
 def uncovered(found: Iterable[TensorMeta], holders: Holders) -> list[str]:

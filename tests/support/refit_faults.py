@@ -144,6 +144,9 @@ class PlainWeights:
             own = values[part.box.starts[0]:part.box.stops[0]]
             self.tensors[part.name] = torch.empty_strided(part.box.sizes, self._strides(part.box.sizes)).copy_(own)
 
+    def locate(self) -> None:
+        """See the protocol: holders and slices are known already."""
+
     def prepare(self) -> Mapping[str, torch.Tensor]:
         """See the protocol."""
         return Watched(self.tensors, lambda name: self.before_view(name))
