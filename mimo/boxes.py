@@ -213,6 +213,7 @@ def moved_offset(strides: Sequence[int], outer: Box, inner: Box) -> int:
                for start, origin, stride in zip(inner.starts, outer.starts, strides, strict=True))
 
 
+@lru_cache(maxsize=4096)  # layers and experts are alike
 def box_of_view(tensor: View, source: View, target: View) -> tuple[Box, View] | None:
     """Find the box of a tensor that a view of it is, and where the box's elements lie in the target of a copy.
 

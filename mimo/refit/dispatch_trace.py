@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mimo.boxes import Box, View, box_of_view
+from mimo.boxes import View, box_of_view
 from mimo.compat import storage_key
 from mimo.refit.compat import TO_COPY, TracingMode, changed_arguments, returns_something
 from mimo.refit.messages import view_of
@@ -216,7 +216,7 @@ class Tracer(TracingMode):
         if origin is None or origin.dtype != source.dtype:
             return None
         while True:
-            found = _box_of_view(origin.whole, view, View(0, region.sizes, region.strides))
+            found = box_of_view(origin.whole, view, View(0, region.sizes, region.strides))
             if found is None:
                 return None
             dtypes.append(origin.dtype)
@@ -232,11 +232,6 @@ class Tracer(TracingMode):
         if not _exact(tuple(dtypes), dtypes[-1], target.dtype):
             return None
         return TensorSlice(origin.name, box, Address(target.path, region.offset, region.strides))
-
-
-@lru_cache(maxsize=4096)  # layers and experts are alike
-def _box_of_view(tensor: View, source: View, target: View) -> tuple[Box, View] | None:
-    return box_of_view(tensor, source, target)
 
 
 @lru_cache(maxsize=4096)

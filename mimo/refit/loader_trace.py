@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -308,22 +309,36 @@ def _writes(recording: Recording) -> dict[str, list[tuple[Write, bool]]]:
 
 def _faults(path: str, layout: Layout, writes: list[tuple[Write, bool]], needed: bool,
             layouts: dict[str, Layout]) -> list[str]:
-    left, twice = [Box.whole(layout.view.sizes)], 0
-    names: set[str] = set()
+    boxes: list[tuple[Box, bool]] = []
     for write, alone in writes:
         box = target_box(write, layouts)
         if box is None:
             return []  # Only the loader knows this part, and the loader writes it.
-        left, removed = subtract(left, box)
-        if alone and removed < box.numel:
-            twice += box.numel - removed
-            names |= write.names
+        boxes.append((box, alone))
+    left, repeated = _coverage(layout.view.sizes, tuple(boxes))
+    twice = sum(repeated)
+    names = set().union(*(write.names for (write, _), count in zip(writes, repeated, strict=True) if count))
     faults = [f"{path}: {twice} elements are written twice, again by {', '.join(sorted(names))}"] if twice else []
     total = math.prod(layout.view.sizes)
-    missing = sum(box.numel for box in left) - (total - layout.loaded)
+    missing = left - (total - layout.loaded)
     if missing > 0 and (needed or missing < total):
         faults.append(f"{path}: {missing} of {total} elements are never written")
     return faults
+
+
+@lru_cache(maxsize=256)  # layers are alike
+def _coverage(sizes: tuple[int, ...], writes: tuple[tuple[Box, bool], ...]) -> tuple[int, list[int]]:
+    """Return how many elements of a tensor no write fills, and how many each write fills that earlier ones have filled.
+
+    Args:
+        sizes: sizes of the tensor.
+        writes: box of each write, and whether it has to be the only one; otherwise 0 is returned for it.
+    """
+    left, repeated = [Box.whole(sizes)], []
+    for box, alone in writes:
+        left, removed = subtract(left, box)
+        repeated.append(box.numel - removed if alone else 0)
+    return sum(box.numel for box in left), repeated
 
 
 def _is_loadable_buffer(model: torch.nn.Module, path: str, layout: Layout) -> bool:

@@ -349,14 +349,14 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._groups = [([numbers[name] for name in names], layers) for names, layers in taken.groups]
         if self._options.delta:
             rendezvous.publish(f"groups/{self._worker}", [numbers for numbers, _ in self._groups])
-        live = self._live()
-        check_recv_spec(self._entries, spec, {name: (str(tensor.dtype).removeprefix("torch."), tensor.numel())
-                                              for name, tensor in live.items()})
         # Equal workers, such as replicas, publish the same table once.
         digest = spec.digest()
         rendezvous.publish(f"wants/{digest}", recv_spec_table(spec))
         rendezvous.publish(f"worker/{self._worker}", {"wants": digest})
-        # The plan, which the senders make for themselves from the same tables.
+        # The plan, which the senders make for themselves from the same tables meanwhile.
+        live = self._live()
+        check_recv_spec(self._entries, spec, {name: (str(tensor.dtype).removeprefix("torch."), tensor.numel())
+                                              for name, tensor in live.items()})
         holders = holders_from_table(rendezvous.read("holders", SETUP, "what the trainer's ranks hold"))
         operations = planning.receive_plan(self._entries, holders, spec, self._worker)
         check_plan(self._entries, holders, spec, operations)
