@@ -329,6 +329,42 @@ def test_a_rank_with_the_holders_of_an_earlier_layout() -> None:
     assert refuses(engine)
 
 
+def test_workers_trace_their_loaders_while_the_trainer_finds_its_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mimo.refit import receiver
+
+    ranks, engine, traced = Ranks.of(2), engine_of(), threading.Event()
+    trace, holders = receiver.worker_recv_spec, ranks.weights[0].holders
+    ranks.weights[0].holders = {}
+
+    def noted(*args: Any) -> Any:
+        taken = trace(*args)
+        traced.set()
+        return taken
+
+    def locate() -> None:
+        assert traced.wait(30), "the worker waits for the boxes"
+        ranks.weights[0].holders = holders
+
+    monkeypatch.setattr(receiver, "worker_recv_spec", noted)
+    monkeypatch.setattr(ranks.weights[0], "locate", locate)
+    assert ranks.connect(engine, 1, IMPATIENT) == [None, None]
+    ranks.send("policy")
+    assert is_right(engine, 0)
+
+
+def test_boxes_that_are_not_found_end_the_set_up_of_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, engine = Ranks.of(2), engine_of()
+
+    def locate() -> None:
+        raise ValueError("the weight map does not fit the model")
+
+    monkeypatch.setattr(ranks.weights[0], "locate", locate)
+    for told in messages_of(ranks.connect(engine, 1, IMPATIENT)):
+        assert "the weight map does not fit the model" in told
+    assert refuses(engine)
+    assert Ranks.of(2).connect(engine, 1, IMPATIENT) == [None, None]
+
+
 def test_a_rank_whose_layout_is_another() -> None:
     """Rows were moved from one rank to the other since the holders were gathered on the first."""
     ranks, engine = Ranks.of(2), engine_of()
