@@ -258,7 +258,10 @@ def probe_schemes_of(model: torch.nn.Module, entries: Sequence[TensorMeta],
 
     All workers have the same choices.
     """
-    open_choices = {module: schemes for module, schemes in _candidates(entries, offered).items() if len(schemes) > 1}
+    names = _distinct_names(offered)
+    own = {part["module"]: entries[part["first"]:part["first"] + part["count"]] for part in offered}
+    open_choices = {module: {scheme: _renamed(own[module], each) for scheme, each in schemes.items()}
+                    for module, schemes in names.items() if len(schemes) > 1}
     return {module: {scheme: probe.as_json() for scheme, probe in schemes.items()}
             for module, schemes in probe_schemes(model, open_choices).items()}
 
@@ -266,7 +269,7 @@ def probe_schemes_of(model: torch.nn.Module, entries: Sequence[TensorMeta],
 def recv_spec_as(model: torch.nn.Module, entries: Sequence[TensorMeta], offered: Sequence[Mapping[str, Any]],
                  route: str, probes: Sequence[Mapping[str, Any]]) -> Taken:
     """Do the second half of `worker_recv_spec`, given the results of `probe_schemes_of` of every worker."""
-    loader_names = _loader_names(_candidates(entries, offered), probes)
+    loader_names = _loader_names(_distinct_names(offered), probes)
     own = {name: entry.name for entry, name in zip(entries, loader_names, strict=True)}
     renamed = _renamed(entries, loader_names)
     recording = record(model, renamed)
@@ -276,23 +279,21 @@ def recv_spec_as(model: torch.nn.Module, entries: Sequence[TensorMeta], offered:
         taken = recording.slices.keys() | recording.computed.keys()
         spec = RecvSpec((), tuple(name for name in loader_names if name in taken))
     return Taken(
-        RecvSpec(tuple(dataclasses.replace(part, name=own[part.name]) for part in spec.direct),
+        RecvSpec(tuple(part if own[part.name] == part.name else dataclasses.replace(part, name=own[part.name])
+                       for part in spec.direct),
                  tuple(own[name] for name in spec.loader)),
         dict(zip(own.values(), own, strict=True)), _layers(model, recording, spec.loader),
         tuple((tuple(own[name] for name in names), layers)
               for names, layers in loader_groups(model, recording, spec.loader)))
 
 
-def _candidates(entries: Sequence[TensorMeta],
-                offered: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[TensorMeta]]]:
-    """Return module -> naming scheme -> renamed entries. Of schemes that give the same names, only one is kept."""
-    candidates = {}
+def _distinct_names(offered: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Return module -> naming scheme -> names of its entries. Of schemes that give the same names, one is kept."""
+    found = {}
     for part in offered:
-        own = entries[part["first"]:part["first"] + part["count"]]
         distinct = {tuple(names): scheme for scheme, names in reversed(part["styles"].items())}
-        candidates[part["module"]] = {
-            scheme: _renamed(own, names) for names, scheme in reversed(distinct.items())}
-    return candidates
+        found[part["module"]] = {scheme: names for names, scheme in reversed(distinct.items())}
+    return found
 
 
 def _renamed(entries: Sequence[TensorMeta], names: Sequence[str]) -> list[TensorMeta]:
@@ -300,15 +301,14 @@ def _renamed(entries: Sequence[TensorMeta], names: Sequence[str]) -> list[Tensor
             for entry, name in zip(entries, names, strict=True)]
 
 
-def _loader_names(candidates: Mapping[str, Mapping[str, Sequence[TensorMeta]]],
-                  probes: Sequence[Mapping[str, Any]]) -> list[str]:
+def _loader_names(names: Mapping[str, Mapping[str, Sequence[str]]], probes: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the loader's name of every entry."""
-    chosen = {module: next(iter(schemes)) for module, schemes in candidates.items()}
+    chosen = {module: next(iter(schemes)) for module, schemes in names.items()}
     if any(probes):
         chosen |= choose_scheme([
             {module: {scheme: Probe.from_json(probe) for scheme, probe in schemes.items()}
              for module, schemes in worker.items()} for worker in probes])
-    return [entry.name for module, schemes in candidates.items() for entry in schemes[chosen[module]]]
+    return [name for module, schemes in names.items() for name in schemes[chosen[module]]]
 
 
 def loader_groups(model: torch.nn.Module, recording: Recording,
