@@ -1,7 +1,13 @@
-"""Models and data that the benchmarks use unless flags say otherwise."""
+"""Models and data that the benchmarks use unless flags say otherwise.
+
+    python scripts/bench/presets.py h200-even
+
+The program prints the flags of a preset, for programs that have no --preset of their own.
+"""
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 # config.json of Hugging Face, for models with random weights.
@@ -87,3 +93,11 @@ def flags(device: str, preset: str) -> list[str]:
         preset: a name of `PRESETS`.
     """
     return [*PRESETS[preset], *ON_DEVICE[device], "--device", device]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("preset", choices=PRESETS)
+    parser.add_argument("--device", choices=DEFAULT, default="cuda", help="cpu adds float32 and local layers (cuda)")
+    chosen = parser.parse_args()
+    print(*flags(chosen.device, chosen.preset))
