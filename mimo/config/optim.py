@@ -37,6 +37,10 @@ class OptimConfig:
     """Clip gradients to this norm, measured over all modules; 0: no clipping."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state over each module's data-parallel ranks."""
+    fused_optimizer_update: bool = True
+    """With Transformer Engine's Adam and --use-distributed-optimizer, clip the gradients, update, and write the
+    bfloat16 weights in one kernel; --no-fused-optimizer-update takes three passes. The results differ in the last bits.
+    --use-precision-aware-optimizer always has Transformer Engine's own kernel."""
     use_precision_aware_optimizer: bool = False
     """Let Transformer Engine's Adam keep the float32 weights as the 16 bits that the bfloat16 weights lack, and its
     moments in the dtypes of --exp-avg-dtype and --exp-avg-sq-dtype. Saves 2 bytes a parameter with float32 moments and

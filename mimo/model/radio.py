@@ -71,8 +71,10 @@ def interpolate_positions(weight: torch.Tensor, grid: Grid, *, align_corners: bo
     side = math.isqrt(len(weight))
     if grid == (side, side):
         return weight
-    positions_hyx = weight.to(torch.promote_types(weight.dtype, torch.float32)).t().view(1, -1, side, side)
-    stretched = torch.nn.functional.interpolate(positions_hyx, size=grid, mode="bilinear",
+    positions_yxh = weight.to(torch.promote_types(weight.dtype, torch.float32)).view(1, side, side, -1)
+    # In PyTorch's channels-last format, whose CUDA kernel spreads over the hidden size, too; the other one spreads only
+    # over the few positions of the result.
+    stretched = torch.nn.functional.interpolate(positions_yxh.permute(0, 3, 1, 2), size=grid, mode="bilinear",
                                                 align_corners=align_corners)
     return stretched[0].flatten(1).t().to(weight.dtype)
 

@@ -235,7 +235,8 @@ class Offload:
 
         calls: list[tuple[Any, str, tuple[str, ...]]] = [
             (wrapped, "zero_grad_buffer", (WEIGHTS, GRADIENTS)) for wrapped in self._built.wrapped.values()]
-        for owner, name, kinds in [*calls, (self._optimizer, "step", KINDS)]:
+        calls += [(self._optimizer, name, KINDS) for name in ("prepare", "step")]
+        for owner, name, kinds in calls:
             self._shadowed.append((owner, name, vars(owner).get(name)))
             setattr(owner, name, partial(check_first, kinds, name, getattr(owner, name)))
 

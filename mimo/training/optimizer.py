@@ -11,7 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.models.mimo.optimizer import MimoOptimizer, ModuleOptimizerInfo
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import (
+    USING_PYTORCH_OPTIMIZER,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
@@ -31,10 +36,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class HeteroOptimizer(MimoOptimizer):
-    """Megatron Core's `MimoOptimizer`, which skips non-finite gradients and agrees once before the step, not twice.
+    """Megatron Core's `MimoOptimizer`, which skips non-finite gradients and agrees on a step once, not three times.
 
-    Megatron Core reduces twice over the world (found inf, then norms) and lets a NaN norm through. The maximum of a NaN
-    over ranks is undefined, so ranks could disagree. Here norms and the flag travel together, and a NaN sets the flag.
+    Megatron Core reduces over the world for infinite gradients, for norms and after the update, and it lets a NaN norm
+    through. The maximum of a NaN over ranks is undefined, so ranks could disagree. Here norms and the flag travel
+    together, and a NaN sets the flag.
 
     Attributes:
         spans: records where an update waits for other ranks.
@@ -43,18 +49,19 @@ class HeteroOptimizer(MimoOptimizer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.spans = Spans()
+        # What `prepare` found: squared norms by module, and whether to skip the step.
+        self._prepared: torch.Tensor | None = None
 
     @torch.no_grad()
-    def step(self) -> tuple[bool, float | None, int | None]:
-        """Clip by the global norm and update every module, or none.
+    def prepare(self) -> None:
+        """Find the gradients of this rank and their norms, for the next `step`.
 
-        Returns:
-            Whether parameters were updated, the global gradient norm before clipping (None when skipped), and the
-            number of zero gradients (None unless logged). The same on every rank.
+        Most of this is work of the host, which it can do while the device still computes the gradients. Call it before
+        anything that waits for the device. Collective over the ranks of each module.
         """
         skip = bool(self.prepare_grads())
         names = sorted(self.module_infos)
-        stats = torch.zeros(len(names) + 1, dtype=torch.float64, device=torch.cuda.current_device())
+        stats = torch.zeros(len(names) + 1, dtype=torch.float64)
         for index, name in enumerate(names):
             info = self.module_infos[name]
             if info.is_active and info.optimizer is not None:
@@ -62,6 +69,20 @@ class HeteroOptimizer(MimoOptimizer):
                 skip |= not math.isfinite(norm)
                 stats[index] = norm**2 if math.isfinite(norm) else 0.0
         stats[-1] = float(skip)
+        self._prepared = stats.to(torch.cuda.current_device())
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """Clip by the global norm and update every module, or none. Calls `prepare` unless that has been done.
+
+        Returns:
+            Whether parameters were updated, the global gradient norm before clipping (None when skipped), and the
+            number of zero gradients (None unless logged). The same on every rank.
+        """
+        if self._prepared is None:
+            self.prepare()
+        assert self._prepared is not None
+        stats, self._prepared = self._prepared, None
         with self.spans.span(Kind.IDLE, "agreement on norms"):
             dist.all_reduce(stats, op=dist.ReduceOp.MAX)
         *squares, skipped = stats.tolist()
@@ -70,10 +91,9 @@ class HeteroOptimizer(MimoOptimizer):
         grad_norm = math.sqrt(sum(squares))
         self._clip(grad_norm)
         num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
-        updated = torch.tensor([int(self.step_with_ready_grads())], device=stats.device)
-        with self.spans.span(Kind.IDLE, "agreement on the update"):
-            dist.all_reduce(updated, op=dist.ReduceOp.MIN)
-        return bool(updated.item()), grad_norm, num_zeros
+        updated = self.step_with_ready_grads()
+        assert updated, "Megatron Core's optimizers for bfloat16 and float32 always update"
+        return True, grad_norm, num_zeros
 
     def inner_optimizers(self) -> Iterator[Any]:
         """Yield the optimizers of Megatron Core that have parameters of this rank: one or several for each module."""
@@ -90,7 +110,10 @@ class HeteroOptimizer(MimoOptimizer):
             return
         for optimizer in self.inner_optimizers():
             parameters = optimizer.get_parameters()
-            if parameters:
+            fused = getattr(optimizer, "fused_update", None)
+            if fused is not None:
+                fused.gradient_scale = self.config.clip_grad / (grad_norm + 1e-6)
+            elif parameters:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=self.config.clip_grad, total_norm=grad_norm,
                                              use_decoupled_grad=reads_decoupled_gradients(optimizer))
 
@@ -104,19 +127,34 @@ class IndexedDistributedOptimizer(DistributedOptimizer):
     `mimo.model.build` sets them up. It has no state except the views, so `adopt` can change the class of an optimizer
     that Megatron Core has built.
 
+    With --fused-optimizer-update, one kernel clips, updates and writes the model's weights (`fused_adam`).
+
     With --use-precision-aware-optimizer, Adam updates the model's weights themselves, keeps what they lack of float32
     in its state, and reads `decoupled_grad`, whose dtype need not be that of the weights.
     """
 
     _place: list[tuple[int, int]] | None
+    fused_update: Any
 
     @classmethod
-    def adopt(cls, optimizer: MegatronOptimizer) -> None:
-        """Turn the distributed optimizers in `optimizer`, which may be a chain, into instances of this class."""
+    def adopt(cls, optimizer: MegatronOptimizer, fuse: bool) -> None:
+        """Turn the distributed optimizers in `optimizer`, which may be a chain, into instances of this class.
+
+        With `fuse`, they clip, update and write the model's weights in one kernel. Their Adam must then be Transformer
+        Engine's, with float32 moments.
+        """
         for each in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
             if type(each) is DistributedOptimizer and not each.is_stub_optimizer:
                 each.__class__ = cls
                 each._place = None
+                each.fused_update = None
+                if fuse:
+                    # Triton comes with PyTorch's builds for CUDA, and this package is imported without them, too.
+                    from mimo.training.fused_adam import FusedUpdate
+
+                    each.fused_update = FusedUpdate(each.optimizer)
+                    # Megatron Core calls the step of the optimizer that it holds.
+                    each.optimizer.step = each.fused_update.step
 
     def _look_up(self) -> None:
         """Find the views again if the buffers have moved, as they do when memory is offloaded."""
@@ -125,8 +163,7 @@ class IndexedDistributedOptimizer(DistributedOptimizer):
             return
         self._place = place
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._masters: list[torch.Tensor] = []
-        self._shards: list[torch.Tensor] = []
+        self._shards: dict[torch.Tensor, torch.Tensor] = {}
         self._gradient_name = "decoupled_grad" if reads_decoupled_gradients(self) else "grad"
         mains = (self.shard_float16_groups if reads_decoupled_gradients(self) else self.shard_fp32_from_float16_groups)
         for model_groups, main_groups in ((self.model_float16_groups, mains),
@@ -135,6 +172,8 @@ class IndexedDistributedOptimizer(DistributedOptimizer):
                 for parameter, main in zip(model_group, main_group, strict=True):
                     self._add_views(parameter, main)
         self._counted = [parameter for parameter in self.get_parameters() if counts_for_norm(self, parameter)]
+        if self.fused_update is not None:
+            self.fused_update.weights = self._shards
 
     def _add_views(self, parameter: Any, main: torch.Tensor) -> None:
         held, in_bucket = parameter_ranges(self, parameter)
@@ -144,14 +183,16 @@ class IndexedDistributedOptimizer(DistributedOptimizer):
         shard = self.buffers[buffer].buckets[bucket].param_data.view(-1)[in_bucket.start:in_bucket.end]
         # A float32 parameter has no separate master copy, and none has with the precision-aware optimizer.
         if shard.data_ptr() != main.data_ptr():
-            self._masters.append(main.detach())
-            self._shards.append(shard.detach())
+            self._shards[main] = shard.detach()
 
     def _copy_model_grads_to_main_grads(self) -> None:
         self._look_up()
         for main, gradient in self._gradients:
             # Without the precision-aware optimizer, a parameter and its gradient have one dtype.
             setattr(main, self._gradient_name, gradient if self._gradient_name != "grad" else gradient.float())
+        if self.fused_update is not None:
+            # Here and not in the step, before which the host waits for the norm and the device then for the host.
+            self.fused_update.find_tensors()
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
         if grad_norm_group is not None:
@@ -161,9 +202,11 @@ class IndexedDistributedOptimizer(DistributedOptimizer):
         return [gradient for gradient in found if gradient is not None]
 
     def _copy_main_params_to_model_params(self) -> None:
+        if self.fused_update is not None:
+            return  # its kernel has written them
         self._look_up()
-        if self._masters:
-            copy_together(self._shards, self._masters)
+        if self._shards:
+            copy_together(list(self._shards.values()), list(self._shards))
 
 
 def reads_decoupled_gradients(optimizer: Any) -> bool:
@@ -243,7 +286,8 @@ def _build_one(config: OptimConfig, built: BuiltModel, grids: Grids, name: str) 
             use_gloo_process_groups=False,
             pg_collection=groups,
         )
-    IndexedDistributedOptimizer.adopt(optimizer)
+    IndexedDistributedOptimizer.adopt(optimizer, fuse=config.fused_optimizer_update and not USING_PYTORCH_OPTIMIZER
+                                      and not config.use_precision_aware_optimizer)
     return optimizer
 
 

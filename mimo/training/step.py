@@ -352,12 +352,14 @@ def update_weights(
         num_samples: how far the learning-rate schedule advances.
         refuse_loss: raises for a loss that is not finite (with --check-for-nan-in-loss), before anything is updated.
     """
+    STARTUP.enter(Phase.UPDATE)
+    with parts.trace.wait("norms of the gradients", Kind.OPTIMIZER, group=parts.world), parts.optimizer_timer.measure():
+        parts.optimizer.prepare()
     # The host reads the loss only now: until here it runs ahead of the device.
     total, count = torch.stack([loss_sum, num_targets]).tolist()
     loss = total / max(count, 1.0)
     if parts.config.train.check_for_nan_in_loss and not math.isfinite(loss):
         refuse_loss(loss)
-    STARTUP.enter(Phase.UPDATE)
     with parts.trace.wait("optimizer step", Kind.OPTIMIZER, group=parts.world), parts.optimizer_timer.measure():
         success, grad_norm, num_zeros = parts.optimizer.step()
     forget_weights()

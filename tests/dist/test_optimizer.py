@@ -21,7 +21,7 @@ def train_with_megatrons_class(rank: int, flags: tuple[str, ...], world_size: in
     from mimo.training.optimizer import IndexedDistributedOptimizer
 
     adopt = IndexedDistributedOptimizer.adopt
-    IndexedDistributedOptimizer.adopt = lambda optimizer: None
+    IndexedDistributedOptimizer.adopt = lambda optimizer, fuse: None
     try:
         return train(rank, flags, world_size, until)
     finally:

@@ -326,21 +326,24 @@ def run_with_bad_gradients(rank: int, run_dir: str) -> tuple[list[dict[str, Any]
     prints: list[float] = []
 
     def spoil(parts: Any) -> None:
-        step, iterations = parts.optimizer.step, itertools.count(1)
+        prepare, step, iterations = parts.optimizer.prepare, parts.optimizer.step, itertools.count(1)
 
-        def spoiled_step() -> Any:
+        def spoil_and_prepare() -> None:
             iteration, value = bad.get(rank, (0, 0.0))
             if next(iterations) == iteration:
                 (wrapped,) = parts.built.wrapped.values()
                 bucket = wrapped.buffers[0].buckets[0]
                 # The first element of this rank's shard.
                 bucket.grad_data.chunk(wrapped.dp_group.size())[wrapped.dp_group.rank()][0] = value
+            prepare()
+
+        def step_and_print() -> Any:
             result = step()
             parameters = parts.built.model.parameters()
             prints.append(sum(parameter.detach().double().abs().sum().item() for parameter in parameters))
             return result
 
-        parts.optimizer.step = spoiled_step
+        parts.optimizer.prepare, parts.optimizer.step = spoil_and_prepare, step_and_print
 
     flags = ("--llm-dp", "2", "--train-iters", "5", "--lr-decay-style", "linear")
     records = run_loop(rank, flags, 3, run_dir, spoil)
@@ -371,15 +374,15 @@ def skip_with_router_bias(rank: int) -> list[dict[int, Any]]:
     config = equality.parse([*policy_moe.FLAGS, "--llm-dp", "2", "--seq-length", "24", "--mock-max-length", "20"])
     with equality.open_training(config, equality.validate(config, 2), rank) as (parts, loader):
         routers = {part.layer_number: part for part in parts.built.model.modules() if isinstance(part, TopKRouter)}
-        step, spoils = parts.optimizer.step, iter((False, True))
+        prepare, spoils = parts.optimizer.prepare, iter((False, True))
 
-        def spoiled_step() -> Any:
+        def spoil_and_prepare() -> None:
             if next(spoils) and rank == 0:
                 (wrapped,) = parts.built.wrapped.values()
                 wrapped.buffers[0].buckets[0].grad_data[0] = float("nan")
-            return step()
+            prepare()
 
-        parts.optimizer.step = spoiled_step
+        parts.optimizer.prepare = spoil_and_prepare
         biases = [{layer: router.expert_bias.clone() for layer, router in routers.items()}]
         for taken in (True, False):
             assert train_step(parts, loader.next_step()).success is taken
