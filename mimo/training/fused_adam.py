@@ -1,6 +1,6 @@
 """Adam's update on CUDA as one Triton kernel that clips the gradients, updates, and writes the bfloat16 weights.
 
-With Transformer Engine's `FusedAdam`, these are three passes over the parameters, which move 46 bytes of each: one
+With Transformer Engine's `FusedAdam`, these are three passes over the parameters, which move 42 bytes of each: one
 scales the gradients in place, one updates the float32 weights and moments, and one copies the weights to bfloat16. One
 pass moves 30. `FusedAdam` also starts a kernel for every 21 million elements, whose 320 blocks do not divide evenly
 among the 132 multiprocessors of an H100 or H200; here, a parameter group is a single launch.
@@ -140,14 +140,14 @@ def update(table: AddressTable, lr: float, betas: tuple[float, float], eps: floa
     """
     # `FusedAdam` hands its kernel float32 numbers, and raises them to powers in float64.
     corrections = [1.0 if step is None else 1 - float(np.float32(beta)) ** step for beta in betas]
-    _update_chunk[(len(table.chunk_tensors),)](
+    _adam_chunk[(len(table.chunk_tensors),)](
         table.device, table.sizes, table.chunk_tensors, table.chunk_numbers, float(lr), *betas, eps,
         float(weight_decay), *corrections, gradient_scale, CHUNK=CHUNK, BLOCK=BLOCK, ALIGNED=table.aligned,
         ALIGNMENT=ALIGNMENT_BYTES, num_warps=WARPS)
 
 
 @triton.jit  # Triton compiles the source; types of arguments are those of each call.
-def _update_chunk(  # type: ignore[no-untyped-def]
+def _adam_chunk(  # type: ignore[no-untyped-def]
     addresses, sizes, chunk_tensors, chunk_numbers, lr, beta1, beta2, eps, weight_decay, correction1, correction2,
     gradient_scale, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):
@@ -171,18 +171,18 @@ def _update_chunk(  # type: ignore[no-untyped-def]
     if begin + CHUNK <= size:
         for start in range(0, CHUNK, BLOCK):
             offsets = begin + start + tl.arange(0, BLOCK)
-            _update_block(gradient, main, moment1, moment2, weight, weight_address, offsets,
+            _adam_block(gradient, main, moment1, moment2, weight, weight_address, offsets,
                           tl.full([BLOCK], 1, tl.int1), lr, beta1, beta2, eps, weight_decay, correction1, correction2,
                           gradient_scale)
     else:
         for start in range(0, CHUNK, BLOCK):
             offsets = begin + start + tl.arange(0, BLOCK)
-            _update_block(gradient, main, moment1, moment2, weight, weight_address, offsets, offsets < size, lr, beta1,
+            _adam_block(gradient, main, moment1, moment2, weight, weight_address, offsets, offsets < size, lr, beta1,
                           beta2, eps, weight_decay, correction1, correction2, gradient_scale)
 
 
 @triton.jit
-def _update_block(  # type: ignore[no-untyped-def]
+def _adam_block(  # type: ignore[no-untyped-def]
     gradient, main, moment1, moment2, weight, weight_address, offsets, inside, lr, beta1, beta2, eps, weight_decay,
     correction1, correction2, gradient_scale,
 ):

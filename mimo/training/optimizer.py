@@ -11,12 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.models.mimo.optimizer import MimoOptimizer, ModuleOptimizerInfo
-from megatron.core.optimizer import (
-    USING_PYTORCH_OPTIMIZER,
-    OptimizerConfig,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
@@ -140,15 +135,15 @@ class IndexedDistributedOptimizer(DistributedOptimizer):
     def adopt(cls, optimizer: MegatronOptimizer, fuse: bool) -> None:
         """Turn the distributed optimizers in `optimizer`, which may be a chain, into instances of this class.
 
-        With `fuse`, they clip, update and write the model's weights in one kernel. Their Adam must then be Transformer
-        Engine's, with float32 moments.
+        With `fuse`, those with Transformer Engine's Adam clip, update and write the model's weights in one kernel. Its
+        moments must then be float32.
         """
         for each in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
             if type(each) is DistributedOptimizer and not each.is_stub_optimizer:
                 each.__class__ = cls
                 each._place = None
                 each.fused_update = None
-                if fuse:
+                if fuse and type(each.optimizer).__module__.startswith("transformer_engine."):
                     # Triton comes with PyTorch's builds for CUDA, and this package is imported without them, too.
                     from mimo.training.fused_adam import FusedUpdate
 
@@ -286,8 +281,8 @@ def _build_one(config: OptimConfig, built: BuiltModel, grids: Grids, name: str) 
             use_gloo_process_groups=False,
             pg_collection=groups,
         )
-    IndexedDistributedOptimizer.adopt(optimizer, fuse=config.fused_optimizer_update and not USING_PYTORCH_OPTIMIZER
-                                      and not config.use_precision_aware_optimizer)
+    IndexedDistributedOptimizer.adopt(
+        optimizer, fuse=config.fused_optimizer_update and not config.use_precision_aware_optimizer)
     return optimizer
 
 

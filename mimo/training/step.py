@@ -353,9 +353,9 @@ def update_weights(
         refuse_loss: raises for a loss that is not finite (with --check-for-nan-in-loss), before anything is updated.
     """
     STARTUP.enter(Phase.UPDATE)
+    # Until the norms are read, the host runs ahead of the device.
     with parts.trace.wait("norms of the gradients", Kind.OPTIMIZER, group=parts.world), parts.optimizer_timer.measure():
         parts.optimizer.prepare()
-    # The host reads the loss only now: until here it runs ahead of the device.
     total, count = torch.stack([loss_sum, num_targets]).tolist()
     loss = total / max(count, 1.0)
     if parts.config.train.check_for_nan_in_loss and not math.isfinite(loss):

@@ -58,7 +58,7 @@ def test_calls_that_need_offloaded_memory_raise_an_error(pool: WorkerPool, tmp_p
         away = {"gradients": "gradients", "optimizer": "gradients, optimizer",
                 "weights": "weights, gradients, optimizer"}
         for kind, named in away.items():
-            for call in ("step", "update"):
+            for call in ("step", "norms", "update"):
                 assert f"{named} of this trainer are offloaded" in found.pop(f"{kind}: {call}")
             own_step = found.pop(f"{kind}: own step")
             assert f"{named.removesuffix(', optimizer')} of this trainer are offloaded" in own_step

@@ -175,6 +175,7 @@ def refusals(rank: int, flags: tuple[str, ...], world_size: int, out: str) -> di
             move(moved, kind)
             ask(f"{kind}: step", lambda: train_step(parts, batches))
             ask(f"{kind}: own step", lambda: [each.zero_grad_buffer() for each in built.wrapped.values()])
+            ask(f"{kind}: norms", parts.optimizer.prepare)
             ask(f"{kind}: update", parts.optimizer.step)
             ask(f"{kind}: evaluation", lambda: run_schedule(parts, batches, forward_step, forward_only=True))
             ask(f"{kind}: refit", lambda: list(whole))
@@ -186,7 +187,8 @@ def refusals(rank: int, flags: tuple[str, ...], world_size: int, out: str) -> di
         ask("back: step", lambda: train_step(parts, batches))
         move(moved, "optimizer")
         moved.prefetch_optimizer()
+        parts.optimizer.prepare()
+        assert not built.residency.arriving, "the optimizer waited for its state"
+        assert not {"prepare", "step"} & vars(parts.optimizer).keys(), "nothing is guarded any longer"
         parts.optimizer.step()
-        assert not built.residency.arriving, "the optimizer's own step waited for its state"
-        assert "step" not in vars(parts.optimizer), "nothing is guarded any longer"
     return found

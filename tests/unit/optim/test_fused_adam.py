@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import mimo.training
+from scripts.bench import kernels
 
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1
 
@@ -73,3 +74,7 @@ def test_updates_are_those_of_adamw_with_scaled_gradients(fused_adam: ModuleType
         # The interpreter cuts a number where a GPU rounds it.
         torch.testing.assert_close(weight.float(), main.detach(), rtol=2**-7, atol=0)
     assert [group["step"] for group in update._adam.param_groups] == [3, 3, 3]
+
+
+def test_tables_of_kernels_count_the_update_as_the_optimizers(fused_adam: ModuleType) -> None:
+    assert kernels.kind_of(fused_adam._adam_chunk.fn.__name__) == "optimizer"
