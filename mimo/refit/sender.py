@@ -201,7 +201,22 @@ class WeightSender:
         if not isinstance(answer, StoreAddress):
             raise RefitError(f"{SETUP} failed: {answer}")
         self._place = answer
-        return rendezvous or Rendezvous.join(answer, who, limit)
+        failed: RefitError | None = None
+        try:
+            rendezvous = rendezvous or Rendezvous.join(answer, who, limit)
+            rendezvous.arrive(SETUP, "met")
+            if self.trainer.rank == 0:
+                rendezvous.wait_for(SETUP, "met", [f"trainer rank {rank}" for rank in range(self.trainer.world_size)])
+        except RefitError as error:
+            failed = error
+        # The set-up begins with a collective of the trainer's ranks, in which all would wait for one that is not there.
+        problem = self.trainer.broadcast("" if failed is None else str(failed))
+        if failed is not None:
+            raise failed
+        if problem:
+            raise RefitError(f"{SETUP} failed: {problem}")
+        assert rendezvous is not None
+        return rendezvous
 
     def _guarded(self, scope: str, part: Callable[[], None]) -> None:
         """Run a part of the protocol, and tell all other processes if it raises."""

@@ -315,7 +315,7 @@ class Ranks:
         def broadcast(rank: int, value: Any) -> Any:
             if rank == 0:
                 told[0] = value
-            everybody.wait(options.timeout_s)
+            everybody.wait(2 * options.timeout_s)  # the first rank may wait as long for others before it calls this
             return told[0]
 
         made = self.together(lambda rank: WeightSender(

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from mimo.refit import messages as checksums
 from mimo.refit import plan as planning
 from mimo.refit.delta import Announcement
-from mimo.refit.rendezvous import RefitError, Rendezvous
+from mimo.refit.rendezvous import RefitError, Rendezvous, StoreAddress
 from mimo.refit.sender import WINDOW, Trainer, WeightSender
 from mimo.refit.transport.p2p import Wire
 from mimo.rollout.engine import RolloutEngine
@@ -562,3 +562,24 @@ def test_a_first_rank_without_a_store_is_told_on_every_rank(monkeypatch: pytest.
 
     monkeypatch.setattr(Rendezvous, "host", classmethod(fail))
     assert messages_of(Ranks.of(2).connect(None, 1, IMPATIENT)) == ["set-up failed: no port is free"] * 2
+
+
+def test_a_rank_that_does_not_reach_the_store_stops_all_before_their_first_collective(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks, join = Ranks.of(2), Rendezvous.join
+
+    def fail_on_second_rank(place: StoreAddress, who: str, limit: float) -> Rendezvous:
+        if who == "trainer rank 1":
+            raise RefitError(f"{who} cannot reach the refit store")
+        return join(place, who, limit)
+
+    def locate() -> None:
+        raise AssertionError("this collective of all ranks would not end")
+
+    monkeypatch.setattr(Rendezvous, "join", fail_on_second_rank)
+    for weights in ranks.weights:
+        monkeypatch.setattr(weights, "locate", locate)
+    first, second = messages_of(ranks.connect(engine_of(), 1, dataclasses.replace(IMPATIENT, timeout_s=2)))
+    assert "waits for trainer rank 1" in first
+    assert second == "trainer rank 1 cannot reach the refit store"
