@@ -47,7 +47,7 @@ def with_video_flags(config: Config, find: Callable[[], Sequence[VideoProcessing
         return config
     filled = [_filled(config, processing) for processing in found]
     if not given and any(other != filled[0] for other in filled):
-        return config  # for the same reason
+        return config  # a data set of images alone does not need one answer either
     check_agreement("video", found, filled)
     return filled[0]
 

@@ -432,6 +432,20 @@ def test_what_a_file_asks_for_and_is_not_done_is_refused_by_name(tmp_path, chang
         model_provider("qwen3_vl").video_processing(model_provider("qwen3_vl").Config(), str(tmp_path))
 
 
+def test_folders_whose_videos_differ_are_refused_if_flags_ask_for_videos(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder, settings in ((first, {}), (second, {"fps": 3.5, "max_frames": 11})):
+        write_processor(folder, "qwen3_vl", settings)
+    flags = ("--load-vision-from", str(second))
+    assert config_of("qwen3_vl", first, *flags).dataset.video_processing == "auto"
+    with pytest.raises(ValueError, match=re.escape(
+            "two video processors disagree: ") + ".*first.* has --video-fps 2.0 --video-max-frames 768, .*second.* has "
+            "--video-fps 3.5 --video-max-frames 11; give --video-fps and --video-max-frames"):
+        config_of("qwen3_vl", first, *flags, "--video-resample", "bilinear")
+    agreed = config_of("qwen3_vl", first, *flags, "--video-fps", "1", "--video-max-frames", "8")
+    assert (agreed.dataset.video_processing, agreed.dataset.video_max_frames) == ("qwen3_vl", 8)
+
+
 def test_class_defaults_are_those_of_transformers():
     for rule, kind in (("qwen2_5_vl", Qwen2VLVideoProcessor), ("qwen3_vl", Qwen3VLVideoProcessor)):
         theirs = kind()

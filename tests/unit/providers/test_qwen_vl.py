@@ -184,8 +184,8 @@ def test_a_decoder_of_another_family_is_not_exported() -> None:
 
 def test_a_module_alone_takes_its_part_of_a_configuration() -> None:
     base = qwen2_5_vl.from_hf(published_2_5("3b"))
-    language = QWEN2_5.with_hf(base, published_2_5("7b"), LANGUAGE)
-    assert language.hidden_size == 3584 and language.vision_ffn_hidden_size == base.vision_ffn_hidden_size
+    language = QWEN2_5.with_hf(base, published_2_5("32b"), LANGUAGE)
+    assert language.hidden_size == 5120 and language.vision_ffn_hidden_size == base.vision_ffn_hidden_size == 3420
     vision = QWEN2_5.with_hf(base, published_2_5("32b"), VISION)
     assert vision == dataclasses.replace(base, vision_ffn_hidden_size=3456)
     text = {"model_type": "qwen2", **PUBLISHED_2_5["3b"][0], "rms_norm_eps": 1e-6, "rope_theta": 1e6,
@@ -231,6 +231,14 @@ def test_experts_are_read_in_both_forms_and_written_as_published() -> None:
         rule.to_megatron([torch.zeros(1, 4, 4)])
     with pytest.raises(ValueError, match="4 x 4 may be transposed or not"):
         ExpertInStack(4, 4).to_megatron([torch.zeros(1, 4, 4)])
+
+
+def test_experts_of_a_configuration_may_replace_a_dense_decoder() -> None:
+    base, experts = (qwen3_vl.from_hf(published_3(name)) for name in ("2b", "30b-a3b"))
+    mixed = QWEN3.with_hf(base, published_3("30b-a3b"), LANGUAGE)
+    for ours, theirs, module in ((mixed, experts, LANGUAGE), (mixed, base, VISION)):
+        assert QWEN3.computed_fields(ours, module) == QWEN3.computed_fields(theirs, module)
+    assert QWEN3.computed_fields(base, VISION) != QWEN3.computed_fields(experts, VISION)
 
 
 def test_an_image_and_its_levels_on_the_bridge() -> None:
