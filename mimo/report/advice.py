@@ -15,7 +15,6 @@ from mimo.report.charts import run_name
 from mimo.report.html import section
 from mimo.report.run_reader import Run
 from mimo.report.summary import (
-    OTHER_MODULES,
     ModuleTime,
     finite,
     learning,
@@ -101,12 +100,6 @@ def _has_rows(flags: Mapping[str, Any], micro_batch_size: int) -> bool:
     return bool(flags.get("encoder-dp", 1) <= flags.get("llm-dp", 1) * micro_batch_size)
 
 
-def _busy_s(each: ModuleTime) -> tuple[float, float]:
-    """Return seconds that shrink with more replicas, the passes, and the others, which stay: work and other waits."""
-    others = sum(each.parts.get(part, 0.0) for part in (Kind.BRIDGE_WAIT, OTHER_MODULES))
-    return each.passes_s, max(each.step_s - each.passes_s - others, 0.0)
-
-
 def _other_division(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[str, Any]) -> Iterator[Advice]:
     """Advise to divide the ranks of disjoint grids in another way, if that balances their work."""
     encoders = [name for name in times if name != LANGUAGE]
@@ -121,11 +114,13 @@ def _other_division(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[st
         flags.get("llm-cp", 1) if part == "llm" else 1) for part in ("encoder", "llm")}
     now = flags.get("encoder-dp", 1), flags.get("llm-dp", 1)
     world = now[0] * sizes["encoder"] + now[1] * sizes["llm"]
-    (encode_s, encoder_rest), (language_s, language_rest) = (_busy_s(times[name]) for name in (encoders[0], LANGUAGE))
     step_s = max(each.step_s for each in times.values())
 
-    def predicted(encoder_dp: int, llm_dp: int) -> float:
-        return max(encode_s * now[0] / encoder_dp + encoder_rest, language_s * now[1] / llm_dp + language_rest)
+    def predicted_s(name: str, replicas_now: int, replicas: int) -> float:
+        """Predict a grid's step: its passes shrink with more replicas, its other work and other waits stay."""
+        each = times[name]
+        rest_s = each.step_s - each.passes_s - each.parts.get(Kind.BRIDGE_WAIT, 0.0)
+        return each.passes_s * replicas_now / replicas + max(rest_s, 0.0)
 
     rows = flags.get("global-batch-size", 0), flags.get("micro-batch-size", 1)
     options = []
@@ -138,7 +133,8 @@ def _other_division(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[st
         # An encoder replica needs a row of each microbatch of its lane.
         shared = encoder_dp <= llm_dp * rows[1]
         if divides and shared and rows[0] % (rows[1] * llm_dp) == 0 and (encoder_dp, llm_dp) != now:
-            options.append((predicted(encoder_dp, llm_dp), encoder_dp, llm_dp))
+            slower_s = max(predicted_s(encoders[0], now[0], encoder_dp), predicted_s(LANGUAGE, now[1], llm_dp))
+            options.append((slower_s, encoder_dp, llm_dp))
     found = f"The {escape(waiting)} grid waited for the other grid for {percent(shares[waiting])} of its step"
     if options and not run.learns_from_rewards and step_s / min(options)[0] >= LEAST_GAIN:
         best_s, encoder_dp, llm_dp = min(options)

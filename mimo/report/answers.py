@@ -45,17 +45,14 @@ class Answer:
     sentences: str
 
 
-def _exactly(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
 def _held_out(found: Learning) -> str:
     """Return a sentence like `Held-out: loss 0.12 (at first 0.9), exact match 95.4 %`."""
     parts = []
     for name, value in found.held_out.items():
         if name in NO_RESULTS or (found.key == "reward" and name != "reward"):
             continue
-        show = _exactly if name == "exact match" else rounded
+        # `percent` would show 99.6 % as 100 %.
+        show = (lambda share: f"{100 * share:.1f} %") if name == "exact match" else rounded
         before = found.held_out_first.get(name)
         words = "loss" if name == found.key == "lm loss" else escape(name)
         parts.append(f"{words} {show(value)}" + (f" (at first {show(before)})" if before is not None else ""))
@@ -105,17 +102,14 @@ def how_fast(run: Run) -> Answer:
     if found.mfu is not None:
         parts.append(f"MFU {percent(found.mfu)}")
     text = f"{joined(parts)}. These are medians" if parts else "This is the median"
+    expected = ""
+    if run.predicted is not None:
+        share = run.predicted.step_s / found.iteration_s - 1
+        expected = (f" mimo plan predicted {seconds(run.predicted.step_s)}, {100 * abs(share):.1f} % "
+                    f"{'more' if share > 0 else 'less'}.")
     return Answer(f"{seconds(found.iteration_s)} an iteration",
                   f"{text} over the last {found.num_iterations:,} of {len(run.steps):,} iterations. The time between "
-                  f"iterations does not count.{_expected(run, found.iteration_s)}")
-
-
-def _expected(run: Run, step_s: float) -> str:
-    if run.predicted is None:
-        return ""
-    share = run.predicted.step_s / step_s - 1
-    return (f" mimo plan predicted {seconds(run.predicted.step_s)}, {100 * abs(share):.1f} % "
-            f"{'more' if share > 0 else 'less'}.")
+                  f"iterations does not count.{expected}")
 
 
 def _waits(name: str, each: ModuleTime, least: float = TOLD_WAIT, kinds: Sequence[Kind] = FURTHER_WAITS) -> str:
@@ -146,21 +140,24 @@ def _against_ideal(times: Mapping[str, ModuleTime]) -> str:
             f"{percent(best / longest)} of a mean step.{prefetch_beside(times)}")
 
 
-def _on_shared_ranks(times: Mapping[str, ModuleTime]) -> Answer:
-    own = [f"{percent(each.passes_s / each.step_s)} passes of {escape(name)}" for name, each in times.items()]
-    waits = _waits("The ranks", next(iter(times.values())), LEAST_WAIT, WAITS)
-    return Answer("None: they share their ranks", f"Of a step, {joined(own)}.{waits}")
-
-
 def who_waited(run: Run) -> Answer:
     """Answer from the step timelines; in reinforcement learning, say what the trainer waited for."""
     if run.learns_from_rewards:
-        return _trainer_waited(run)
+        parts, total, waited = rl_parts(run)
+        if not parts:
+            return Answer("Not known", "The run has no times of its parts.")
+        shares = [f"{name} {percent(value / total)}" for name, value in sorted(parts.items(), key=lambda one: -one[1])
+                  if value / total >= 0.01]
+        return Answer(f"For completions, {percent(waited / total)} of an iteration",
+                      f"Of {seconds(total)}: {joined(shares)}.")
     times = module_times(run)
     if not times:
         return Answer("Not known", "The run has no timeline (--no-timeline).")
     if any(OTHER_MODULES in each.parts for each in times.values()):
-        return _on_shared_ranks(times)
+        # All grids are on the same ranks, so every grid has the same waits.
+        own = [f"{percent(each.passes_s / each.step_s)} passes of {escape(name)}" for name, each in times.items()]
+        waits = _waits("The ranks", next(iter(times.values())), LEAST_WAIT, WAITS)
+        return Answer("None: they share their ranks", f"Of a step, {joined(own)}.{waits}")
     further = "".join(_waits(f"The {escape(name)} grid", each) for name, each in times.items())
     if len(times) == 1:
         return Answer("None: there is one grid", f"{further}{_against_ideal(times)}".strip())
@@ -180,19 +177,9 @@ def who_waited(run: Run) -> Answer:
                   f"{further}{_against_ideal(times)}")
 
 
-def _trainer_waited(run: Run) -> Answer:
-    parts, total, waited = rl_parts(run)
-    if not parts:
-        return Answer("Not known", "The run has no times of its parts.")
-    shares = [f"{name} {percent(value / total)}" for name, value in sorted(parts.items(), key=lambda one: -one[1])
-              if value / total >= 0.01]
-    return Answer(f"For completions, {percent(waited / total)} of an iteration",
-                  f"Of {seconds(total)}: {joined(shares)}.")
-
-
-def compared(runs: Sequence[Run]) -> tuple[str, str, str]:
-    """Compare two runs, with a sentence for each of the three answers."""
-    learned, fast, waited = "", "", ""
+def compared(runs: Sequence[Run]) -> tuple[str, str]:
+    """Compare what two runs learned and how fast they were, with a sentence for each, empty without figures."""
+    learned, fast = "", ""
     one, two = (learning(run) for run in runs)
     if one is not None and two is not None and one.key == two.key:
         what = "reward" if one.key == "reward" else "loss"
@@ -204,4 +191,4 @@ def compared(runs: Sequence[Run]) -> tuple[str, str, str]:
         if first.tokens_per_s and second.tokens_per_s:
             fast += f", with {rounded(second.tokens_per_s / first.tokens_per_s)} times the tokens/s"
         fast += "."
-    return learned, fast, waited
+    return learned, fast

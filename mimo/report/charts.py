@@ -112,16 +112,6 @@ def _cut(lines: Sequence[Line]) -> tuple[float, str]:
                                f"{number(highest.x[place])}; a double click shows all.")
 
 
-def _ticks(low: float, high: float) -> dict[str, Any]:
-    """Return ticks of a logarithmic axis with their full values. Plotly would label 20 as 2, beside the tick of 2."""
-    # Over more decades Plotly labels powers of ten alone, and over a part of one it labels full values itself, where
-    # there might be none of the ticks below.
-    if not 5 * low <= high <= 1000 * low:
-        return {}
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    return {"tickvals": [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)], "tickformat": "~g"}
-
-
 def line_chart(title: str, lines: Sequence[Line], *, log: bool = False, zero: bool = False, note: str = "") -> str:
     """Return a chart of figures over iterations, or nothing if no line has a value to show.
 
@@ -140,12 +130,17 @@ def line_chart(title: str, lines: Sequence[Line], *, log: bool = False, zero: bo
     if not shown:
         return ""
     traces = [trace for line in shown for trace in _traces(line)]
+    low, high = min(float(line.y.min()) for line in shown), max(float(line.y.max()) for line in shown)
     values: dict[str, Any] = {"type": "log"} if log else {"rangemode": "tozero"} if zero else {}
-    if log:
-        values |= _ticks(min(float(line.y.min()) for line in shown), max(float(line.y.max()) for line in shown))
+    # Over one to three decades Plotly would label 20 as 2, beside the tick of 2, so the ticks get their full values.
+    # Over more decades it labels powers of ten alone, and over a part of one it labels full values itself, where there
+    # might be none of the ticks below.
+    if log and 5 * low <= high <= 1000 * low:
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        values |= {"tickvals": [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)], "tickformat": "~g"}
     top, cut = _cut(shown) if zero and not log else (0.0, "")
     if cut:
-        values["range"] = [min(0.0, *(float(line.y.min()) for line in shown)), top]
+        values["range"] = [min(0.0, low), top]
     thinned = any(len(line.x) > 2 * MAX_POINTS for line in shown)
     notes = [note, cut, "Line: mean of neighbouring iterations; shade: their range." * thinned]
     # Iterations are whole numbers, also where there are few of them.
@@ -225,14 +220,9 @@ def _fill(kind: str) -> dict[str, Any]:
     return colour
 
 
-def _unit(length_s: float) -> tuple[str, float]:
-    """Return the unit of an axis of so many seconds, and how many of it make a second."""
-    return next(((unit, per_s) for unit, per_s in (("s", 1.0), ("ms", 1e3)) if length_s * per_s >= 1), ("us", 1e6))
-
-
 def _time_axis(length_s: float) -> tuple[dict[str, Any], float]:
     """Return a horizontal axis of so many seconds, and the factor by which seconds become its values."""
-    unit, per_s = _unit(length_s)
+    unit, per_s = ("s", 1.0) if length_s >= 1 else ("ms", 1e3) if length_s * 1e3 >= 1 else ("us", 1e6)
     return {"range": [0, length_s * per_s], "ticksuffix": f" {unit}", "rangemode": "tozero"}, per_s
 
 
@@ -343,7 +333,7 @@ def num_intervals(timeline: Mapping[str, Any]) -> int:
     return sum(len(row.intervals) for rows in _shown(rows_of(timeline), MAX_ROWS).values() for row in rows)
 
 
-def _words(one: Mapping[str, Any]) -> str:
+def _hover_text(one: Mapping[str, Any]) -> str:
     words = WORDS.get(one["kind"], one["kind"])
     words += "" if one["microbatch"] is None else f", microbatch {one['microbatch']}"
     words += "" if one["name"] in (one["kind"], "step") else f" ({one['name']})"
@@ -355,6 +345,13 @@ def gantt_chart(timeline: Mapping[str, Any], most: int) -> str:
     modules = rows_of(timeline)
     longest = max(len(row.intervals) for rows in modules.values() for row in rows)
     shown = _shown(modules, min(MAX_ROWS, most // max(longest, 1)))
+    note = ("Solid bars are work, hatched bars are waits, the numbers are microbatches. If a row begins with a gap, "
+            "its rank had not started the step yet: the rank that writes the run's records starts late. Small gaps are "
+            "other work of the host. Drag over a part to enlarge it; a double click shows all.")
+    left_out = [f"{len(shown[name])} of the {number(len(rows))} ranks of {name}"
+                for name, rows in modules.items() if len(shown[name]) < len(rows)]
+    if left_out:
+        note += f" Shown: {' and '.join(left_out)}, the ones that compute longest and least among them."
     length_s = max(one["end_s"] for rank in timeline["ranks"] for one in rank["intervals"])
     axis, per_s = _time_axis(length_s)
 
@@ -366,8 +363,9 @@ def gantt_chart(timeline: Mapping[str, Any], most: int) -> str:
         for row in rows:
             intervals += [(len(names), one) for one in row.intervals]
             names.append(label(row.name))
-    num_left_out = max(len(intervals) - most, 0)
-    if num_left_out:
+    # Every grid shows at least two ranks, which may have more intervals than the page has room for.
+    if len(intervals) > most:
+        note += f" The {len(intervals) - most:,} shortest intervals are left out."
         intervals = sorted(intervals, key=lambda each: each[1]["begin_s"] - each[1]["end_s"])[:most]
     traces = []
     for kind, words in WORDS.items():
@@ -381,25 +379,11 @@ def gantt_chart(timeline: Mapping[str, Any], most: int) -> str:
                          for _, one in found],
                 "textposition": "inside", "insidetextanchor": "middle", "textangle": 0,
                 "insidetextfont": {"color": "var(--inside)"}, "hoverinfo": "text",
-                "hovertext": [_words(one) for _, one in found],
+                "hovertext": [_hover_text(one) for _, one in found],
             })
     title = f"Iteration {timeline['iteration']:,}: {seconds(length_s)} from the first start to the last end"
     labels = {"range": [len(names) - 0.5, -0.5], "fixedrange": True, "showgrid": False, "zeroline": False,
               "tickvals": list(range(len(names))), "ticktext": names}
     return figure(title, traces, {"barmode": "overlay", "hovermode": "closest", "xaxis": axis, "yaxis": labels,
                                   "uniformtext": {"mode": "hide", "minsize": 9}},
-                  height=60 + (34 if len(names) <= 12 else 22) * len(names), wide=True,
-                  note=_gantt_note(modules, shown, num_left_out))
-
-
-def _gantt_note(modules: Mapping[str, Sequence[Row]], shown: Mapping[str, Sequence[Row]], num_left_out: int) -> str:
-    note = ("Solid bars are work, hatched bars are waits, the numbers are microbatches. If a row begins with a gap, "
-            "its rank had not started the step yet: the rank that writes the run's records starts late. Small gaps are "
-            "other work of the host. Drag over a part to enlarge it; a double click shows all.")
-    left_out = [f"{len(shown[name])} of the {number(len(rows))} ranks of {name}"
-                for name, rows in modules.items() if len(shown[name]) < len(rows)]
-    if left_out:
-        note += f" Shown: {' and '.join(left_out)}, the ones that compute longest and least among them."
-    if num_left_out:
-        note += f" The {num_left_out:,} shortest intervals are left out."
-    return note
+                  height=60 + (34 if len(names) <= 12 else 22) * len(names), wide=True, note=note)

@@ -113,19 +113,19 @@ def _training(cards: _Cards, runs: Sequence[Run], index: int, run: Run) -> Itera
     places = evenly(len(every), MAX_TRAINING)
     for place in places:
         lines = by_iteration[every[place]]
-        shown = [cards.card(line["key"], line, _completions(line)) for line in lines]
+        shown = []
+        for line in lines:
+            rows = [[_said(answer), _figure(answer["reward"]), _figure(answer["advantage"])]
+                    for answer in line["answers"]]
+            missing = line["num_answers"] - len(rows)
+            note = f"<figcaption>{missing} more completions are not shown.</figcaption>" if missing else ""
+            shown.append(cards.card(line["key"], line,
+                                    plain_table(["completion", "reward", "advantage"], rows) + note))
         rewards = [answer["reward"] for line in lines for answer in line["answers"] if answer["reward"] is not None]
         mean = f", their mean reward {rounded(sum(rewards) / len(rewards))}" if rewards else ""
         prompts = f"{len(lines)} prompt{'s' * (len(lines) > 1)}"
         title = f"Training, iteration {number(every[place])}: completions of {prompts}{mean}"
         yield _folded(run_name(runs, index, title), shown, is_open=place in (places[0], places[-1]))
-
-
-def _completions(line: Line) -> str:
-    rows = [[_said(answer), _figure(answer["reward"]), _figure(answer["advantage"])] for answer in line["answers"]]
-    missing = line["num_answers"] - len(rows)
-    note = f"<figcaption>{missing} more completions are not shown.</figcaption>" if missing else ""
-    return plain_table(["completion", "reward", "advantage"], rows) + note
 
 
 def _folded(title: str, shown: Sequence[str], *, is_open: bool = True) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 
 from mimo.report.advice import advice_section
-from mimo.report.answers import Answer, compared, did_it_learn, how_fast, who_waited
+from mimo.report.answers import compared, did_it_learn, how_fast, who_waited
 from mimo.report.charts import LETTERS
 from mimo.report.generations import generations_section
 from mimo.report.html import document
@@ -111,34 +111,27 @@ def _header(runs: Sequence[Run]) -> str:
     return f"<h1>{title}</h1>{''.join(lines)}"
 
 
-def _problems(runs: Sequence[Run]) -> str:
-    said = [(f"{LETTERS[index]}: " if len(runs) > 1 else "") + escape(problem)
-            for index, run in enumerate(runs) for problem in run.problems]
-    if not said:
-        return ""
-    return f'<div class="warn"><ul>{"".join(f"<li>{each}</li>" for each in said)}</ul></div>'
-
-
-def _tile(question: str, answers: Sequence[Answer], more: str) -> str:
-    body = []
-    for index, answer in enumerate(answers):
-        tag = f'<span class="tag {"b" * index}">{LETTERS[index]}</span> ' if len(answers) > 1 else ""
-        body.append(f"<b>{tag}{answer.words}</b><p>{answer.sentences}</p>")
-    return f'<div class="tile"><h2>{question}</h2>{"".join(body)}{f"<p>{more}</p>" if more else ""}</div>'
-
-
-def tiles(runs: Sequence[Run]) -> str:
-    """Return the three answers."""
-    further = compared(runs) if len(runs) > 1 else ("", "", "")
+def _tiles(runs: Sequence[Run]) -> str:
+    """Return the three answers, each with those of both runs if there are two."""
+    learned_more, fast_more = compared(runs) if len(runs) > 1 else ("", "")
     rewarded = all(run.learns_from_rewards for run in runs)
-    questions = ("Did it learn?", "How fast was it?", "What did the trainer wait for?" if rewarded
-                 else "Which grid waited for which?")
-    found = [[answer(run) for run in runs] for answer in (did_it_learn, how_fast, who_waited)]
-    return ('<div class="tiles">'
-            + "".join(_tile(*each) for each in zip(questions, found, further, strict=True)) + "</div>")
+    shown = []
+    for question, answer_of, more in (
+            ("Did it learn?", did_it_learn, learned_more),
+            ("How fast was it?", how_fast, fast_more),
+            ("What did the trainer wait for?" if rewarded else "Which grid waited for which?", who_waited, "")):
+        body = []
+        for index, run in enumerate(runs):
+            answer = answer_of(run)
+            tag = f'<span class="tag {"b" * index}">{LETTERS[index]}</span> ' if len(runs) > 1 else ""
+            body.append(f"<b>{tag}{answer.words}</b><p>{answer.sentences}</p>")
+        if more:
+            body.append(f"<p>{more}</p>")
+        shown.append(f'<div class="tile"><h2>{question}</h2>{"".join(body)}</div>')
+    return f'<div class="tiles">{"".join(shown)}</div>'
 
 
-def left_out(run: Run) -> list[str]:
+def _left_out(run: Run) -> list[str]:
     """List what the page does not show of a run, and why."""
     found: list[str] = []
     steps = run.steps
@@ -163,7 +156,7 @@ def _footer(runs: Sequence[Run]) -> str:
     parts = []
     for index, run in enumerate(runs):
         letter = f"{LETTERS[index]}: " if len(runs) > 1 else ""
-        missing = left_out(run)
+        missing = _left_out(run)
         if missing:
             parts.append(f"<p>{letter}Not shown: {'; '.join(map(escape, missing))}.</p>")
         if run.stall:
@@ -177,7 +170,10 @@ def _footer(runs: Sequence[Run]) -> str:
 
 def page(runs: Sequence[Run]) -> str:
     """Return the whole page of one run, or of two side by side."""
-    body = [_header(runs), _problems(runs), tiles(runs), advice_section(runs), compare_section(runs),
+    problems = [(f"{LETTERS[index]}: " if len(runs) > 1 else "") + escape(problem)
+                for index, run in enumerate(runs) for problem in run.problems]
+    warning = f'<div class="warn"><ul>{"".join(f"<li>{each}</li>" for each in problems)}</ul></div>' if problems else ""
+    body = [_header(runs), warning, _tiles(runs), advice_section(runs), compare_section(runs),
             learned(runs), generations_section(runs), gantt_section(runs), where_time_went(runs), speed_section(runs),
             prediction_section(runs), rl_section(runs), lanes(runs), stops_section(runs), memory(runs), _footer(runs)]
     title = " against ".join(escape(run.name) for run in runs)

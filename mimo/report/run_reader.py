@@ -153,14 +153,6 @@ def _figure(value: object) -> float:
     return {"Infinity": math.inf, "-Infinity": -math.inf}.get(value, math.nan) if isinstance(value, str) else math.nan
 
 
-def _numbers(rows: list[list[Any]]) -> Floats:
-    """Return the values of records with the same keys, float64 `[n, keys]`."""
-    try:
-        return np.array(rows, dtype=np.float64)
-    except (ValueError, TypeError):  # some value is no figure
-        return np.array([[_figure(value) for value in row] for row in rows], dtype=np.float64)
-
-
 class _Columns:
     """Collects records as columns.
 
@@ -185,7 +177,11 @@ class _Columns:
 
     def _close(self, keys: tuple[str, ...]) -> None:
         places, rows = self._open.pop(keys)
-        self._done.append((keys, places, _numbers(rows)))
+        try:
+            values = np.array(rows, dtype=np.float64)
+        except (ValueError, TypeError):  # some value is no figure
+            values = np.array([[_figure(value) for value in row] for row in rows], dtype=np.float64)
+        self._done.append((keys, places, values))
 
     def table(self) -> Table:
         """Return all records. If an iteration has several, the last one counts."""
@@ -199,27 +195,32 @@ class _Columns:
                     full[key] = np.full(self._count, math.nan)
                 full[key][rows] = column
         every = full.get("iteration", np.empty(0)).astype(np.int64)
+        # `np.unique` finds the first place of a value. Reversed, this is the last record of an iteration.
         iterations, places = np.unique(every[::-1], return_index=True)
         return Table(iterations, {key: column[::-1][places] for key, column in full.items()})
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    """Return a line of metrics.jsonl, or None if it is broken, like the last line of a run that was killed may be."""
+def _parsed(text: bytes) -> Any:
+    """Return a JSON document, or None if it is broken, like the last line of a run that was killed may be."""
     try:
-        record = json.loads(line)
+        return json.loads(text)
     except ValueError:  # not JSON, or not UTF-8
         return None
-    whole = isinstance(record, dict) and isinstance(record.get("iteration"), int)
-    return record if whole else None
+
+
+# Each reader of a file returns what it could read, and sentences about what is broken.
 
 
 def _read_metrics(path: Path) -> tuple[Table, Table, list[str]]:
     steps, evaluations, broken, last_is_broken = _Columns(), _Columns(), 0, False
     with path.open("rb") as file:
         for line in file:
-            record = _record(line) if line.strip() else {}
-            last_is_broken = record is None
-            if record is None:
+            if not line.strip():
+                last_is_broken = False
+                continue
+            record = _parsed(line)
+            last_is_broken = not isinstance(record, dict) or not isinstance(record.get("iteration"), int)
+            if last_is_broken:
                 broken += 1
             elif STEP_KEY in record:
                 steps.add(record)
@@ -267,10 +268,7 @@ def _read_timelines(folder: Path) -> tuple[dict[int, dict[str, Any]], int, list[
     found, problems = {}, []
     for place in evenly(len(steps), MAX_STEPS):
         iteration, path = steps[place]
-        try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            document = None
+        document = _parsed(path.read_bytes())
         if _is_timeline(document):
             found[iteration] = document
         else:
@@ -281,10 +279,7 @@ def _read_timelines(folder: Path) -> tuple[dict[int, dict[str, Any]], int, list[
 def _read_start(path: Path) -> tuple[dict[str, float], list[str]]:
     if not path.is_file():
         return {}, []
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        document = None
+    document = _parsed(path.read_bytes())
     phases = document.get("phases") if isinstance(document, dict) else None
     if not isinstance(phases, dict) or not all(isinstance(value, int | float) for value in phases.values()):
         return {}, [f"{START} cannot be read and is left out."]
@@ -313,10 +308,7 @@ def _read_generations(path: Path) -> tuple[tuple[dict[str, Any], ...], list[str]
         return (), []
     found, broken = {}, 0
     for text in path.read_bytes().splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:  # not JSON, or not UTF-8
-            line = None
+        line = _parsed(text)
         if _is_generation(line):
             found[line["iteration"], line["kind"], line["key"]] = line
         else:

@@ -160,9 +160,15 @@ def where_time_went(runs: Sequence[Run]) -> str:
         bars = [Bar(run_name(runs, index, name),
                     {WORDS[part]: each.parts[part] for part in ORDER if part in each.parts})
                 for name, each in times.items()]
-        blocks.append(stacked_bars(title, bars, KIND_OF_PART, axis_s=axis_s, marker=_marker(times),
-                                   note=f"{_ideal_words(times)}Means over the ranks of a grid and the typical "
-                                        f"iterations: {TYPICAL}.{prefetch_beside(times)}"))
+        best, marker, note = ideal_s(times), None, ""
+        if best is not None:
+            longest = max(each.step_s for each in times.values())
+            marker = best, f"ideal {seconds(best)}: {percent(best / longest)} of the step"
+            shared = any(OTHER_MODULES in each.parts for each in times.values())
+            note = ("The ideal is a step in which the ranks do the passes of all modules and nothing else. " if shared
+                    else "The ideal is a step in which the grid with the longest passes does nothing else. ")
+        note += f"Means over the ranks of a grid and the typical iterations: {TYPICAL}.{prefetch_beside(times)}"
+        blocks.append(stacked_bars(title, bars, KIND_OF_PART, axis_s=axis_s, marker=marker, note=note))
         blocks.append(_parts_table(run, times))
     keys = {"bridge-wait-s": "bridge"} if any_above(runs, "bridge-wait-s") else {}
     waits = chart("Longest wait of any rank at the bridge (s)", runs, keys, zero=True)
@@ -176,20 +182,6 @@ def where_time_went(runs: Sequence[Run]) -> str:
     if any(run.learns_from_rewards for run in runs):
         words.append("In reinforcement learning, waiting for data is waiting for completions, the refit included.")
     return section("Where each grid's time went", [*blocks, _shares(runs) or waits, ahead], " ".join(words))
-
-
-def _marker(times: Mapping[str, ModuleTime]) -> tuple[float, str] | None:
-    """Return the place and the words of the ideal, if it is known."""
-    best, longest = ideal_s(times), max(each.step_s for each in times.values())
-    return None if best is None else (best, f"ideal {seconds(best)}: {percent(best / longest)} of the step")
-
-
-def _ideal_words(times: Mapping[str, ModuleTime]) -> str:
-    if ideal_s(times) is None:
-        return ""
-    if any(OTHER_MODULES in each.parts for each in times.values()):
-        return "The ideal is a step in which the ranks do the passes of all modules and nothing else. "
-    return "The ideal is a step in which the grid with the longest passes does nothing else. "
 
 
 def _parts_table(run: Run, times: Mapping[str, ModuleTime]) -> str:
@@ -224,30 +216,23 @@ def _shares(runs: Sequence[Run]) -> str:
 def stops_section(runs: Sequence[Run]) -> str:
     """Show waits for data, time between iterations, and the slowest iterations."""
     blocks = [chart("Longest wait of any rank for data (s)", runs, {"data-wait-s": "data"}, zero=True)]
-    between, rows, slowest = [], [], []
+    between, rows, slowest, starts = [], [], [], []
     for index, run in enumerate(runs):
         found = stops(run)
         if found is not None and float(found.seconds.max()) > 0:
             between.append(Line(run_name(runs, index, "between iterations"), found.after, found.seconds, index))
             rows += _totals(runs, index, found)
         slowest.append(_slowest(runs, index))
+        start_s = sum(run.start.values())
+        starts.append(table(["phase", "time", "share"], [[escape(name), seconds(value), percent(value / start_s)]
+                                                         for name, value in run.start.items() if value > 0],
+                            run_name(runs, index, f"From the start to the end of the first iteration: "
+                                                  f"{seconds(start_s)}"), wide=False))
     blocks.append(line_chart("Time between iterations (s)", between, zero=True,
                              note="Evaluations and checkpoints lie between iterations. So does the time until a "
                                   "resumed run continued."))
     blocks.append(table(["", "total", "share of the run", "longest"], rows, "What an iteration waited for"))
-    return section("Waits and stops", [*blocks, *slowest, *_starts(runs)])
-
-
-def _starts(runs: Sequence[Run]) -> list[str]:
-    """List the phases from the start to the end of the first iteration."""
-    found = []
-    for index, run in enumerate(runs):
-        total = sum(run.start.values())
-        rows = [[escape(name), seconds(value), percent(value / total)]
-                for name, value in run.start.items() if value > 0]
-        title = run_name(runs, index, f"From the start to the end of the first iteration: {seconds(total)}")
-        found.append(table(["phase", "time", "share"], rows, title, wide=False))
-    return found
+    return section("Waits and stops", [*blocks, *slowest, *starts])
 
 
 def _totals(runs: Sequence[Run], index: int, found: Stops) -> list[list[str]]:
@@ -343,13 +328,6 @@ def difference(one: Run, two: Run) -> Difference | None:
                       shared[lost].astype(np.float64), lost_by, len(shared))
 
 
-def _one_sided_words(found: Difference) -> str:
-    if not len(found.one_sided):
-        return ""
-    return (f"In {len(found.one_sided):,} of the {found.num_shared:,} iterations that both have, only one run's figure "
-            f"is finite, first in iteration {int(found.one_sided[0]):,} ({found.lost_by}'s is not).")
-
-
 def _gap_words(found: Difference) -> str:
     gap = found.two - found.one
     if not len(gap):
@@ -385,7 +363,12 @@ def compare_section(runs: Sequence[Run]) -> str:
                  f"{rounded(100 * (second - first) / first)} %" if first else ""]
                 for at, first, second in np.stack([found.iterations, found.one, found.two], 1)[places].tolist()]
         blocks.append(table(["iteration", f"A: {what}", f"B: {what}", "B minus A", "share of A"], rows, wide=False))
-        intro = " ".join(filter(None, [_gap_words(found), _one_sided_words(found)]))
+        sentences = [_gap_words(found)]
+        if len(found.one_sided):
+            sentences.append(f"In {len(found.one_sided):,} of the {found.num_shared:,} iterations that both have, only "
+                             f"one run's figure is finite, first in iteration {int(found.one_sided[0]):,} "
+                             f"({found.lost_by}'s is not).")
+        intro = " ".join(filter(None, sentences))
     blocks.append(_flags(*runs))
     if intro and not any(blocks):  # two runs with equal flags and nothing to compare: the sentence is all there is
         blocks, intro = [f"<p>{intro}</p>"], ""
@@ -411,41 +394,27 @@ def learned(runs: Sequence[Run]) -> str:
     rates = prefixed(runs, "learning-rate/") or {"learning-rate": "learning rate"}
     skipped = " Skipped steps have none." if any_above(runs, "skipped-iterations") else ""
     loss_scale = {"loss-scale": "loss scale"} if varies(runs, "loss-scale") else {}
+    # Losses of MoE balance and of multi-token prediction's depths.
+    further = {key: key for run in runs for key in run.steps.columns
+               if key != "lm loss" and (key.endswith(" loss") or key.endswith("_loss")) and not key.startswith("moe/")}
+    rewarded = any(run.learns_from_rewards for run in runs)
+    key, title = ("reward", "Reward") if rewarded else ("lm loss", "Loss (nats per target token)")
+    lines = lines_of(runs, {key: "training"}) + evaluated(runs, key + EVALUATED, "held-out")
+    held_out = []
+    if not rewarded:  # with rewards, the other held-out figures are those of completions
+        names = dict.fromkeys(key.removesuffix(EVALUATED) for run in runs for key in run.evaluations.columns
+                              if key.endswith(EVALUATED))
+        held_out = [line_chart(f"Held-out: {name}", evaluated(runs, name + EVALUATED, name, colour=0), zero=True)
+                    for name in names if name not in ("lm loss", "reward", "samples")]
     return section("Learning", [
-        _losses(runs), *_held_out(runs), _further_losses(runs),
+        line_chart(title, lines), *held_out,
+        chart("Further losses", runs, further),
+        chart("Policy loss", runs, {"loss": "policy loss"}) if rewarded else "",
         chart("Learning rate", runs, rates, zero=True),
         chart("Gradient norm, before clipping", runs, {"grad-norm": "gradient norm"}, log=True,
               note=f"Logarithmic axis.{skipped}"),
         chart("Loss scale", runs, loss_scale, log=True, note="Logarithmic axis."),
     ])
-
-
-def _losses(runs: Sequence[Run]) -> str:
-    rewarded = any(run.learns_from_rewards for run in runs)
-    if rewarded:
-        lines = lines_of(runs, {"reward": "training"})
-        return line_chart("Reward", lines + evaluated(runs, "reward" + EVALUATED, "held-out"))
-    lines = lines_of(runs, {"lm loss": "training"}) + evaluated(runs, "lm loss" + EVALUATED, "held-out")
-    return line_chart("Loss (nats per target token)", lines)
-
-
-def _held_out(runs: Sequence[Run]) -> list[str]:
-    """Chart further figures of evaluations, such as the share of exact matches."""
-    shown = {"lm loss", "reward", "samples"}
-    names = dict.fromkeys(key.removesuffix(EVALUATED) for run in runs for key in run.evaluations.columns
-                          if key.endswith(EVALUATED))
-    if any(run.learns_from_rewards for run in runs):  # the rest are figures of completions
-        return []
-    return [line_chart(f"Held-out: {name}", evaluated(runs, name + EVALUATED, name, colour=0), zero=True)
-            for name in names if name not in shown]
-
-
-def _further_losses(runs: Sequence[Run]) -> str:
-    """Chart the losses of MoE balance and of multi-token prediction's depths, and the policy loss."""
-    keys = {key: key for run in runs for key in run.steps.columns
-            if key != "lm loss" and (key.endswith(" loss") or key.endswith("_loss")) and not key.startswith("moe/")}
-    policy = chart("Policy loss", runs, {"loss": "policy loss"}) if any(run.learns_from_rewards for run in runs) else ""
-    return chart("Further losses", runs, keys) + policy
 
 
 def lanes(runs: Sequence[Run]) -> str:

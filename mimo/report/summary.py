@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,6 @@ from mimo.protocols import LANGUAGE
 from mimo.report.run_reader import EVALUATED, Floats, Run, Table
 
 # Parts of a step as the page shows them: their order and their words. Colours go by kind, see `mimo.report.page.CSS`.
-
 OTHER_MODULES = "other-modules"
 # Work is drawn solid and waits are hatched, so that readers who see no colours can tell them apart.
 WORK = (Kind.FORWARD, Kind.BACKWARD, Kind.GRADIENT_SYNC, Kind.OPTIMIZER)
@@ -28,7 +27,6 @@ WORDS = {
     OTHER_MODULES: "other modules on the same ranks",
 }
 KIND_OF_PART = {WORDS[kind]: kind for kind in ORDER}
-
 
 # A run's first and last loss are means over so many iterations: this share of all, but at most and at least so many.
 WINDOW, WINDOW_SHARE, LEAST_WINDOW = 10, 0.1, 3
@@ -144,9 +142,15 @@ def learning(run: Run) -> Learning | None:
     change = 0
     if len(values) > 1 and abs(gain) > max(LEAST_CHANGE * abs(first), LEAST_ERRORS * error):
         change = 1 if gain > 0 else -1
-    ends = [_evaluation(run.evaluations, place) for place in (0, -1)] if len(run.evaluations) else [{}, {}]
-    return Learning(key, first, last, window, change, ends[1], ends[0] if len(run.evaluations) > 1 else {},
-                    _best(run.evaluations, key))
+
+    def held_out(place: int) -> dict[str, float]:
+        figures = {name.removesuffix(EVALUATED): float(column[place])
+                   for name, column in run.evaluations.columns.items() if name.endswith(EVALUATED)}
+        return {name: value for name, value in figures.items() if math.isfinite(value)}
+
+    num_evaluations = len(run.evaluations)
+    return Learning(key, first, last, window, change, held_out(-1) if num_evaluations else {},
+                    held_out(0) if num_evaluations > 1 else {}, _best(run.evaluations, key))
 
 
 def lost_since(steps: Table, key: str) -> int | None:
@@ -155,12 +159,6 @@ def lost_since(steps: Table, key: str) -> int | None:
     if not len(held) or held[-1] == len(steps) - 1:
         return None
     return int(steps.iterations[held[-1] + 1])
-
-
-def _evaluation(evaluations: Table, place: int) -> dict[str, float]:
-    found = {key.removesuffix(EVALUATED): float(column[place]) for key, column in evaluations.columns.items()
-             if key.endswith(EVALUATED)}
-    return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
 def _best(evaluations: Table, key: str) -> tuple[int, float] | None:
@@ -185,7 +183,16 @@ def speed(run: Run) -> Speed | None:
 def module_times(run: Run) -> dict[str, ModuleTime]:
     """Return where each module's time went; empty without a timeline."""
     table, found = typical(run.steps), {}
-    beside_s = _prefetch_beside_s(table, run.modules)
+
+    # Encoder prefetch on the stream that computes is a part of the encoder's forward part. On a stream of its own it is
+    # not, and shows where it took longer than that part: then all of it counts as beside the parts.
+    ahead = finite(table.get("encoder-prefetch-s"))
+    forward = [finite(table.get(f"timeline/{module}/{Kind.FORWARD}-max-s"))
+               for module in run.modules if module != LANGUAGE]
+    most_s = max((float(values.mean()) for values in forward if len(values)), default=0.0)
+    ahead_s = float(ahead.mean()) if len(ahead) else 0.0
+    beside_s = ahead_s if ahead_s > PREFETCH_SLACK * most_s else 0.0
+
     for module in run.modules:
         step = finite(table.get(f"timeline/{module}/step-s"))
         if not len(step):
@@ -197,19 +204,6 @@ def module_times(run: Run) -> dict[str, ModuleTime]:
                 parts[part] = float(values.mean())
         found[module] = ModuleTime(parts, float(step.mean()), 0.0 if module == LANGUAGE else beside_s)
     return found
-
-
-def _prefetch_beside_s(table: Table, modules: Sequence[str]) -> float:
-    """Return the mean seconds of encoder prefetch that no forward part contains; 0 if a forward part contains them.
-
-    On the stream that computes, the passes ahead are part of the forward part. Those on a stream of their own are not,
-    and show where they took longer than that part; what the computing stream waits for them is in it.
-    """
-    ahead = finite(table.get("encoder-prefetch-s"))
-    forward = [finite(table.get(f"timeline/{module}/{Kind.FORWARD}-max-s")) for module in modules if module != LANGUAGE]
-    most_s = max((float(values.mean()) for values in forward if len(values)), default=0.0)
-    ahead_s = float(ahead.mean()) if len(ahead) else 0.0
-    return ahead_s if ahead_s > PREFETCH_SLACK * most_s else 0.0
 
 
 def ideal_s(times: Mapping[str, ModuleTime]) -> float | None:
@@ -263,7 +257,6 @@ def stops(run: Run) -> Stops | None:
 
 # Parts of an iteration of reinforcement learning.
 
-
 WAIT = "other waits for completions"
 # Keys of the parts that the trainer waits for, and of its own work, with their words.
 ENGINE_PARTS = {"memory-s": "memory to and fro", "refit-s": "refit", "rollout-s": "rollout", "reward-s": "reward"}
@@ -296,6 +289,7 @@ def rl_parts(run: Run) -> tuple[dict[str, float], float, float]:
         return {}, 0.0, 0.0
     total, waited = _mean(run, "iteration-time"), _mean(run, "rollout-wait-s")
     engine = {name: _mean(run, key) for key, name in ENGINE_PARTS.items()}
+    # With rollouts beside the update, the engine's times overlap the trainer's and say nothing about its waits.
     in_turn = sum(engine.values()) <= SLACK * waited
     parts = engine | {WAIT: max(waited - sum(engine.values()), 0.0)} if in_turn else {WAIT: waited}
     parts |= {name: _mean(run, key) for key, name in OWN_PARTS.items()}
