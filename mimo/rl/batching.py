@@ -48,16 +48,16 @@ def plan_microbatches(lengths: Sequence[int], dp: int, max_tokens: int) -> list[
 
 
 def aligned(length: int, multiple: int) -> int:
-    """Return the tokens of a sequence with its own padding, a multiple of `multiple`."""
-    return _round_up(length, multiple)
+    """Round up to a multiple, such as the tokens of a sequence with its own padding."""
+    return -(-length // multiple) * multiple
 
 
 def _fewest_bins(lengths: Sequence[int], dp: int, max_tokens: int) -> list[list[int]]:
     """Pack into a multiple of `dp` bins: as few as balanced packing needs, and no more than first fit does."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     packed = _first_fit(order, lengths, max_tokens)
-    most = _round_up(len(packed), dp)
-    for count in range(_round_up(-(-sum(lengths) // max_tokens), dp), most + 1, dp):
+    most = aligned(len(packed), dp)
+    for count in range(aligned(-(-sum(lengths) // max_tokens), dp), most + 1, dp):
         bins = _balanced(order, lengths, count)
         if all(_size(members, lengths) <= max_tokens for members in bins):
             return [sorted(members) for members in bins]
@@ -93,10 +93,6 @@ def _balanced(order: Sequence[int], lengths: Sequence[int], count: int) -> list[
         bins[place].append(index)
         heapq.heappush(heap, (size + lengths[index], place))
     return bins
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _size(members: Sequence[int], lengths: Sequence[int]) -> int:

@@ -6,24 +6,21 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from threading import Thread
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mimo.comm.host import broadcast_object, gather
+from mimo.checkpoint.paths import SHARED_STREAM
+from mimo.comm.host import broadcast_object
 from mimo.config.rl_run import RlRunConfig
 from mimo.grid.groups import Grids
-from mimo.model.build import GRADIENTS, OPTIMIZER, WEIGHTS
 from mimo.observability.trackers import Generation
-from mimo.platform.base import Platform
 from mimo.refit.options import RefitReport
 from mimo.refit.rendezvous import RefitError
 from mimo.refit.sender import WeightSender
-from mimo.rl.cursor import Pending, PromptCursor
-from mimo.rl.offload import Offload
+from mimo.rl.offload import Devices
 from mimo.rl.rollouts import Answers, Rollouts, RolloutSource, rollout_metrics
-from mimo.rollout.replicas import RolloutClient
+from mimo.rollout.engine import Rollout
 from mimo.watchdog.process_exit import ReportedElsewhereError
 from mimo.watchdog.watchdog import Watchdog
 
@@ -32,40 +29,62 @@ if TYPE_CHECKING:
 
 # Seconds that other ranks wait longer than the first rank, so that the first rank can say what went wrong.
 FIRST_RANK_SPEAKS_S = 10.0
+# Name under which checkpoints hold the position among the prompts.
+STREAM = f"{SHARED_STREAM}/0"
 
 
-class Devices:
-    """Memory of the devices that engine and trainer use. Here they use different ones, so there is nothing to do.
-
-    `SharedDevices` is for an engine on the trainer's devices. Every method is collective.
+@dataclass(frozen=True)
+class Pending:
+    """Answers that were drawn and not trained on yet.
 
     Attributes:
-        leaving: bytes of the trainer's optimizer state and weights that left a shared device for the last rollout, by
-            name from `mimo.model.build.KINDS`. Of all ranks' numbers, this is the largest.
+        prompts: token ids of each prompt from the next one on.
+        answers: the engine's answers to each prompt.
+        version: policy version that drew them.
+        seconds: how long the engine took.
     """
 
-    leaving: Mapping[str, int] = MappingProxyType({})
+    prompts: list[tuple[int, ...]]
+    answers: list[list[Rollout]]
+    version: str
+    seconds: float
 
-    def for_engine_start(self) -> None:
-        """Give the engine all the memory it wants, for its start."""
 
-    def for_refit(self) -> None:
-        """Make room for the weights of both trainer and engine."""
+@dataclass
+class PromptCursor:
+    """Position among the prompts. It is the same on every rank, but only the first rank has the pending answers.
 
-    def for_rollout(self) -> None:
-        """Give the engine all the memory it needs to generate."""
+    Attributes:
+        first: index of the next iteration's first prompt.
+        pending: answers to that iteration's prompts, if they were prefetched (`--rollout-mode one-step-off`).
+    """
 
-    def for_training(self) -> None:
-        """Give the trainer all its memory back. The engine may lose its weights, see `keeps_weights`."""
+    first: int = 0
+    pending: Pending | None = None
 
-    @property
-    def keeps_weights(self) -> bool:
-        """Whether an engine keeps its weights while the trainer trains."""
-        return True
+    def streams(self, *, is_first_rank: bool) -> dict[str, Any]:
+        """Return the position as plain data, for `RunState`."""
+        own = {STREAM: {"prompts": self.first, "pending": None if self.pending is None else asdict(self.pending)}}
+        return {"consumed_samples": self.first, "streams": own if is_first_rank else {}}
 
-    def take_seconds(self) -> float:
-        """Return the seconds spent on moving memory since the last call."""
-        return 0.0
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Return to the position at which `streams` was called.
+
+        Args:
+            state: what it returned; the first rank needs the stream.
+
+        Raises:
+            ValueError: this is the state of another program.
+        """
+        self.first = state["consumed_samples"]
+        found = state["streams"].get(STREAM)
+        if state["streams"] and (not isinstance(found, dict) or "prompts" not in found):
+            raise ValueError("this checkpoint is from train_hetero.py; --finetune starts a new run with its weights")
+        if found is not None and found["pending"] is not None:
+            answers = [[Rollout(tuple(each["token_ids"]), tuple(each["logprobs"]), each["version"],
+                                each["finish_reason"]) for each in group] for group in found["pending"]["answers"]]
+            prompts = [tuple(token_ids) for token_ids in found["pending"]["prompts"]]
+            self.pending = Pending(prompts, answers, found["pending"]["version"], found["pending"]["seconds"])
 
 
 @dataclass(frozen=True)
@@ -142,20 +161,37 @@ class Collector:
                     answers = self.source.ask(self.cursor.first, self.config.prompts_per_step, str(self._version))
             except RefitError as error:
                 failure = error
-        rollouts = self._scored(answers, failure, num_shown)
+        rollouts = None
+        if self.source is not None and failure is None:
+            assert answers is not None
+            with self.watchdog.waiting("rewards"):
+                rollouts = self.source.score(answers, num_shown)
+        with (self._follower_timeout(),
+              self.watchdog.waiting("completions and rewards, which the first rank asks for", version=self._version)):
+            shared: Rollouts = self._shared(rollouts, failure)
         self.cursor.first += self.config.prompts_per_step
         self.cursor.pending = None
         self._finish_rollouts()
         self.waited_s = time.perf_counter() - began
-        return rollouts
+        return shared
 
     def prefetch(self) -> None:
         """Start on the next iteration's completions while the update runs (`one-step-off`). On the first rank."""
-        if self.source is not None:
-            result: Future[Answers] = Future()
-            # A daemon thread, because a call that the engine never answers must not keep this process alive.
-            Thread(target=self._fill, args=(result, self.cursor.first), name="rollouts", daemon=True).start()
-            self._prefetched = result
+        source = self.source
+        if source is None:
+            return
+        result: Future[Answers] = Future()
+        first, version = self.cursor.first, str(self._version)
+
+        def fill() -> None:
+            try:
+                result.set_result(source.ask(first, self.config.prompts_per_step, version))
+            except BaseException as error:  # `drain` raises any error again on the main thread.
+                result.set_exception(error)
+
+        # A daemon thread, because a call that the engine never answers must not keep this process alive.
+        Thread(target=fill, name="rollouts", daemon=True).start()
+        self._prefetched = result
 
     def drain(self, iteration: int) -> None:
         """Wait for the completions that `prefetch` started, then give the engine the weights after `iteration` updates.
@@ -189,7 +225,14 @@ class Collector:
             # Computed before any refit, because on shared devices the trainer's weights are offloaded while the
             # engine answers.
             expected = probe.expect()
-            self._refit_scrambled(probe, iteration)
+            # A refit that misses a tensor hardly changes log-probs between two updates. Therefore the engine first
+            # gets scrambled weights, with which every missed tensor shows.
+            self.sender.verify, self.sender.is_changed = True, False
+            with probe.scrambled() as with_scrambled:
+                self._send(iteration)
+            self._ready_for_rollouts()
+            self._compare(probe, with_scrambled, iteration, "scrambled weights")
+            self._finish_rollouts()
         self.sender.verify = self.sender.is_changed = expected is not None
         before = time.perf_counter()
         self.report = self._send(iteration)
@@ -201,15 +244,6 @@ class Collector:
             self.verify_s += before - began + time.perf_counter() - after
         self._version = iteration
         self._num_refits += 1
-
-    def _refit_scrambled(self, probe: RefitProbe, iteration: int) -> None:
-        """Give the engine scrambled weights, compare log-probs, and get ready for the real ones."""
-        self.sender.verify, self.sender.is_changed = True, False
-        with probe.scrambled() as expected:
-            self._send(iteration)
-        self._ready_for_rollouts()
-        self._compare(probe, expected, iteration, "scrambled weights")
-        self._finish_rollouts()
 
     def _send(self, iteration: int) -> RefitReport:
         with (self.watchdog.limit(self._refit_limit_s),
@@ -281,13 +315,6 @@ class Collector:
         return Answers(first=first, prompts=prompts, answers=pending.answers, version=pending.version,
                        seconds=pending.seconds)
 
-    def _fill(self, result: Future[Answers], first: int) -> None:
-        assert self.source is not None
-        try:
-            result.set_result(self.source.ask(first, self.config.prompts_per_step, str(self._version)))
-        except BaseException as error:  # `drain` raises any error again on the main thread.
-            result.set_exception(error)
-
     def _shared(self, value: Any, failure: RefitError | None) -> Any:
         """Return the first rank's value on every rank, or raise its failure there and ReportedElsewhereError elsewhere.
 
@@ -300,17 +327,6 @@ class Collector:
             raise ReportedElsewhereError("rank 0 reports what is wrong")
         return value
 
-    def _scored(self, answers: Answers | None, failure: RefitError | None, num_shown: int) -> Rollouts:
-        rollouts = None
-        if self.source is not None and failure is None:
-            assert answers is not None
-            with self.watchdog.waiting("rewards"):
-                rollouts = self.source.score(answers, num_shown)
-        with (self._follower_timeout(),
-              self.watchdog.waiting("completions and rewards, which the first rank asks for", version=self._version)):
-            shared: Rollouts = self._shared(rollouts, failure)
-        return shared
-
     def _engine_timeout(self) -> AbstractContextManager[None]:
         """Watchdog limit while rank 0 waits for vLLM."""
         return self.watchdog.limit(self.config.rollout.rollout_timeout_s + FIRST_RANK_SPEAKS_S)
@@ -319,117 +335,3 @@ class Collector:
         """Watchdog limit of the ranks that wait for rank 0, which waits for vLLM and then for rewards."""
         return self.watchdog.limit(self.config.rollout.rollout_timeout_s + self.config.train.watchdog_timeout_s
                                    + 2 * FIRST_RANK_SPEAKS_S)
-
-
-# Trainer and engine on the same GPUs take turns: each gives the other the memory that it does not need.
-#
-# The engine sleeps while the trainer trains. It then has neither weights nor a KV cache (vLLM's sleep level 2, because
-# each refit brings all weights anyway). For a refit the trainer first frees its gradients and moves optimizer state to
-# the host, and the engine takes memory for its weights. Then the trainer's weights go to the host too, and the engine
-# takes memory for the KV cache. What has room beside the engine stays: the weights, and as much of the optimizer state
-# as possible. The rest comes back while log-probs and the update's passes run, which do not need it. On the CPU, where
-# vLLM cannot sleep, only the trainer's memory moves.
-
-# vLLM's names of what a waking engine can take memory for.
-ENGINE_WEIGHTS, KV_CACHE = "weights", "kv_cache"
-# Fraction of a device that stays free beside the trainer and an engine that uses all of --engine-memory.
-SPARE_MEMORY = 0.04
-
-
-def what_leaves(refit_room: int, rollout_room: int, num_bytes: Mapping[str, int]) -> dict[str, int]:
-    """Choose how many bytes of optimizer state and of weights leave a device for a rollout: as few as possible.
-
-    Optimizer state leaves first. It comes back behind passes, which weights cannot. Weights leave wholly or not at all.
-
-    Args:
-        refit_room: bytes that would be left in a refit if nothing moved; negative where something has to.
-        rollout_room: bytes that would be left in a rollout if nothing moved.
-        num_bytes: bytes of optimizer state and of weights. A refit needs the weights in any case.
-    """
-    state = min(max(0, -refit_room, -rollout_room), num_bytes[OPTIMIZER])
-    return {OPTIMIZER: state, WEIGHTS: num_bytes[WEIGHTS] if rollout_room + state < 0 else 0}
-
-
-class SharedDevices(Devices):
-    """Memory of devices that trainer and engine share. Every method is collective over the trainer's world.
-
-    Args:
-        grids: process groups.
-        offload: moves this rank's memory to the host and back.
-        platform: says how much memory the device has.
-        engine_memory: fraction of it that the engine may use while it is awake; None for an engine that cannot sleep,
-            as on CPUs.
-        engine_weight_bytes: bytes of a worker's weights.
-
-    Attributes:
-        client: the engine, on the first rank, once it is there.
-        seconds: seconds spent on moving memory since the last `take_seconds`.
-    """
-
-    def __init__(self, grids: Grids, offload: Offload, platform: Platform, engine_memory: float | None,
-                 engine_weight_bytes: float) -> None:
-        self.client: RolloutClient | None = None
-        self._grids, self._offload, self._platform = grids, offload, platform
-        self._engine_memory, self._engine_weight_bytes = engine_memory, engine_weight_bytes
-        self.seconds = 0.0
-
-    @property
-    def keeps_weights(self) -> bool:
-        """Whether an engine keeps its weights while the trainer trains."""
-        return self._engine_memory is None
-
-    def for_engine_start(self) -> None:
-        """Leave the devices to the engine, which takes all its memory once to see that it is there."""
-        self._offload.everything()
-        gather(self._grids, None)
-
-    def for_refit(self) -> None:
-        """Make room for the weights of both: free gradients, and move optimizer state that has no room to the host."""
-        began = time.perf_counter()
-        self._offload.gradients()
-        leaves = self._what_leaves()
-        self._offload.optimizer(leaves[OPTIMIZER])
-        # Ranks that share a module have to move its weights together.
-        of_ranks = gather(self._grids, leaves)
-        self.leaving = {kind: max(rank[kind] for rank in of_ranks) for kind in leaves}
-        self._wake_up(ENGINE_WEIGHTS)
-        self.seconds += time.perf_counter() - began
-
-    def _what_leaves(self) -> dict[str, int]:
-        """Choose what leaves this device for an engine that is awake and uses all the memory it may."""
-        num_bytes = {kind: self._offload.num_bytes(kind) for kind in (OPTIMIZER, WEIGHTS)}
-        if self._engine_memory is None:
-            return num_bytes
-        free, total = self._platform.device_memory()
-        free -= round(SPARE_MEMORY * total)
-        refit_room, rollout_room = free - round(self._engine_weight_bytes), free - round(self._engine_memory * total)
-        return what_leaves(refit_room, rollout_room, num_bytes)
-
-    def for_rollout(self) -> None:
-        """Make room for the engine's KV cache: the trainer's weights go to the host, too, unless there is room."""
-        began = time.perf_counter()
-        if self.leaving[WEIGHTS]:
-            self._offload.weights()
-        gather(self._grids, None)
-        self._wake_up(KV_CACHE)
-        self.seconds += time.perf_counter() - began
-
-    def for_training(self) -> None:
-        """Put the engine to sleep and bring the trainer's memory back; optimizer state arrives behind passes."""
-        began = time.perf_counter()
-        if self.client is not None and self._engine_memory is not None:
-            self.client.sleep()
-        broadcast_object(self._grids, None)
-        self._offload.bring_back(WEIGHTS, GRADIENTS)
-        self._offload.prefetch_optimizer()
-        self.seconds += time.perf_counter() - began
-
-    def take_seconds(self) -> float:
-        """Return `seconds` and reset them."""
-        taken, self.seconds = self.seconds, 0.0
-        return taken
-
-    def _wake_up(self, tag: str) -> None:
-        if self.client is not None and self._engine_memory is not None:
-            self.client.wake_up(tag)
-        broadcast_object(self._grids, None)

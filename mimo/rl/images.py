@@ -196,23 +196,21 @@ class EncoderSide:
             ValueError: an image is not what its prompt declares, or this rank's prompt set differs from the first's.
         """
         drawn: dict[int, list[np.ndarray]] = {}
-        return [{module: self._batch(module, needs, [lanes[need.share.lane][number] for need in needs], completions,
-                                     drawn) for module, needs in self._needs.items()}
-                for number in range(len(lanes[0]))]
-
-    def _batch(self, module: str, needs: Sequence[Need], members: Sequence[Sequence[int]],
-               completions: Sequence[Completion], drawn: dict[int, list[np.ndarray]]) -> EncoderBatch:
-        pixels = needs[0].pixels
-        samples = []
-        for need, chosen in zip(needs, members, strict=True):
-            for part in cut([completions[member] for member in chosen], self._count)[need.share.start:need.share.stop]:
-                samples.append(_pack(part))
-                if pixels:
-                    samples[-1].images = [image for each in part for image in self._pixels(each, drawn)]
-                    samples[-1].normalisation = self._normalisation
-        return collate_encoder(
-            samples, module=module, images=self._images, pixels=pixels, dtype=self._dtype,
-            lane_sizes=[need.share.stop - need.share.start for need in needs])
+        batches: list[dict[str, EncoderBatch]] = [{} for _ in lanes[0]]
+        for number, by_module in enumerate(batches):
+            for module, needs in self._needs.items():
+                samples, pixels = [], needs[0].pixels
+                for need in needs:
+                    members = [completions[member] for member in lanes[need.share.lane][number]]
+                    for part in cut(members, self._count)[need.share.start:need.share.stop]:
+                        samples.append(_pack(part))
+                        if pixels:
+                            samples[-1].images = [image for each in part for image in self._pixels(each, drawn)]
+                            samples[-1].normalisation = self._normalisation
+                by_module[module] = collate_encoder(
+                    samples, module=module, images=self._images, pixels=pixels, dtype=self._dtype,
+                    lane_sizes=[need.share.stop - need.share.start for need in needs])
+        return batches
 
     def _pixels(self, completion: Completion, drawn: dict[int, list[np.ndarray]]) -> list[np.ndarray]:
         """Build the pixels of a completion's prompt once for a global batch.

@@ -214,34 +214,29 @@ def engine_options(config: RlRunConfig, folder: Path, replica: int = 0, gpus: Se
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     takes_images = has_processor(folder)
-    takes_videos = (folder / VIDEO_PROCESSOR).is_file()
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": not takes_images,
+        # The update needs log-probs of the distribution that is sampled from, temperature included.
+        "logprobs_mode": "processed_logprobs",
+        # Workers are children of the replica's process. vLLM's executor for Ray would place them by itself.
+        "distributed_executor_backend": "mp" if flags.engine_tp * flags.engine_pp > 1 else "uni"}
+    if takes_images and not (folder / VIDEO_PROCESSOR).is_file():
+        # Without videos in prompts, the engine keeps no memory for them.
+        arguments["limit_mm_per_prompt"] = {"video": 0}
+    if on_cuda:
+        arguments |= {"enforce_eager": flags.engine_enforce_eager, "gpu_memory_utilization": engine_memory(flags),
+                      "enable_sleep_mode": flags.engine_placement == "colocated", "disable_custom_all_reduce": True}
+        if flags.engine_quantization != "none":
+            arguments["quantization"] = flags.engine_quantization
+            arguments["quantization_config"] = {"ignore": list(UNQUANTIZED_LAYERS)}
+    else:
+        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": flags.engine_kv_cache_mib << 20}
     return EngineOptions(
         str(folder), engine_dtype(config), tensor_parallel_size=flags.engine_tp, pipeline_parallel_size=flags.engine_pp,
         num_nodes=flags.engine_nodes, enable_expert_parallel=flags.engine_ep, max_model_len=config.train.seq_length,
         # Replicas of one seed would draw the same numbers for different prompts.
         max_num_seqs=flags.engine_max_num_seqs, seed=config.train.seed + replica,
-        # The update needs log-probs of the distribution that is sampled from, temperature included.
-        extra={"skip_tokenizer_init": not takes_images, "logprobs_mode": "processed_logprobs",
-               # Without videos in prompts, the engine keeps no memory for them.
-               **({"limit_mm_per_prompt": {"video": 0}} if takes_images and not takes_videos else {}),
-               **_arguments(flags, on_cuda)},
-        environment=environment)
-
-
-def _arguments(flags: RolloutConfig, on_cuda: bool) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` by device and placement."""
-    # Workers are children of the replica's process. vLLM's executor for Ray would place them by itself.
-    executor = "mp" if flags.engine_tp * flags.engine_pp > 1 else "uni"
-    arguments: dict[str, Any] = {"distributed_executor_backend": executor}
-    if not on_cuda:
-        return arguments | {"enforce_eager": True, "kv_cache_memory_bytes": flags.engine_kv_cache_mib << 20}
-    if flags.engine_quantization != "none":
-        arguments["quantization"] = flags.engine_quantization
-        arguments["quantization_config"] = {"ignore": list(UNQUANTIZED_LAYERS)}
-    return arguments | {
-        "enforce_eager": flags.engine_enforce_eager, "enable_sleep_mode": flags.engine_placement == "colocated",
-        "disable_custom_all_reduce": True,
-        "gpu_memory_utilization": engine_memory(flags)}
+        extra=arguments, environment=environment)
 
 
 def engine_memory(flags: RolloutConfig) -> float:

@@ -25,11 +25,10 @@ from mimo.protocols import ModelProvider, TokenGridProvider
 from mimo.refit.options import RefitReport
 from mimo.refit.rendezvous import RefitError, format_error
 from mimo.refit.sender import connect
-from mimo.rl.collector import FIRST_RANK_SPEAKS_S, Collector, Devices, SharedDevices
-from mimo.rl.cursor import PromptCursor
+from mimo.rl.collector import FIRST_RANK_SPEAKS_S, Collector, PromptCursor
 from mimo.rl.images import ImageTokens, needs_pixels
 from mimo.rl.launch_engine import CLOSING_S, Engine, engine_memory, lost_by, refit_options, start_engine
-from mimo.rl.offload import Offload
+from mimo.rl.offload import Devices, Offload, SharedDevices
 from mimo.rl.placement import engine_weight_bytes
 from mimo.rl.policy import PolicyResult, PolicyTrainer
 from mimo.rl.probe import RefitProbe
@@ -109,7 +108,16 @@ class RlLoop:
         if self.grids.layout.encoders or isinstance(self.provider, TokenGridProvider):
             self._images = ImageTokens.of(self.provider, self.config.model_family, self.grids.layout)
         STARTUP.enter(Phase.DATA)
-        self._open_prompts()
+        # The first rank opens both splits. Every rank stops if prompts are too long, before any model is built.
+        self._splits: dict[str, PromptSet] = {}
+        self._has_videos, error = False, None
+        with self.watchdog.on_files("the first rank, which measures the prompts"):
+            if self.grids.rank == 0:
+                try:
+                    self._splits = {split: self._prompts(split) for split in ("train", "valid")}
+                except ValueError as problem:
+                    error = str(problem)
+            raise_on_any_rank(self.grids, error)
         # A sequence of the schedule is a packed microbatch.
         train = replace(self.config.train, seq_length=self.config.rl.max_tokens_per_microbatch)
         self.parts = parts = setup_trainer(replace(self.config, train=train), self.provider, self.grids, self.platform,
@@ -123,18 +131,6 @@ class RlLoop:
         lines += more
         note = layout_note(get_model_config(parts.built.model), in_rl=True)
         return lines if note is None else [*lines, note]
-
-    def _open_prompts(self) -> None:
-        """Open both splits on the first rank. Every rank stops if prompts are too long, before any model is built."""
-        self._splits: dict[str, PromptSet] = {}
-        self._has_videos, error = False, None
-        with self.watchdog.on_files("the first rank, which measures the prompts"):
-            if self.grids.rank == 0:
-                try:
-                    self._splits = {split: self._prompts(split) for split in ("train", "valid")}
-                except ValueError as problem:
-                    error = str(problem)
-            raise_on_any_rank(self.grids, error)
 
     def _start_engine(self) -> Engine | None:
         """Start the engine, on the first rank. The others make room for it where they share devices."""
@@ -331,17 +327,6 @@ class RlLoop:
                 self._evaluate(logger)
         return None
 
-    def _say_what_leaves(self, logger: RunLogger) -> None:
-        """Log what leaves devices that trainer and engine share, once and whenever it changes."""
-        leaving = {kind: count for kind, count in self.devices.leaving.items() if count}
-        if not self.devices.leaving or leaving.keys() == self._leaving:
-            return
-        self._leaving = set(leaving)
-        words = {OPTIMIZER: "optimizer state", WEIGHTS: "weights"}
-        sizes = ", ".join(f"{count / 2**30:.1f} GiB of {words[kind]}" for kind, count in leaving.items())
-        logger.message(f"during a rollout, these are in host memory: {sizes}" if leaving else
-                       "during a rollout, the device keeps all of the trainer's weights and optimizer state")
-
     def _iterate(self, logger: RunLogger) -> None:
         """Collect completions and update the policy with them."""
         progress = self.session.progress
@@ -353,7 +338,14 @@ class RlLoop:
         with self.parts.spans.span(Kind.DATA_WAIT, "completions"):
             shows = self.config.observe.records_completions(version + 1, self.session.total_iterations)
             rollouts = self._with_engine(logger, lambda: self.collector.collect(version, NUM_SHOWN if shows else 0))
-        self._say_what_leaves(logger)
+        # Say what leaves devices that trainer and engine share, once and whenever it changes.
+        leaving = {kind: count for kind, count in self.devices.leaving.items() if count}
+        if self.devices.leaving and leaving.keys() != self._leaving:
+            self._leaving = set(leaving)
+            words = {OPTIMIZER: "optimizer state", WEIGHTS: "weights"}
+            sizes = ", ".join(f"{count / 2**30:.1f} GiB of {words[kind]}" for kind, count in leaving.items())
+            logger.message(f"during a rollout, these are in host memory: {sizes}" if leaving else
+                           "during a rollout, the device keeps all of the trainer's weights and optimizer state")
         if prefetches:
             # The engine draws the next iteration's completions with the weights from before this update.
             self.collector.prefetch()
@@ -405,6 +397,7 @@ class RlLoop:
 
     def _record(self, report: RefitReport, rollouts: Rollouts, result: PolicyResult,
                 seconds: dict[str, float]) -> PolicyRecord:
+        """Return the record of the iteration that just ended. Collective over the world."""
         progress = self.session.progress
         rates = current_learning_rates(self.config, self.parts.scheduler,
                                        tuple(encoder.name for encoder in self.grids.layout.encoders))
@@ -414,6 +407,10 @@ class RlLoop:
             speed = self._meter.policy_figures(
                 [each.length for each in rollouts.completions], 1 + (self._reference is not None),
                 seconds["log-probs"] + seconds.get("reference", 0.0) + seconds["update"])
+        row, summed_row = self._observer.row(result.batches)
+        with self.watchdog.waiting("figures of the timeline over the world"):
+            largest, summed = self.grids.nodes.reduce(torch.tensor(row, dtype=torch.float64),
+                                                      torch.tensor(summed_row, dtype=torch.float64))
         self._last_figures = {"gen-kl": f"{figures['gen_kl']:.1e}", "reward": figures["reward"]}
         return PolicyRecord(
             iteration=progress.iteration, consumed_samples=progress.consumed_samples,
@@ -423,12 +420,4 @@ class RlLoop:
             num_tokens=result.num_tokens, num_microbatches=result.num_microbatches,
             world_size=self.grids.layout.world_size, figures=figures, refit_bytes=report.wire_bytes, seconds=seconds,
             moe_losses=result.moe_losses, peak_memory_bytes=result.peak_memory_bytes, speed=speed,
-            timeline=self._timeline(result))
-
-    def _timeline(self, result: PolicyResult) -> dict[str, float]:
-        """Return the timeline's figures of the iteration. Collective over the world."""
-        row, summed_row = self._observer.row(result.batches)
-        with self.watchdog.waiting("figures of the timeline over the world"):
-            largest, summed = self.grids.nodes.reduce(torch.tensor(row, dtype=torch.float64),
-                                                      torch.tensor(summed_row, dtype=torch.float64))
-        return self._observer.figures(largest.tolist(), summed.tolist())
+            timeline=self._observer.figures(largest.tolist(), summed.tolist()))

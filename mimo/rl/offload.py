@@ -7,17 +7,23 @@ every view, hook and alias stays valid. Moving a parameter's own data elsewhere 
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from mimo.comm.host import broadcast_object, gather
 from mimo.compat import storage_key
+from mimo.grid.groups import Grids
 from mimo.model.build import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS, BuiltModel
+from mimo.platform.base import Platform
+from mimo.rollout.replicas import RolloutClient
 from mimo.training.optimizer import HeteroOptimizer
 
 # torch's allocator of pinned memory rounds a block up to a power of two. Blocks of this size waste nothing.
@@ -158,9 +164,14 @@ class Offload:
             weights = ([held.storage for held in self._emptied[WEIGHTS]] if WEIGHTS in self.offloaded
                        else weight_storages(self._built))
             keys = set(map(storage_key, weights))
+            tensors: list[Any] = []
+            for one in self._optimizer.inner_optimizers():
+                for group in one.optimizer.param_groups:
+                    tensors += group["params"]
+                for state in one.optimizer.state.values():
+                    tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
             # An optimizer without fp32 copies updates the weights themselves; these are not its state.
-            storages = [storage for storage in _distinct(_state_tensors(self._optimizer))
-                        if storage_key(storage) not in keys]
+            storages = [storage for storage in _distinct(tensors) if storage_key(storage) not in keys]
         # After an error in `bring_back`, storages that are away may have memory, but not their contents.
         away = {storage_key(each.storage) for each in self._emptied.get(kind, ())}
         # CPU tensors of a model on a GPU, such as step counters, stay where they are.
@@ -329,16 +340,151 @@ def _buffers_of(wrapped: Any) -> list[Any]:
     return [*wrapped.buffers, *wrapped.expert_parallel_buffers]
 
 
-def _state_tensors(optimizer: HeteroOptimizer) -> Iterator[torch.Tensor]:
-    """Yield all parameters and state tensors of this rank's torch (or Transformer Engine) optimizers."""
-    for one in optimizer.inner_optimizers():
-        for group in one.optimizer.param_groups:
-            yield from group["params"]
-        for state in one.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-
-
 def synchronize(device: torch.device) -> None:
     """Wait for everything that was queued on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
+
+
+class Devices:
+    """Memory of the devices that engine and trainer use. Here they use different ones, so there is nothing to do.
+
+    `SharedDevices` is for an engine on the trainer's devices. Every method is collective.
+
+    Attributes:
+        leaving: bytes of the trainer's optimizer state and weights that left a shared device for the last rollout, by
+            name from `mimo.model.build.KINDS`. Of all ranks' numbers, this is the largest.
+    """
+
+    leaving: Mapping[str, int] = MappingProxyType({})
+
+    def for_engine_start(self) -> None:
+        """Give the engine all the memory it wants, for its start."""
+
+    def for_refit(self) -> None:
+        """Make room for the weights of both trainer and engine."""
+
+    def for_rollout(self) -> None:
+        """Give the engine all the memory it needs to generate."""
+
+    def for_training(self) -> None:
+        """Give the trainer all its memory back. The engine may lose its weights, see `keeps_weights`."""
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether an engine keeps its weights while the trainer trains."""
+        return True
+
+    def take_seconds(self) -> float:
+        """Return the seconds spent on moving memory since the last call."""
+        return 0.0
+
+
+# Trainer and engine on the same GPUs take turns: each gives the other the memory that it does not need.
+#
+# The engine sleeps while the trainer trains. It then has neither weights nor a KV cache (vLLM's sleep level 2, because
+# each refit brings all weights anyway). For a refit the trainer first frees its gradients and moves optimizer state to
+# the host, and the engine takes memory for its weights. Then the trainer's weights go to the host too, and the engine
+# takes memory for the KV cache. What has room beside the engine stays: the weights, and as much of the optimizer state
+# as possible. The rest comes back while log-probs and the update's passes run, which do not need it. On the CPU, where
+# vLLM cannot sleep, only the trainer's memory moves.
+
+# vLLM's names of what a waking engine can take memory for.
+ENGINE_WEIGHTS, KV_CACHE = "weights", "kv_cache"
+# Fraction of a device that stays free beside the trainer and an engine that uses all of --engine-memory.
+SPARE_MEMORY = 0.04
+
+
+def what_leaves(refit_room: int, rollout_room: int, num_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Choose how many bytes of optimizer state and of weights leave a device for a rollout: as few as possible.
+
+    Optimizer state leaves first. It comes back behind passes, which weights cannot. Weights leave wholly or not at all.
+
+    Args:
+        refit_room: bytes that would be left in a refit if nothing moved; negative where something has to.
+        rollout_room: bytes that would be left in a rollout if nothing moved.
+        num_bytes: bytes of optimizer state and of weights. A refit needs the weights in any case.
+    """
+    state = min(max(0, -refit_room, -rollout_room), num_bytes[OPTIMIZER])
+    return {OPTIMIZER: state, WEIGHTS: num_bytes[WEIGHTS] if rollout_room + state < 0 else 0}
+
+
+class SharedDevices(Devices):
+    """Memory of devices that trainer and engine share. Every method is collective over the trainer's world.
+
+    Args:
+        grids: process groups.
+        offload: moves this rank's memory to the host and back.
+        platform: says how much memory the device has.
+        engine_memory: fraction of it that the engine may use while it is awake; None for an engine that cannot sleep,
+            as on CPUs.
+        engine_weight_bytes: bytes of a worker's weights.
+
+    Attributes:
+        client: the engine, on the first rank, once it is there.
+        seconds: seconds spent on moving memory since the last `take_seconds`.
+    """
+
+    def __init__(self, grids: Grids, offload: Offload, platform: Platform, engine_memory: float | None,
+                 engine_weight_bytes: float) -> None:
+        self.client: RolloutClient | None = None
+        self._grids, self._offload, self._platform = grids, offload, platform
+        self._engine_memory, self._engine_weight_bytes = engine_memory, engine_weight_bytes
+        self.seconds = 0.0
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether an engine keeps its weights while the trainer trains."""
+        return self._engine_memory is None
+
+    def for_engine_start(self) -> None:
+        """Leave the devices to the engine, which takes all its memory once to see that it is there."""
+        self._offload.everything()
+        gather(self._grids, None)
+
+    def for_refit(self) -> None:
+        """Make room for the weights of both: free gradients, and move optimizer state that has no room to the host."""
+        began = time.perf_counter()
+        self._offload.gradients()
+        # What leaves is chosen for an engine that is awake and uses all the memory it may.
+        leaves = {kind: self._offload.num_bytes(kind) for kind in (OPTIMIZER, WEIGHTS)}
+        if self._engine_memory is not None:
+            free, total = self._platform.device_memory()
+            free -= round(SPARE_MEMORY * total)
+            leaves = what_leaves(free - round(self._engine_weight_bytes), free - round(self._engine_memory * total),
+                                 leaves)
+        self._offload.optimizer(leaves[OPTIMIZER])
+        # Ranks that share a module have to move its weights together.
+        of_ranks = gather(self._grids, leaves)
+        self.leaving = {kind: max(rank[kind] for rank in of_ranks) for kind in leaves}
+        self._wake_up(ENGINE_WEIGHTS)
+        self.seconds += time.perf_counter() - began
+
+    def for_rollout(self) -> None:
+        """Make room for the engine's KV cache: the trainer's weights go to the host, too, unless there is room."""
+        began = time.perf_counter()
+        if self.leaving[WEIGHTS]:
+            self._offload.weights()
+        gather(self._grids, None)
+        self._wake_up(KV_CACHE)
+        self.seconds += time.perf_counter() - began
+
+    def for_training(self) -> None:
+        """Put the engine to sleep and bring the trainer's memory back; optimizer state arrives behind passes."""
+        began = time.perf_counter()
+        if self.client is not None and self._engine_memory is not None:
+            self.client.sleep()
+        broadcast_object(self._grids, None)
+        self._offload.bring_back(WEIGHTS, GRADIENTS)
+        self._offload.prefetch_optimizer()
+        self.seconds += time.perf_counter() - began
+
+    def take_seconds(self) -> float:
+        """Return `seconds` and reset them."""
+        taken, self.seconds = self.seconds, 0.0
+        return taken
+
+    def _wake_up(self, tag: str) -> None:
+        if self.client is not None and self._engine_memory is not None:
+            self.client.wake_up(tag)
+        broadcast_object(self._grids, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mimo import registry
@@ -160,26 +160,21 @@ def choose_gpus(flags: RolloutConfig, num_local_ranks: int, num_gpus: int) -> li
                              f"the first host has {num_local_ranks} ranks")
         return list(range(needed))
     if flags.gpu_numbers:
-        _check_chosen(flags, num_local_ranks, num_gpus)
+        missing = [number for number in flags.gpu_numbers if number >= num_gpus]
+        if missing:
+            raise ValueError(f"--engine-gpus {flags.engine_gpus}: the first rank sees {num_gpus} GPUs, numbered from "
+                             f"0; there is no {', '.join(map(str, missing))}")
+        taken = [number for number in flags.gpu_numbers if number < num_local_ranks]
+        if taken:
+            raise ValueError(f"--engine-gpus {flags.engine_gpus}: the {num_local_ranks} trainer ranks of the first "
+                             f"host have GPUs 0 to {num_local_ranks - 1}, and with them {', '.join(map(str, taken))}; "
+                             "--engine-placement colocated shares GPUs")
         return list(flags.gpu_numbers)
     if num_local_ranks + needed > num_gpus:
         raise ValueError(
             f"--engine-placement {flags.engine_placement}: the first host has {num_gpus} GPUs; its {num_local_ranks} "
             f"trainer ranks and the engine's {needed} workers ({sizes}) need {num_local_ranks + needed}")
     return list(range(num_local_ranks, num_local_ranks + needed))
-
-
-def _check_chosen(flags: RolloutConfig, num_local_ranks: int, num_gpus: int) -> None:
-    chosen: Sequence[int] = flags.gpu_numbers
-    missing = [number for number in chosen if number >= num_gpus]
-    if missing:
-        raise ValueError(f"--engine-gpus {flags.engine_gpus}: the first rank sees {num_gpus} GPUs, numbered from 0; "
-                         f"there is no {', '.join(map(str, missing))}")
-    taken = [number for number in chosen if number < num_local_ranks]
-    if taken:
-        raise ValueError(f"--engine-gpus {flags.engine_gpus}: the {num_local_ranks} trainer ranks of the first host "
-                         f"have GPUs 0 to {num_local_ranks - 1}, and with them {', '.join(map(str, taken))}; "
-                         "--engine-placement colocated shares GPUs")
 
 
 def dry_run_report(config: RlRunConfig, layout: Layout, provider: ModelProvider) -> str:

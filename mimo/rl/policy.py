@@ -194,7 +194,14 @@ class PolicyTrainer:
         by_update = [self.microbatches(completions[start:start + size], start) for start in starts]
         microbatches = list(itertools.chain.from_iterable(by_update))
         # Everything that the updates hold fixed is computed before the first one changes the weights.
-        fixed = self._fixed_log_probs(microbatches)
+        began = time.perf_counter()
+        old, reference = self.old_log_probs(microbatches), None
+        parts.platform.synchronize()
+        between = time.perf_counter()
+        if self.reference is not None:
+            with self.reference.in_place():
+                reference = self.old_log_probs(microbatches)
+        fixed = FixedLogProbs(old, reference, between - began, time.perf_counter() - between)
         mismatch = self._mismatch(microbatches, fixed.old)
         scores, penalty = self._advantages(completions, microbatches, fixed)
         steps, first = [], 0
@@ -230,6 +237,11 @@ class PolicyTrainer:
         Returns:
             Figures of this part, and the result of the step.
         """
+        def values(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            # Log-probs and entropies share the normaliser, which is a collective and a pass over all logits.
+            normaliser = log_normaliser(logits, self._shard)
+            return log_probs(logits, labels, self._shard, normaliser), entropy(logits, self._shard, normaliser)
+
         clear_gradients(self.parts)
         totals: list[Totals] = []
         count = loss_count(self.config, [len(each.token_ids) for each in completions])
@@ -237,7 +249,7 @@ class PolicyTrainer:
         # however the policy loss is averaged.
         num_tokens = sum(each.length for each in completions)
         scale = LossScale(*torch.tensor([1 / count, 1 / num_tokens], device=self.parts.platform.device))
-        self._run(microbatches, self._values, partial(self._loss, microbatches, fixed, scores, totals), scale)
+        self._run(microbatches, values, partial(self._loss, microbatches, fixed, scores, totals), scale)
         everywhere = self._over_world(totals)
         assert everywhere.sums["loss_count"].item() == count, (everywhere.sums["loss_count"], count)
         update = update_weights(
@@ -265,7 +277,10 @@ class PolicyTrainer:
         if self._encoders is not None:
             encoders = self._encoders.batches(plan, completions)
         if self.parts.grids.rank not in language.ranks:
-            return [self._without_text(batches) for batches in encoders]
+            nothing = torch.zeros(0, device=self.parts.platform.device)
+            return [PolicyMicrobatch((), (), Microbatch(None, batches), nothing.long()[None],
+                                     SampledTokens(nothing.bool(), nothing.long(), 0), nothing)
+                    for batches in encoders]
         own = plan[language.coordinates(self.parts.grids.rank)["dp"]]
         return [self._pack([start + member for member in members], [completions[each] for each in members], batches)
                 for members, batches in zip(own, encoders, strict=True)]
@@ -292,17 +307,6 @@ class PolicyTrainer:
             self._run(microbatches, compute, collect)
         set_training(model, True)
         return found
-
-    def _fixed_log_probs(self, microbatches: Sequence[PolicyMicrobatch]) -> FixedLogProbs:
-        """Compute the log-probs that the updates hold fixed. Collective."""
-        began = time.perf_counter()
-        old, reference = self.old_log_probs(microbatches), None
-        self.parts.platform.synchronize()
-        between = time.perf_counter()
-        if self.reference is not None:
-            with self.reference.in_place():
-                reference = self.old_log_probs(microbatches)
-        return FixedLogProbs(old, reference, between - began, time.perf_counter() - between)
 
     def _advantages(self, completions: Sequence[Completion], microbatches: Sequence[PolicyMicrobatch],
                     fixed: FixedLogProbs) -> tuple[torch.Tensor, dict[str, float]]:
@@ -343,11 +347,6 @@ class PolicyTrainer:
 
         run_schedule(self.parts, [each.batch for each in microbatches], step, forward_only=scale is None,
                      loss_scale=scale)
-
-    def _values(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute what the loss needs of the logits: log-probs and entropies."""
-        normaliser = log_normaliser(logits, self._shard)
-        return log_probs(logits, labels, self._shard, normaliser), entropy(logits, self._shard, normaliser)
 
     def _loss(self, microbatches: Sequence[PolicyMicrobatch], fixed: FixedLogProbs, scores: torch.Tensor,
               totals: list[Totals], index: int, values: tuple[torch.Tensor, ...]
@@ -416,12 +415,6 @@ class PolicyTrainer:
                          # tokens as theirs.
                          padding=packed.is_padding, **images)
 
-    def _without_text(self, encoders: dict[str, EncoderBatch]) -> PolicyMicrobatch:
-        """Return the batch of a rank without the language model."""
-        nothing = torch.zeros(0, device=self.parts.platform.device)
-        return PolicyMicrobatch((), (), Microbatch(None, encoders), nothing.long()[None],
-                                SampledTokens(nothing.bool(), nothing.long(), 0), nothing)
-
     def _mismatch(self, microbatches: Sequence[PolicyMicrobatch], old: Sequence[torch.Tensor]) -> Totals:
         """Compare the engine's log-probs of the global batch with the trainer's, before anything is updated.
 
@@ -437,7 +430,15 @@ class PolicyTrainer:
         if limit is not None and divergence > limit:
             if self.parts.grids.rank != 0:
                 raise ReportedElsewhereError("rank 0 reports what is wrong")
-            raise ValueError(_wrong_engine(found, divergence, limit))
+            num_tokens, largest = found.sums["rollout_tokens"].item(), found.maxima["max_abs_dlogp"].item()
+            raise ValueError(
+                f"gen-kl {divergence:.3g} is above --max-gen-kl {limit:g}: on {num_tokens:.0f} sampled tokens the "
+                f"engine's log-probs differ from the trainer's by {found.mean('abs_dlogp', 'rollout_tokens'):.3g} nats "
+                f"on average and by {largest:.3g} at most, so the completions are not those of the policy that is "
+                "trained. Nothing was updated, and checkpoints from before can be resumed. Check that "
+                "--refit-verify-interval 1 passes on such a checkpoint, that engine/config.json in the run folder "
+                "describes the model (rotary base, norm epsilon, vocabulary), and that the engine computes in the "
+                "trainer's precision. --max-gen-kl sets the limit; 0 removes it")
         return found
 
     def _over_world(self, totals: list[Totals], sums: Sequence[str] = (*LOSS_SUMS, *IMPORTANCE_SUMS),
@@ -460,18 +461,6 @@ def _multiples(run: RunConfig, layout: Layout, config: RlConfig) -> tuple[int, i
     if fp8 is not None:  # each rank's part of the tokens is an operand of its own
         multiple *= fp8.multiple
     return align, math.lcm(align, multiple)
-
-
-def _wrong_engine(mismatch: Totals, divergence: float, limit: float) -> str:
-    """Return the error for completions that the policy cannot have drawn, with what to check."""
-    num_tokens, largest = mismatch.sums["rollout_tokens"].item(), mismatch.maxima["max_abs_dlogp"].item()
-    return (f"gen-kl {divergence:.3g} is above --max-gen-kl {limit:g}: on {num_tokens:.0f} sampled tokens the "
-            f"engine's log-probs differ from the trainer's by {mismatch.mean('abs_dlogp', 'rollout_tokens'):.3g} nats "
-            f"on average and by {largest:.3g} at most, so the completions are not those of the policy that is trained. "
-            "Nothing was updated, and checkpoints from before can be resumed. Check that --refit-verify-interval 1 "
-            "passes on such a checkpoint, that engine/config.json in the run folder describes the model (rotary base, "
-            "norm epsilon, vocabulary), and that the engine computes in the trainer's precision. --max-gen-kl sets the "
-            "limit; 0 removes it")
 
 
 def _refuse_loss(microbatches: Sequence[PolicyMicrobatch], totals: Sequence[Totals], loss: float) -> NoReturn:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from megatron.core.utils import get_model_config
 
 from mimo.comm.host import broadcast_object, gather, raise_on_any_rank
@@ -24,7 +23,7 @@ from mimo.refit.rendezvous import RefitError
 from mimo.refit.scramble import rounded, scrambled
 from mimo.rl.images import ImageTokens, as_request
 from mimo.rl.launch_engine import engine_dtype
-from mimo.rl.policy import PolicyMicrobatch, PolicyTrainer
+from mimo.rl.policy import PolicyTrainer
 from mimo.rl.prompts import Prompt, PromptSet
 from mimo.rl.rollouts import Completion, prompt_length
 from mimo.watchdog.process_exit import ReportedElsewhereError
@@ -218,15 +217,21 @@ class RefitProbe:
         self._sequences: list[Completion] = broadcast_object(self._grids, [sequence for _, sequence in drawn])
         self.reports: dict[str, ProbeReport] = {}
 
-    def expect(self) -> Expected:
-        """Compute what an engine with the trainer's present weights should answer. Collective."""
-        return self._expect(self._rounding.noise_factor)
+    def expect(self, noise_factor: float | None = None) -> Expected:
+        """Compute what an engine with the trainer's present weights should answer. Collective.
+
+        `noise_factor` replaces that of the model's own weights.
+        """
+        logprobs = self._logprobs()
+        with rounded(self._policy.parts.built, self._grids, self._rounding.mantissa_bits):
+            return Expected(logprobs, self._logprobs(),
+                            self._rounding.noise_factor if noise_factor is None else noise_factor)
 
     @contextmanager
     def scrambled(self) -> Iterator[Expected]:
         """Scramble the trainer's weights inside the context, and give what an engine with them should answer."""
         with scrambled(self._policy.parts.built, self._grids):
-            yield self._expect(self._rounding.scrambled_noise_factor)
+            yield self.expect(self._rounding.scrambled_noise_factor)
 
     def compare(self, expected: Expected, weights: str) -> None:
         """Compare the engine's log-probs with the expected ones. The first rank asks the engine.
@@ -276,31 +281,22 @@ class RefitProbe:
             yield prompt, Completion(prompt.key, index, prompt.token_ids, tail, (0.0,) * len(tail), "length", 0.0,
                                      index, prompt.image_sizes, num_image_tokens)
 
-    def _expect(self, noise_factor: float) -> Expected:
-        logprobs = self._logprobs()
-        with rounded(self._policy.parts.built, self._grids, self._rounding.mantissa_bits):
-            return Expected(logprobs, self._logprobs(), noise_factor)
-
     def _logprobs(self) -> list[list[float | None]]:
         """Compute log-probs of each sequence from its second token on, None for image tokens. Collective."""
         microbatches = self._policy.microbatches(self._sequences)
         values = self._policy.old_log_probs(microbatches, temperature=1.0)
         own: dict[int, list[float | None]] = {}
         if self._policy.parts.counts_losses:
+            images = set() if self._policy.images is None else self._policy.images.ids
             for batch, found in zip(microbatches, values, strict=True):
-                own |= self._by_sequence(batch, found)
+                own |= {member: [] for member in batch.members}
+                whole = (self._policy.whole_row(batch, each).tolist()
+                         for each in (batch.sampled.sequence_ids, batch.labels[0], found))
+                for row, label, value in zip(*whole, strict=True):
+                    if label >= 0:  # not the end of a sequence, and no padding
+                        own[batch.members[row]].append(None if label in images else value)
         by_sequence = {index: row for each in gather(self._grids, own) for index, row in each.items()}
         return [by_sequence[index] for index in range(len(self._sequences))]
-
-    def _by_sequence(self, batch: PolicyMicrobatch, values: torch.Tensor) -> dict[int, list[float | None]]:
-        images = set() if self._policy.images is None else self._policy.images.ids
-        rows: dict[int, list[float | None]] = {member: [] for member in batch.members}
-        whole = (self._policy.whole_row(batch, each).tolist()
-                 for each in (batch.sampled.sequence_ids, batch.labels[0], values))
-        for row, label, value in zip(*whole, strict=True):
-            if label >= 0:
-                rows[batch.members[row]].append(None if label in images else value)
-        return rows
 
 
 def rounding(config: RlRunConfig, platform: str) -> Rounding:

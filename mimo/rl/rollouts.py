@@ -150,7 +150,14 @@ class RolloutSource:
         """
         prompts = tuple(self.prompts.prompt(index) for index in range(first, first + count))
         for prompt in prompts:
-            self._check_length(prompt)
+            if not prompt.token_ids:
+                raise ValueError(f"prompt {prompt.key} has no token")
+            of_images, length = num_image_tokens(prompt, self.images), prompt_length(prompt, self.images)
+            if length + self.sampling.max_tokens > self.seq_length:
+                images = f", {of_images} of them from images" if of_images else ""
+                raise ValueError(
+                    f"prompt {prompt.key} has {length} tokens{images}; with --max-completion-tokens "
+                    f"{self.sampling.max_tokens} they are more than --seq-length {self.seq_length}")
         began = time.perf_counter()
         seeds = () if self.seed is None else [draw_seed(self.seed, first + place) for place in range(count)]
         answers = self.engine.generate([as_request(prompt) for prompt in prompts], self.sampling, seeds)
@@ -182,25 +189,15 @@ class RolloutSource:
             for place, (prompt, group) in enumerate(zip(asked.prompts, asked.answers, strict=True))
             for number, answer in enumerate(group))
         reward_s = time.perf_counter() - began
-        return Rollouts(completions, asked.version, asked.seconds, reward_s,
-                        tuple(self._show(prompt, place, completions)
-                              for place, prompt in enumerate(asked.prompts[:num_shown])))
-
-    def _show(self, prompt: Prompt, place: int, completions: Sequence[Completion]) -> Generation:
-        answers = [Answer(self.prompts.decode(each.token_ids), each.reward, truncated=each.finish_reason == "length")
-                   for each in completions if each.prompt == place]
-        images = [reduced(picture) for picture in prompt.pictures()[:MAX_IMAGES]] if prompt.image_sizes else []
-        return Generation(prompt.key, answers, str(prompt.ground_truth), prompt.text, images, len(prompt.image_sizes))
-
-    def _check_length(self, prompt: Prompt) -> None:
-        if not prompt.token_ids:
-            raise ValueError(f"prompt {prompt.key} has no token")
-        of_images, length = num_image_tokens(prompt, self.images), prompt_length(prompt, self.images)
-        if length + self.sampling.max_tokens > self.seq_length:
-            images = f", {of_images} of them from images" if of_images else ""
-            raise ValueError(
-                f"prompt {prompt.key} has {length} tokens{images}; with --max-completion-tokens "
-                f"{self.sampling.max_tokens} they are more than --seq-length {self.seq_length}")
+        shown = []
+        for place, prompt in enumerate(asked.prompts[:num_shown]):
+            texts = [Answer(self.prompts.decode(each.token_ids), each.reward,
+                            truncated=each.finish_reason == "length")
+                     for each in completions if each.prompt == place]
+            images = [reduced(picture) for picture in prompt.pictures()[:MAX_IMAGES]] if prompt.image_sizes else []
+            shown.append(Generation(prompt.key, texts, str(prompt.ground_truth), prompt.text, images,
+                                    len(prompt.image_sizes)))
+        return Rollouts(completions, asked.version, asked.seconds, reward_s, tuple(shown))
 
     def _score(self, prompt: Prompt, answer: Rollout) -> float:
         text = self.prompts.decode(answer.token_ids)

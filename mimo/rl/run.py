@@ -34,13 +34,13 @@ def run(config: RlRunConfig, layout: Layout) -> int:
     platform = get_platform(config.train.device)
     config = replace(config, train=replace(config.train, device=platform.name))
     check_placement(config, int(os.environ.get("RANK", "0")))
+
+    def loop(config: RlRunConfig, grids: Grids, platform: Platform) -> None:
+        # Megatron Core may only be imported once the platform is installed.
+        from mimo.rl.loop import RlLoop
+
+        prompts = config.find_dataset(config.data.dataset_provider)
+        RlLoop(config, grids, platform, model_provider(config.model.model_provider), prompts).run()
+
     # Ranks gather weights for a refit, during which any of them may wait for the engine (`Collector.refit`).
-    return launch(config, layout, _loop, longest_wait_s=2 * config.rollout.refit_timeout_s)
-
-
-def _loop(config: RlRunConfig, grids: Grids, platform: Platform) -> None:
-    # Megatron Core may only be imported once the platform is installed.
-    from mimo.rl.loop import RlLoop
-
-    provider, prompts = model_provider(config.model.model_provider), config.find_dataset(config.data.dataset_provider)
-    RlLoop(config, grids, platform, provider, prompts).run()
+    return launch(config, layout, loop, longest_wait_s=2 * config.rollout.refit_timeout_s)

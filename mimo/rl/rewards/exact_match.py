@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mimo.rl.rewards.reasoning import visible_text
+from mimo.rl.rewards.protocol import visible_text
 
 
 def reward(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:

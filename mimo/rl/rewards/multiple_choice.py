@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mimo.rl.rewards.reasoning import visible_text
+from mimo.rl.rewards.protocol import visible_text
 
 LETTERS = "ABCDEFGHIJ"
 

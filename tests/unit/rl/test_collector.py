@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from mimo.model.build import OPTIMIZER, WEIGHTS
-from mimo.rl.collector import Collector, Devices, what_leaves
-from mimo.rl.cursor import Pending, PromptCursor
+from mimo.rl.collector import Collector, Pending, PromptCursor
+from mimo.rl.offload import Devices, what_leaves
 from mimo.rl.prompts import Prompt
 from mimo.rollout.engine import Rollout
 from mimo.watchdog.watchdog import Watchdog

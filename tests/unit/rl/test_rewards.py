@@ -12,7 +12,7 @@ from mimo.rl.rewards.gsm8k import answer
 from mimo.rl.rewards.gsm8k import reward as gsm8k
 from mimo.rl.rewards.multiple_choice import choice
 from mimo.rl.rewards.multiple_choice import reward as multiple_choice
-from mimo.rl.rewards.reasoning import visible_text
+from mimo.rl.rewards.protocol import visible_text
 from tests.support.gsm8k_answers import ANSWERS
 
 
