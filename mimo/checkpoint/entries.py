@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,35 +52,28 @@ class Saved:
 
 def saved_tensors(model: HeteroModel, grids: Grids) -> list[Saved]:
     """Return every parameter and persistent buffer of this rank, modules in the model's order."""
-    return [saved for name, part in named_modules_of(model) for saved in _of_module(name, part, grids)]
-
-
-def _of_module(name: str, part: Any, grids: Grids) -> Iterator[Saved]:
-    module = unwrap_model(part)
-    metadata = {"dp_cp_group": grids.collections[name].dp_cp}
-    state = sharded_state_dict_default(module, f"{name}.", (), metadata)
-    experts = {
-        id(parameter) for parameter in module.parameters() if not vars(parameter).get("allreduce", True)
-    }
-    for entry in nested_values(state):
-        # Extra state holds the scaling history of fp8 layers and nothing else.
-        if not isinstance(entry, (ShardedTensor, ShardedTensorFactory)) or entry.data is None:
-            continue
-        pieces = list(_pieces(entry))
-        yield Saved(name, entry.key.removeprefix(f"{name}."), entry.data, pieces, id(entry.data) in experts)
-
-
-def _pieces(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[ShardedTensor]:
-    if isinstance(entry, ShardedTensor):
-        yield replace(entry, data=entry.data.detach())
-        return
-    built = replace(entry, data=entry.data.detach()).build()
-    for piece in nested_values(built):
-        assert isinstance(piece, ShardedTensor), piece
-        assert piece.data.is_contiguous() and piece.data.untyped_storage().data_ptr() == (
-            entry.data.untyped_storage().data_ptr()
-        ), f"{entry.key} is not split into contiguous views"
-        yield piece
+    found = []
+    for name, part in named_modules_of(model):
+        module = unwrap_model(part)
+        state = sharded_state_dict_default(module, f"{name}.", (), {"dp_cp_group": grids.collections[name].dp_cp})
+        experts = {
+            id(parameter) for parameter in module.parameters() if not vars(parameter).get("allreduce", True)
+        }
+        for entry in nested_values(state):
+            # Extra state holds the scaling history of fp8 layers and nothing else.
+            if not isinstance(entry, (ShardedTensor, ShardedTensorFactory)) or entry.data is None:
+                continue
+            detached = replace(entry, data=entry.data.detach())
+            pieces = [detached] if isinstance(detached, ShardedTensor) else list(nested_values(detached.build()))
+            for piece in pieces:
+                assert isinstance(piece, ShardedTensor), piece
+                # A factory has to split by views. Values that are loaded into copies would be lost.
+                assert isinstance(entry, ShardedTensor) or (
+                    piece.data.is_contiguous()
+                    and piece.data.untyped_storage().data_ptr() == entry.data.untyped_storage().data_ptr()
+                ), f"{entry.key} is not split into contiguous views"
+            found.append(Saved(name, entry.key.removeprefix(f"{name}."), entry.data, pieces, id(entry.data) in experts))
+    return found
 
 
 def flat_range(

@@ -98,9 +98,21 @@ def find_source(flags: CheckpointConfig, root: Path) -> Source | None:
         flags: flags of the run.
         root: folder of --load.
     """
-    own = _own_checkpoint(flags)
-    if own is not None:
-        return Source(own, "--save", True)
+    if flags.starts_elsewhere:
+        assert flags.load is not None and flags.save is not None
+        own_root = Path(flags.save)
+        own = paths.find(own_root, None, "--save")
+        # Imported weights are not a result of this run.
+        if own is not None and own.name != paths.RELEASE:
+            began: str | None = flat_config(read_common(own).get("config", "")).get("load")
+            # It may also have been started again with --load and --save the same folder.
+            before = replace(flags, load=began)
+            if began is None or (before.starts_elsewhere and os.path.realpath(began) != os.path.realpath(flags.load)):
+                raise ValueError(
+                    f"--load {flags.load} with --save {own_root}: {own.name} there is of a run that began "
+                    f"{'without --load' if began is None else f'with --load {began}'}. To go on from it give --load "
+                    f"{own_root}, to start from {flags.load} give --save another folder")
+            return Source(own, "--save", True)
     folder = paths.find(root, flags.ckpt_step)
     if folder is not None:
         return Source(folder, "--load", flags.save is not None and not flags.starts_elsewhere)
@@ -108,31 +120,6 @@ def find_source(flags: CheckpointConfig, root: Path) -> Source | None:
         what = "holds no checkpoint" if root.is_dir() else "does not exist"
         raise ValueError(f"--load {root} {what}; a run starts from scratch only if --save names the same folder")
     return None
-
-
-def _own_checkpoint(flags: CheckpointConfig) -> Path | None:
-    """Find the latest checkpoint in --save if --load is another folder; None if the run has not saved yet.
-
-    Raises:
-        ValueError: another run has saved there, or the latest checkpoint is not complete.
-    """
-    if not flags.starts_elsewhere:
-        return None
-    assert flags.load is not None and flags.save is not None
-    root = Path(flags.save)
-    folder = paths.find(root, None, "--save")
-    # Imported weights are not a result of this run.
-    if folder is None or folder.name == paths.RELEASE:
-        return None
-    began: str | None = flat_config(read_common(folder).get("config", "")).get("load")
-    # It may also have been started again with --load and --save the same folder.
-    own = replace(flags, load=began)
-    if began is None or (own.starts_elsewhere and os.path.realpath(began) != os.path.realpath(flags.load)):
-        raise ValueError(
-            f"--load {flags.load} with --save {root}: {folder.name} there is of a run that began "
-            f"{'without --load' if began is None else f'with --load {began}'}. To go on from it give --load {root}, to "
-            f"start from {flags.load} give --save another folder")
-    return folder
 
 
 def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog, flag: str = "--load") -> Loaded:
@@ -219,29 +206,26 @@ def _open(state: RunState, folder: Path, flag: str) -> tuple[dict[str, Any], Met
         error = str(problem)
     _stop_for_damage(state, folder, error, flag)
     assert index is not None, "raised above"
-    try:
-        error, notes = _compare_model(state, common, f"{flag} {folder}")
-    except ValueError as problem:
-        error = str(problem)
+    config = state.config
+    if not common.get("model"):
+        notes = ["the checkpoint is of an older version, which did not store the model's configuration: whether flags "
+                 "such as --norm-epsilon and --rotary-base are the same was not checked"]
+    else:
+        modules = [module for module in state.grids.layout.grids if module in common["grids"]]
+        try:
+            differences = model_differences(common["model"], registry.model_provider(config.model.model_provider),
+                                            config.model_family, modules)
+        except ValueError as problem:
+            error = str(problem)
+        else:
+            lines, notes = refused(differences, config.checkpoint.allowed_differences)
+            if lines:
+                error = "\n  ".join([
+                    f"{flag} {folder}: its weights belong to a model that computes something else. Give the "
+                    "checkpoint's values or, if the weights fit this model all the same, --allow-difference with the "
+                    "name of the flag:", *lines])
     raise_on_any_rank(state.grids, error)
     return common, index, notes
-
-
-def _compare_model(state: RunState, common: dict[str, Any], source: str) -> tuple[str | None, list[str]]:
-    """Describe how the checkpoint's model computes something else than the run's, with notes on the comparison."""
-    if not common.get("model"):
-        return None, ["the checkpoint is of an older version, which did not store the model's configuration: whether "
-                      "flags such as --norm-epsilon and --rotary-base are the same was not checked"]
-    config = state.config
-    modules = [module for module in state.grids.layout.grids if module in common["grids"]]
-    differences = model_differences(common["model"], registry.model_provider(config.model.model_provider),
-                                    config.model_family, modules)
-    lines, notes = refused(differences, config.checkpoint.allowed_differences)
-    if not lines:
-        return None, notes
-    return "\n  ".join([
-        f"{source}: its weights belong to a model that computes something else. Give the checkpoint's values or, if "
-        "the weights fit this model all the same, --allow-difference with the name of the flag:", *lines]), notes
 
 
 def _check_data(state: RunState, common: dict[str, Any], source: str) -> list[str]:
@@ -342,8 +326,14 @@ def _check(state: RunState, folder: Path, common: dict[str, Any], index: Metadat
                 notes.append(f"multi-token prediction ({len(passed_over)} tensors) is passed over: this run has none")
         gaps = {f"{key}: its pieces leave something out or overlap" for key in asked
                 if key in stored and not is_covered(stored[key])}
-        error = _listing(f"{flag} {folder}", set().union(*(report[0] for report in reports)),
-                         set().union(*(report[1] for report in reports)), left, gaps)
+        lines: list[str] = []
+        for title, found in (("missing in the checkpoint", set().union(*(report[0] for report in reports))),
+                             ("of another shape or dtype", set().union(*(report[1] for report in reports))),
+                             ("in the checkpoint, but not in this run", left), ("incomplete in the checkpoint", gaps)):
+            if found:
+                lines += [f"{title} ({len(found)}):", *(f"  {name}" for name in sorted(found))]
+        if lines:
+            error = "\n".join([f"{flag} {folder} does not fit this run; nothing was loaded", *lines])
     raise_on_any_rank(state.grids, error)
     return notes
 
@@ -361,15 +351,6 @@ def _concerns(key: str, state: RunState, common: dict[str, Any], wants_optimizer
         part = PROJECTOR if ".input_projections." in key else module
         return wants_optimizer and part not in state.config.model.frozen
     return key.split(".")[0] in modules or key.split(".")[0] not in common["grids"]
-
-
-def _listing(source: str, missing: set[str], clashes: set[str], left: set[str], gaps: set[str]) -> str | None:
-    lines = []
-    for title, found in (("missing in the checkpoint", missing), ("of another shape or dtype", clashes),
-                         ("in the checkpoint, but not in this run", left), ("incomplete in the checkpoint", gaps)):
-        if found:
-            lines += [f"{title} ({len(found)}):", *(f"  {name}" for name in sorted(found))]
-    return "\n".join([f"{source} does not fit this run; nothing was loaded", *lines]) if lines else None
 
 
 def _objects(state: RunState, flags: CheckpointConfig, index: Metadata, notes: list[str]) -> dict[str, Any]:

@@ -107,7 +107,9 @@ class FolderLock:
         if found is not None and found != holder and not found.is_same(self._me):
             os.close(self._file)
             raise ValueError(self._refusal(found))  # another run was faster
-        self._write(json.dumps(asdict(self._me)).encode())
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, json.dumps(asdict(self._me)).encode(), 0)
+        os.fsync(self._file)
         self._thread = threading.Thread(target=self._renew, name="checkpoint lock", daemon=True)
         self._thread.start()
 
@@ -191,11 +193,6 @@ class FolderLock:
                                    "waiting for up to %.0f s", self._path.parent, patience_s)
             os.close(file)
             time.sleep(0.1)
-
-    def _write(self, content: bytes) -> None:
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, content, 0)
-        os.fsync(self._file)
 
     def _renew(self) -> None:
         while not self._released.wait(RENEW_S):

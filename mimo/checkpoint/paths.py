@@ -70,21 +70,18 @@ def publish(root: Path, iteration: int, keep_last: int | None) -> Path:
     write_tracker(root, str(iteration))
     if replaced.exists():
         _delete(replaced)
-    if keep_last is not None:
-        _delete_surplus(root, iteration, keep_last)
-    return final
-
-
-def _delete_surplus(root: Path, iteration: int, keep_last: int) -> None:
-    """Keep the newest checkpoints up to `iteration`. Later ones exist after --ckpt-step and are left alone."""
+    if keep_last is None:
+        return final
     steps = saved_iterations(root)
     for old in [step for step in steps if step <= iteration][:-keep_last]:
         _delete(iteration_dir(root, old))
+    # Later checkpoints exist after --ckpt-step. They are left alone.
     later = [str(step) for step in steps if step > iteration]
     if later and root not in _warned:
         _warned.add(root)
         logger.warning("%s: checkpoints of iterations %s are later than %d, the latest of this run: --keep-last "
                        "neither counts nor deletes them", root, ", ".join(later), iteration)
+    return final
 
 
 def _delete(folder: Path) -> None:
@@ -96,7 +93,11 @@ def _delete(folder: Path) -> None:
     try:
         gone = folder
         if not folder.name.startswith(_DELETED):
-            gone = _free_name(folder)
+            name = folder.name.removeprefix(_UNFINISHED).removeprefix(_REPLACED)
+            # An earlier deletion may have left a folder of this name.
+            names = (folder.with_name(f"{_DELETED}{name}" + (f".{number}" if number else ""))
+                     for number in itertools.count())
+            gone = next(each for each in names if not each.exists())
             folder.rename(gone)
         shutil.rmtree(gone, onexc=lambda _, __, error: problems.append(error))
     except OSError as error:
@@ -105,13 +106,6 @@ def _delete(folder: Path) -> None:
     if problems and remains.exists() and remains not in _warned:
         _warned.add(remains)
         logger.warning("%s could not be deleted: %s: %s", remains, type(problems[0]).__name__, problems[0])
-
-
-def _free_name(folder: Path) -> Path:
-    """Return the name of a folder that is about to be deleted; an earlier deletion may have left one there."""
-    name = folder.name.removeprefix(_UNFINISHED).removeprefix(_REPLACED)
-    names = (folder.with_name(f"{_DELETED}{name}" + (f".{number}" if number else "")) for number in itertools.count())
-    return next(each for each in names if not each.exists())
 
 
 def write_tracker(root: Path, latest: str) -> None:

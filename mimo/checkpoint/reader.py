@@ -227,8 +227,17 @@ class CheckedReader(FileSystemReader):
                 stored = self.storage_data[item.storage_index]
                 if place != stored.offset:  # several items may be parts of one stored tensor, which is read once
                     place, value = stored.offset, self._read_item(file, name, item, stored, problems)
-                if value is not None:
-                    _deliver(item, value, planner)
+                if value is None:
+                    continue
+                # Pass the item to the planner as torch's reader does.
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, io.BytesIO(value))
+                    continue
+                part = value[Box.at(item.storage_offsets, item.lengths).slices]
+                target = planner.resolve_tensor(item).detach()
+                assert target.shape == part.shape, (item, target.shape, part.shape)
+                target.copy_(part)
+                planner.commit_tensor(item, target)
 
     def _read_item(self, file: Any, name: str, item: ReadItem, stored: Any, problems: list[str]) -> Any:
         """Read a stored tensor, or the bytes of an object. If it is damaged, note that and return None."""
@@ -252,18 +261,6 @@ class CheckedReader(FileSystemReader):
             return None
 
 
-def _deliver(item: ReadItem, value: Any, planner: LoadPlanner) -> None:
-    """Pass an item to the planner, as torch's reader does."""
-    if item.type == LoadItemType.BYTE_IO:
-        planner.load_bytes(item, io.BytesIO(value))
-        return
-    part = value[Box.at(item.storage_offsets, item.lengths).slices]
-    target = planner.resolve_tensor(item).detach()
-    assert target.shape == part.shape, (item, target.shape, part.shape)
-    target.copy_(part)
-    planner.commit_tensor(item, target)
-
-
 class DataOnlyPlanner(torch_strategy.MCoreLoadPlanner):
     """Megatron Core's planner, which never runs code from an object of a checkpoint."""
 
@@ -274,19 +271,6 @@ class DataOnlyPlanner(torch_strategy.MCoreLoadPlanner):
             self.state_dict[name] = torch.load(value, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise ValueError(f"{name} of the checkpoint is damaged: {why_unreadable(error)}") from error
-
-
-def _load_here(state: dict[str, Any], reader: CheckedReader, planner: DataOnlyPlanner) -> None:
-    """Load with torch, on this rank alone.
-
-    The cause of torch's exception is raised in its place. torch's is no `Exception`, so that the handlers which inform
-    the other ranks would not catch it.
-    """
-    try:
-        checkpoint.load(state, storage_reader=reader, planner=planner, no_dist=True)
-    except CheckpointException as error:
-        (cause, _), = error.failures.values()
-        raise cause from None
 
 
 class DataOnlyLoadStrategy(torch_strategy.TorchDistLoadShardedStrategy):
@@ -310,5 +294,12 @@ class DataOnlyLoadStrategy(torch_strategy.TorchDistLoadShardedStrategy):
         with warnings.catch_warnings():
             # Megatron Core passes a deprecated class to torch, and arguments in another order.
             warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
-            _load_here(state, reader, planner)
+            try:
+                # Each rank reads what it needs by itself.
+                checkpoint.load(state, storage_reader=reader, planner=planner, no_dist=True)
+            except CheckpointException as error:
+                # torch's exception is no `Exception`, so that the handlers which inform the other ranks would not
+                # catch it. Its cause is raised in its place.
+                (cause, _), = error.failures.values()
+                raise cause from None
         return compat.by_own_key(state, flat_mapping, names, sharded_state_dict)

@@ -49,21 +49,6 @@ CONFIG_FILE = "run_config.toml"
 START_S = 0.001
 
 
-@dataclass
-class Content:
-    """The part of a checkpoint that rank 0 writes besides its own tensors.
-
-    Attributes:
-        metadata: the index, without places in files.
-        written: `Write.written` of each rank.
-        common: the common state, which is the same on every rank.
-    """
-
-    metadata: Metadata
-    written: list[bytes]
-    common: dict[str, Any]
-
-
 class Publication:
     """Publishes a checkpoint in a thread of its own, so that training does not wait for the disk.
 
@@ -72,12 +57,16 @@ class Publication:
     Args:
         root: folder of the run's checkpoints.
         iteration: iteration of the checkpoint.
-        content: the files that are still missing.
+        metadata: the index, without places in files.
+        written: `Write.written` of each rank.
+        common: the common state, which is the same on every rank.
         keep_last: number of complete checkpoints to keep; None keeps all.
     """
 
-    def __init__(self, root: Path, iteration: int, content: Content, keep_last: int | None) -> None:
-        self._root, self._iteration, self._content, self._keep_last = root, iteration, content, keep_last
+    def __init__(self, root: Path, iteration: int, metadata: Metadata, written: list[bytes], common: dict[str, Any],
+                 keep_last: int | None) -> None:
+        self._root, self._iteration, self._keep_last = root, iteration, keep_last
+        self._metadata, self._written, self._common = metadata, written, common
         self._error: str | None = "the publisher has not run to its end"
         self._thread = threading.Thread(target=self._run, name="checkpoint publisher", daemon=True)
         self._thread.start()
@@ -95,32 +84,33 @@ class Publication:
         # The thread that has started this one goes first. Otherwise it would wait a whole switch interval.
         time.sleep(START_S)
         try:
-            _write_content(paths.unfinished_dir(self._root, self._iteration), self._content)
+            self._write_files(paths.unfinished_dir(self._root, self._iteration))
             paths.publish(self._root, self._iteration, self._keep_last)
             self._error = None
         except OSError as error:
             self._error = f"{type(error).__name__}: {error}"
 
-
-def _write_content(folder: Path, content: Content) -> None:
-    metadata = content.metadata
-    checksums: dict[str, dict[int, int]] = {}
-    metadata.storage_data = {}
-    for of_rank in content.written:
-        for fqn, offsets, name, offset, length, checksum in json.loads(of_rank):
-            index = MetadataIndex(fqn, None if offsets is None else torch.Size(offsets))
-            metadata.storage_data[index] = StorageInfo(name, offset, length)
-            checksums.setdefault(name, {})[offset] = checksum
-    metadata.storage_meta, metadata.version = StorageMeta(), CURRENT_DCP_VERSION
-    common = io.BytesIO()
-    torch.save(content.common, common)
-    for name, data in ((INDEX, pickle.dumps(metadata)), (COMMON, common.getvalue())):
-        paths.write_file(folder / name, data)
-        checksums[name] = {0: zlib.crc32(data)}
-    paths.write_file(folder / CHECKSUMS, json.dumps(checksums).encode())
-    paths.write_file(folder / CONFIG_FILE, content.common["config"].encode())
-    config = CheckpointingConfig("torch_dist", 1)
-    paths.write_file(folder / paths.METADATA, json.dumps(asdict(config)).encode())
+    def _write_files(self, folder: Path) -> None:
+        """Write the files that all ranks share: the index, the common state, checksums, and the flags for people."""
+        metadata = self._metadata
+        checksums: dict[str, dict[int, int]] = {}
+        metadata.storage_data = {}
+        for of_rank in self._written:
+            for fqn, offsets, name, offset, length, checksum in json.loads(of_rank):
+                index = MetadataIndex(fqn, None if offsets is None else torch.Size(offsets))
+                metadata.storage_data[index] = StorageInfo(name, offset, length)
+                checksums.setdefault(name, {})[offset] = checksum
+        metadata.storage_meta, metadata.version = StorageMeta(), CURRENT_DCP_VERSION
+        common = io.BytesIO()
+        torch.save(self._common, common)
+        for name, data in ((INDEX, pickle.dumps(metadata)), (COMMON, common.getvalue())):
+            paths.write_file(folder / name, data)
+            checksums[name] = {0: zlib.crc32(data)}
+        paths.write_file(folder / CHECKSUMS, json.dumps(checksums).encode())
+        paths.write_file(folder / CONFIG_FILE, self._common["config"].encode())
+        # This file makes the folder a complete checkpoint (`paths.METADATA`), so it comes last.
+        config = CheckpointingConfig("torch_dist", 1)
+        paths.write_file(folder / paths.METADATA, json.dumps(asdict(config)).encode())
 
 
 logger = logging.getLogger(__name__)
@@ -250,8 +240,8 @@ class Saver:
             written = gather_at(self._state.grids, pending.write.written, 0)
             if written is not None:
                 assert self._plan is not None and self._plan.metadata is not None, "rank 0 plans for all"
-                content = Content(self._plan.metadata, written, pending.common)
-                pending.publication = Publication(self.root, pending.iteration, content, self._flags.keep_last)
+                pending.publication = Publication(self.root, pending.iteration, self._plan.metadata, written,
+                                                  pending.common, self._flags.keep_last)
             pending.is_written = True
             self._pending = pending
             return
@@ -300,7 +290,15 @@ class Saver:
             self._plan = make_plan({**objects, **(tensors or self._tensors())}, grids, WRITERS_PER_RANK)
             self._copies = None if self._buffer is None else self._buffer.lay_out(self._plan.tensors)
         assert self._plan is not None
-        steps = _merged([report[2] for report in reports]) if self._flags.save_optim else None
+        steps: dict[str, dict[str, int]] | None = None
+        if self._flags.save_optim:
+            steps = {}
+            for of_rank in (report[2] for report in reports):
+                for module, parts in of_rank.items():
+                    for part, step in parts.items():
+                        # Ranks that hold elements of the same part have made the same updates.
+                        known = steps.setdefault(module, {}).setdefault(part, step)
+                        assert known == step, f"ranks count {known} and {step} updates of {part} of {module}"
         folder = paths.unfinished_dir(self.root, iteration)
         write = Write(folder, self._plan, serialized_objects(objects), self._copies)
         return write, common_state(state, progress, steps)
@@ -363,17 +361,6 @@ class Saver:
         steps = paths.saved_iterations(self.root)
         kept = f"the last complete checkpoint is that of iteration {steps[-1]}" if steps else "there is none before it"
         raise_known_errors(grids, [error and f"--save {self.root}: {error}; {kept}" for error in errors])
-
-
-def _merged(by_rank: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:
-    """Merge the step counts of all ranks. Ranks that hold elements of the same part must agree on its count."""
-    merged: dict[str, dict[str, int]] = {}
-    for steps in by_rank:
-        for module, parts in steps.items():
-            for part, step in parts.items():
-                known = merged.setdefault(module, {}).setdefault(part, step)
-                assert known == step, f"ranks count {known} and {step} updates of {part} of {module}"
-    return merged
 
 
 def _plain_data_error(name: str, value: Any) -> str | None:

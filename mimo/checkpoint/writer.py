@@ -76,7 +76,16 @@ def make_plan(sharded: dict[str, Any], grids: Grids, files_per_rank: int) -> Pla
     # Megatron Core would plan copies of other tensors, and later saves would write these copies unchanged.
     strided = [entry.key for entry in tensors if not entry.data.is_contiguous()]
     assert not strided, f"not contiguous: {', '.join(strided)}"
-    _check_slices(sharded, grids)
+    # Only rank 0 gathers the slices and checks that they make up whole tensors: there are as many as ranks times
+    # tensors.
+    slices = gather_at(grids, [entry.without_data() for entry in nested_values(sharded)], 0)
+    error = None
+    if slices is not None:
+        try:
+            validate_sharding_integrity(slices)
+        except CheckpointingException as problem:
+            error = f"the checkpoint would not be whole: {problem}"
+    raise_known_errors(grids, [broadcast_object(grids, error)])
     by_key, _, _ = compat.by_stored_key(sharded, True)
     state = torch_strategy.mcore_to_pyt_state_dict(by_key, False)
     planner = torch_strategy.MCoreSavePlanner(
@@ -94,21 +103,6 @@ def make_plan(sharded: dict[str, Any], grids: Grids, files_per_rank: int) -> Pla
     plan = Plan(files, metadata)
     assert {tensor.data_ptr() for tensor in plan.tensors} <= {entry.data.data_ptr() for entry in tensors}
     return plan
-
-
-def _check_slices(sharded: dict[str, Any], grids: Grids) -> None:
-    """Check that the ranks' slices make up whole tensors. Raises the errors of `make_plan`.
-
-    Only rank 0 gathers the slices, because there are as many as ranks times tensors.
-    """
-    slices = gather_at(grids, [entry.without_data() for entry in nested_values(sharded)], 0)
-    error = None
-    if slices is not None:
-        try:
-            validate_sharding_integrity(slices)
-        except CheckpointingException as problem:
-            error = f"the checkpoint would not be whole: {problem}"
-    raise_known_errors(grids, [broadcast_object(grids, error)])
 
 
 def serialized_objects(sharded: dict[str, Any]) -> dict[str, bytes]:
@@ -226,6 +220,7 @@ class Write:
 
     Attributes:
         num_bytes: bytes of tensors that this rank writes.
+        written: every item with its place and checksum, as JSON, once all files are written.
     """
 
     def __init__(self, folder: Path, plan: Plan, objects: dict[str, bytes], copies: list[torch.Tensor] | None) -> None:
@@ -233,7 +228,7 @@ class Write:
         tensors = iter(plan.tensors if copies is None else copies)
         self._tensors = [[next(tensors) for _ in file.tensors] for file in plan.files]
         self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in plan.tensors)
-        self._written = b"[]"
+        self.written = b"[]"
         self._error: str | None = "the writer has not run to its end"
         self._thread: threading.Thread | None = None
 
@@ -253,17 +248,12 @@ class Write:
             self._thread = None
         return self._error
 
-    @property
-    def written(self) -> bytes:
-        """Every item with its place and checksum, as JSON, once all files are written."""
-        return self._written
-
     def run(self) -> None:
         """Write all files in parallel."""
         try:
             with ThreadPoolExecutor(max(len(self._plan.files), 1)) as pool:
                 found = list(pool.map(self._write_file, self._plan.files, self._tensors))
-            self._written = json.dumps([item for items in found for item in items]).encode()
+            self.written = json.dumps([item for items in found for item in items]).encode()
             self._error = None
         except OSError as error:
             self._error = f"{type(error).__name__}: {error}"
