@@ -100,27 +100,21 @@ class LayerRecomputation:
         if again:
             fields = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": again}
         before = {name: vars(config)[name] for name in fields}
-        watch = self._measured(size) if size > self._largest else contextlib.nullcontext()
-        vars(config).update(fields)
-        try:
-            with watch:
-                yield
-        finally:
-            vars(config).update(before)
 
-    @contextlib.contextmanager
-    def _measured(self, size: int) -> Iterator[None]:
-        """Inside, measure what the first layer of the encoder keeps in a pass."""
         def measure(layer: torch.nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if size > self._largest:
                 self._largest = size  # before the layer runs again and comes here
                 self._rate = max(self._rate, saved_bytes(layer, kwargs) / size)
 
-        handle = self._layers[0].register_forward_pre_hook(measure, with_kwargs=True)
+        # A pass that is larger than all before it measures what its first layer keeps.
+        handle = self._layers[0].register_forward_pre_hook(measure, with_kwargs=True) if size > self._largest else None
+        vars(config).update(fields)
         try:
             yield
         finally:
-            handle.remove()
+            if handle is not None:
+                handle.remove()
+            vars(config).update(before)
 
 
 def saved_bytes(layer: torch.nn.Module, inputs: dict[str, Any]) -> int:

@@ -162,7 +162,15 @@ class EncoderPrefetch:
                 self._run_next(prefetched=False)
             entry = self._queue.popleft()
             assert entry.keys == side.keys, f"features of {entry.keys} for {side.keys}"
-            return self._handed_over(entry)
+            if entry.features is None or entry.ready is None:
+                return entry.features
+            compute = torch.cuda.current_stream(self._device)
+            compute.wait_event(entry.ready)
+            # A copy instead of `record_stream`: the host may be a whole step ahead of the device, and with
+            # `record_stream` the memory of all features of that step would be in use at once.
+            features = entry.features.clone()
+            self._copied.append((entry.features, compute.record_event()))
+            return features
 
     def _run_next(self, *, prefetched: bool) -> bool:
         """Compute the next features and queue them; returns whether the encoder ran."""
@@ -191,15 +199,3 @@ class EncoderPrefetch:
                 self._stream.wait_event(copied)
             self._copied.clear()
             yield
-
-    def _handed_over(self, entry: QueuedMicrobatch) -> torch.Tensor | None:
-        """Return the features of a queue entry for use on the compute stream."""
-        if entry.features is None or entry.ready is None:
-            return entry.features
-        compute = torch.cuda.current_stream(self._device)
-        compute.wait_event(entry.ready)
-        # A copy instead of `record_stream`: the host may be a whole step ahead of the device, and with `record_stream`
-        # the memory of all features of that step would be in use at once.
-        features = entry.features.clone()
-        self._copied.append((entry.features, compute.record_event()))
-        return features

@@ -208,6 +208,7 @@ class ModuleWindows:
         self._spread_features(window, mine)
 
     def _spread_features(self, window: int, mine: list[Image]) -> None:
+        """Send the features of this replica's images, `mine`, to their lanes, and receive those of this rank's lane."""
         rows = torch.cat([output.detach() for output in self._encoded[window].outputs] or [self._rows(0)])
         sends = {}
         for lane, cp in product(sorted({image.lane for image in mine}), range(self._language.cp)):
@@ -216,27 +217,23 @@ class ModuleWindows:
             for tp in range(self._language.tp):
                 if tp % self._encoder.tp == self._place["tp"]:
                     sends[self._language.rank_at(dp=lane, tp=tp, cp=cp)] = message
-        receives = {}
-        if self._is_first_stage:
-            for replica, tokens in self._tokens_by_replica(window).items():
-                source = self._encoder.rank_at(dp=replica, tp=self._language_tp % self._encoder.tp)
-                receives[source] = self._rows(sum(tokens))
+        tokens_by_replica = self._tokens_by_replica(window) if self._is_first_stage else {}
+        sources = {replica: self._encoder.rank_at(dp=replica, tp=self._language_tp % self._encoder.tp)
+                   for replica in tokens_by_replica}
+        receives = {sources[replica]: self._rows(sum(tokens)) for replica, tokens in tokens_by_replica.items()}
         self._exchange.staged(FEATURES, sends, receives)
-        if self._is_first_stage:
-            self._make_leaves(window, receives)
-
-    def _make_leaves(self, window: int, received: dict[int, torch.Tensor]) -> None:
-        """Sort the features of this rank's lane by microbatch and row."""
-        left = {}
-        for replica, tokens in self._tokens_by_replica(window).items():
-            source = self._encoder.rank_at(dp=replica, tp=self._language_tp % self._encoder.tp)
-            left[replica] = iter(received[source].split(tokens))
+        if not self._is_first_stage:
+            return
+        # A replica's message has the images in their order. Sort them by microbatch and row.
+        left = {replica: iter(receives[sources[replica]].split(tokens))
+                for replica, tokens in tokens_by_replica.items()}
         by_microbatch: dict[int, list[torch.Tensor]] = {}
         for image, replica in self._of_lane(window):
             by_microbatch.setdefault(image.microbatch, []).append(next(left[replica]))
         collects = self._needs_grad and not self._forward_only and torch.is_grad_enabled()
         self._encoded[window].leaves = {
             microbatch: torch.cat(parts).requires_grad_(collects) for microbatch, parts in by_microbatch.items()}
+
 
     def features(self, window: int, microbatch: int) -> torch.Tensor:
         """Return the features `[rows, hidden]` of a microbatch of this rank's lane; no rows without images."""

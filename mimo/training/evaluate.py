@@ -174,12 +174,6 @@ def evaluate(parts: TrainerParts, steps: Iterable[list[Microbatch]], num_samples
     return Evaluation(loss_sum / max(tokens, 1.0), matched / max(samples_seen, 1.0), int(samples_seen))
 
 
-def _target_span(text: TextBatch, sample: int) -> tuple[int, int]:
-    """Return the first position whose label is a target, and one past the last; `(0, 0)` without a target."""
-    positions = text.loss_mask[sample].nonzero().flatten().tolist()
-    return (positions[0], positions[-1] + 1) if positions else (0, 0)
-
-
 def greedy_decode(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> list[tuple[str, list[int], list[int]]]:
     """Decode the target span of every sample, feeding back the model's own tokens. Collective over the world.
 
@@ -192,7 +186,11 @@ def greedy_decode(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> li
     """
     microbatches = list(microbatches)
     texts = [batch.text for batch in microbatches if batch.text is not None]
-    spans = [[_target_span(text, sample) for sample in range(len(text.keys))] for text in texts]
+    # For each sample, the first position whose label is a target, and one past the last; (0, 0) without a target.
+    spans = []
+    for text in texts:
+        targets = [text.loss_mask[sample].nonzero().flatten().tolist() for sample in range(len(text.keys))]
+        spans.append([(found[0], found[-1] + 1) if found else (0, 0) for found in targets])
     longest = torch.tensor([max((stop - start for lane in spans for start, stop in lane), default=0)])
     dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=parts.grids.host)
     # The expected answer must not be in the input: decoding fills it in, token by token.

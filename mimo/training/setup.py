@@ -15,10 +15,10 @@ from megatron.core.utils import get_model_config, unwrap_model
 from mimo.bridge.disjoint import Bridge
 from mimo.bridge.exchange import Exchange
 from mimo.bridge.handshake import Handshake
-from mimo.bridge.pipeline import PipelineCommunicator, StageShapes
+from mimo.bridge.pipeline import PipelineCommunicator
 from mimo.checkpoint.differences import data_fields
-from mimo.checkpoint.load import Loaded, find_checkpoint, load_checkpoint
-from mimo.checkpoint.state import Progress, RunState, Source
+from mimo.checkpoint.load import find_checkpoint, load_checkpoint
+from mimo.checkpoint.state import Progress, RunState
 from mimo.comm.host import raise_on_any_rank
 from mimo.config.trainer import RunConfig
 from mimo.data.loader import StepLoader
@@ -78,7 +78,16 @@ def setup_trainer(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     grad_sync = GradSync(built, grids, Trace(watchdog, spans))
     optimizer = build_optimizer(config.optim, built, grids)
     optimizer.spans = spans
-    _wire_schedule(config, built, grad_sync, schedule_spans)
+    # Megatron Core's schedule takes its callbacks from the model's configuration.
+    model_config = get_model_config(built.model)
+    # With encoder windows the encoders' last backward passes come after the schedule, and the reduction after them.
+    model_config.finalize_model_grads_func = grad_sync.finalize if windows is None else None
+    model_config.no_sync_func = built.model.no_sync
+    model_config.timers = schedule_spans
+    if config.ddp.overlap_grad_reduce:
+        model_config.grad_sync_func = grad_sync.start
+    # Waiting on a transfer keeps the order of streams; the extra synchronisation only works around old NCCL bugs.
+    model_config.batch_p2p_sync = False
     return TrainerParts(config, grids, platform, watchdog, built, communicator,
                         Handshake(grids, config.lane_rows), grad_sync, optimizer,
                         build_scheduler(config, optimizer), schedule_spans,
@@ -107,23 +116,17 @@ def _communicator(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     model_config = get_model_config(built.model)
     # Ranks without the language model have its configuration only for its sizes, and without this dtype.
     model_config.pipeline_dtype = params_dtype(config)
-    return PipelineCommunicator(grids, model_config, bridges, _stage_shapes(config, provider, grids, built),
-                                schedule_spans)
-
-
-def _stage_shapes(config: RunConfig, provider: ModelProvider, grids: Grids, built: BuiltModel) -> StageShapes:
-    """Return the shapes of the hidden states before and after this rank's stage of the language model."""
-    language, hidden = grids.layout.language, provider.hidden_size(config.model_family)
+    # Shapes of the hidden states before and after this rank's stage of the language model. With DeepStack, they also
+    # have the features that later layers add.
+    language, hidden = grids.layout.language, provider.hidden_size(family)
     split = language.cp * (language.tp if config.layout.sequence_parallel else 1)
-    first = (config.train.seq_length // split, config.train.micro_batch_size, hidden)
-    levels = max((num_levels(provider, config.model_family, encoder.name) for encoder in grids.layout.encoders),
-                 default=0)
-    if not levels or LANGUAGE not in grids.modules:
-        return first, first
-    model_config = get_model_config(built.model.language_model)
-    stage = language.coordinates(grids.rank)["pp"]
-    before, after = ((*first[:2], hidden * (1 + stage_levels(model_config, levels, stage + more))) for more in (0, 1))
-    return before, after
+    rows = (config.train.seq_length // split, config.train.micro_batch_size)
+    before, after = (*rows, hidden), (*rows, hidden)
+    levels = max((num_levels(provider, family, encoder.name) for encoder in grids.layout.encoders), default=0)
+    if levels and LANGUAGE in grids.modules:
+        stage, decoder = language.coordinates(grids.rank)["pp"], get_model_config(built.model.language_model)
+        before, after = ((*rows, hidden * (1 + stage_levels(decoder, levels, stage + more))) for more in (0, 1))
+    return PipelineCommunicator(grids, model_config, bridges, (before, after), schedule_spans)
 
 
 def _windows(config: RunConfig, provider: ModelProvider, grids: Grids, platform: Platform, built: BuiltModel,
@@ -169,19 +172,6 @@ def _prefetch(config: RunConfig, grids: Grids, platform: Platform, watchdog: Wat
         if bridge.module == name:
             bridge.while_waiting = prefetch.launch
     return prefetch
-
-
-def _wire_schedule(config: RunConfig, built: BuiltModel, grad_sync: GradSync, schedule_spans: ScheduleSpans) -> None:
-    """Set the fields of the model's config from which Megatron Core's schedule takes its callbacks."""
-    model_config = get_model_config(built.model)
-    # With encoder windows the encoders' last backward passes come after the schedule, and the reduction after them.
-    model_config.finalize_model_grads_func = grad_sync.finalize if built.model.windows is None else None
-    model_config.no_sync_func = built.model.no_sync
-    model_config.timers = schedule_spans
-    if config.ddp.overlap_grad_reduce:
-        model_config.grad_sync_func = grad_sync.start
-    # Waiting on a transfer keeps the order of streams; the extra synchronisation only works around old NCCL bugs.
-    model_config.batch_p2p_sync = False
 
 
 @contextmanager
@@ -236,12 +226,28 @@ def start(
     """
     flags, family = state.config.checkpoint, state.config.model_family
     if loader is not None:
-        _read_data_fields(state)  # before anything is compared with them
+        # What checkpoints say about the data is read before the first sample, because files that flags name may change
+        # during the run. Only the first rank reads it, since it writes the common state of checkpoints.
+        error = None
+        if state.grids.rank == 0:
+            try:
+                state.data = data_fields(state.config)
+            except (ValueError, OSError) as problem:
+                error = f"--dataset-provider {state.config.data.dataset_provider}: {problem}"
+        raise_on_any_rank(state.grids, error)
     source = provider.megatron_source(family) if isinstance(provider, MegatronSourceProvider) else None
     state.source = found = find_checkpoint(state)
     if found is not None:
         loaded = load_checkpoint(state, found.folder, watchdog, found.flag)
-        _continue_data(state, loader, loaded, found)
+        # If one rank's data cannot go to the checkpoint's position, all ranks stop with its reason.
+        error = None
+        if loaded.streams is not None:
+            assert loader is not None, "a run without a loader takes only weights (--finetune)"
+            try:
+                loader.load_state_dict(loaded.streams)
+            except ValueError as problem:
+                error = f"{found.flag} {found.folder}: {problem}"
+        raise_on_any_rank(state.grids, error)
         lines = [f"loaded {found.folder}" + ("" if loaded.streams else " (weights only)")]
         if found.flag == "--save":
             lines.append(f"  --load {flags.load}{' --finetune' if flags.finetune else ''} is not read: --save has the "
@@ -266,30 +272,3 @@ def start(
         return Progress(), load_single_model(state, source, provider.token_spec(family).vocab_size, watchdog)
     lines = [] if flags.load is None else [f"--load {flags.load} holds no checkpoint yet: the run starts fresh"]
     return Progress(), lines
-
-
-def _read_data_fields(state: RunState) -> None:
-    """Record what the run's checkpoints say about its data.
-
-    This happens before the first sample, because files that flags name may change during the run. Only the first rank
-    reads them, since it writes the common state of checkpoints.
-    """
-    error = None
-    if state.grids.rank == 0:
-        try:
-            state.data = data_fields(state.config)
-        except (ValueError, OSError) as problem:
-            error = f"--dataset-provider {state.config.data.dataset_provider}: {problem}"
-    raise_on_any_rank(state.grids, error)
-
-
-def _continue_data(state: RunState, loader: Resumable | None, loaded: Loaded, source: Source) -> None:
-    """Bring the data to the checkpoint's position. If one rank cannot, all ranks stop with its reason."""
-    error = None
-    if loaded.streams is not None:
-        assert loader is not None, "a run without a loader takes only weights (--finetune)"
-        try:
-            loader.load_state_dict(loaded.streams)
-        except ValueError as problem:
-            error = f"{source.flag} {source.folder}: {problem}"
-    raise_on_any_rank(state.grids, error)

@@ -87,12 +87,6 @@ def _is_outdated(provider: FlopsProvider) -> bool:
     return any(len(found) > 1 and min(found) < said for found in built)
 
 
-def _recomputed_share(config: RunConfig, layout: Layout) -> float:
-    """Return the share of the language model's layers that --recompute full computes again."""
-    again, layers = config.model.recompute_num_layers, layers_of_stages(config, layout)
-    return 1.0 if again is None else sum(min(again, count) for count in layers) / sum(layers)
-
-
 def _counted(config: RunConfig, module: str) -> Recompute:
     """Return the recomputation whose FLOPs are counted; of the parts of --recompute-modules, those of core_attn."""
     how = config.model.recompute if module == LANGUAGE else config.model.encoder_recompute
@@ -131,8 +125,11 @@ class FlopsMeter:
                       if component.module in layout.grids]
         if {component.module for component in components} != set(layout.grids):
             return None
+        # The share of the language model's layers that --recompute full computes again.
+        again, layers = config.model.recompute_num_layers, layers_of_stages(config, layout)
+        share = 1.0 if again is None else sum(min(again, count) for count in layers) / sum(layers)
         counter = FlopsCounter(components, frozen=config.model.frozen, recompute=_counted(config, LANGUAGE),
-                               recomputed_share=_recomputed_share(config, layout),
+                               recomputed_share=share,
                                encoder_recompute=_counted(config, "encoder"),
                                logits_again=config.model.logits_chunk_size is not None,
                                fused=impl == "transformer_engine")
@@ -251,62 +248,47 @@ class MoeLosses:
     def __init__(self, model: Any, groups: ProcessGroupCollection | None, device: torch.device, *,
                  per_layer: bool) -> None:
         self._groups, self._per_layer, self._config = groups, per_layer, model.config
-        self._num_moe_layers = 0 if groups is None else count_moe_layers(model.language_model, groups, device)
+        # Losses are averaged over the MoE layers of the whole language model.
+        self._num_moe_layers = 0
+        if groups is not None:
+            count = torch.tensor([sum(isinstance(part, MoELayer) for part in model.language_model.modules())],
+                                 device=device)
+            dist.all_reduce(count, group=groups.pp)
+            self._num_moe_layers = int(count.item())
 
     def take(self, num_microbatches: int) -> dict[str, float]:
-        """Return the losses of the forward passes since the last call, empty without experts.
+        """Read and clear the losses of the forward passes since the last call; empty without experts.
 
-        Collective over the language grid.
+        Collective over the language grid's pp, tp and dp groups.
+
+        Args:
+            num_microbatches: number of these forward passes.
+
+        Returns:
+            Losses by Megatron Core's names; with `per_layer` also `moe/<name>_layer_<i>`.
         """
-        if self._groups is None or not self._num_moe_layers:
+        groups, config = self._groups, self._config
+        if groups is None or not self._num_moe_layers:
             return {}
-        config, kinds = self._config, self._config.moe_router_load_balancing_type
-        names = tuple(TRACKED[kind] for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind in TRACKED)
-        return moe_losses(
-            self._groups, num_layers=config.num_layers + (config.mtp_num_layers or 0),
-            num_moe_layers=self._num_moe_layers, num_microbatches=num_microbatches, names=names,
-            per_layer=self._per_layer)
-
-
-def count_moe_layers(language_model: torch.nn.Module, groups: ProcessGroupCollection, device: torch.device) -> int:
-    """Count the MoE layers of the whole language model, over which losses are averaged. Collective."""
-    count = torch.tensor([sum(isinstance(part, MoELayer) for part in language_model.modules())], device=device)
-    dist.all_reduce(count, group=groups.pp)
-    return int(count.item())
-
-
-def moe_losses(
-    groups: ProcessGroupCollection,
-    *,
-    num_layers: int,
-    num_moe_layers: int,
-    num_microbatches: int,
-    names: tuple[str, ...],
-    per_layer: bool,
-) -> dict[str, float]:
-    """Read and clear the recorded losses. Collective over the language grid's pp, tp and dp groups.
-
-    Args:
-        groups: the language grid's process groups.
-        num_layers: entries of the tracker: all decoder layers of the model, dense ones included, and one for each depth
-            of multi-token prediction.
-        num_moe_layers: layers with experts.
-        num_microbatches: forward passes since the last call.
-        names: tracker names to read, the same on every rank.
-        per_layer: also return `moe/<name>_layer_<i>`.
-    """
-    tracker = get_moe_metrics_tracker()
-    losses: dict[str, float] = {}
-    for name in names:
-        tracker.ensure_initialized(name, num_layers, device=torch.cuda.current_device())
-        values = tracker.metrics[name].values.clone()
-        dist.all_reduce(values, group=groups.pp)
-        # Each rank recorded its part. The tracker knows which ranks to sum over only on stages that have a router.
-        dist.all_reduce(values, group=groups.tp_dp_cp if name == TRACKED["global_aux_loss"] else groups.tp_cp)
-        dist.all_reduce(values, group=groups.dp_cp)
-        layers = (values / (groups.dp_cp.size() * num_microbatches)).tolist()
-        losses[name] = sum(layers) / max(num_moe_layers, 1)
-        if per_layer:
-            losses |= {f"moe/{name}_layer_{index}": value for index, value in enumerate(layers)}
-    tracker.clear()
-    return losses
+        kinds = config.moe_router_load_balancing_type
+        tracker = get_moe_metrics_tracker()
+        losses: dict[str, float] = {}
+        for kind in [kinds] if isinstance(kinds, str) else kinds:
+            if kind not in TRACKED:
+                continue
+            name = TRACKED[kind]
+            # The tracker has an entry for each decoder layer, dense ones included, and for each depth of multi-token
+            # prediction. Every rank reads the same names, those without experts too.
+            tracker.ensure_initialized(name, config.num_layers + (config.mtp_num_layers or 0),
+                                       device=torch.cuda.current_device())
+            values = tracker.metrics[name].values.clone()
+            dist.all_reduce(values, group=groups.pp)
+            # Each rank recorded its part. The tracker knows which ranks to sum over only on stages that have a router.
+            dist.all_reduce(values, group=groups.tp_dp_cp if kind == "global_aux_loss" else groups.tp_cp)
+            dist.all_reduce(values, group=groups.dp_cp)
+            layers = (values / (groups.dp_cp.size() * num_microbatches)).tolist()
+            losses[name] = sum(layers) / max(self._num_moe_layers, 1)
+            if self._per_layer:
+                losses |= {f"moe/{name}_layer_{index}": value for index, value in enumerate(layers)}
+        tracker.clear()
+        return losses
