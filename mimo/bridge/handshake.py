@@ -99,7 +99,12 @@ class Handshake:
         layout, own = self.grids.layout, {}
         shares = lane_shares(encoder.dp, layout.num_lanes, self.micro_batch_size, position["dp"])
         for index, share in enumerate(shares):
-            manifest = [_lane_manifest(batch, encoder.name, index) for batch in microbatches]
+            manifest: Manifest = []
+            for batch in microbatches:
+                side = batch.encoders[encoder.name]
+                ends = list(accumulate(side.lane_sizes, initial=0))
+                samples = slice(ends[index], ends[index + 1])
+                manifest.append(list(zip(side.keys[samples], side.token_counts[samples], strict=True)))
             receiver = layout.language.rank_at(dp=share.lane)
             if receiver == self.grids.rank:
                 own[encoder.name, share.lane] = manifest
@@ -124,13 +129,6 @@ class Handshake:
                 counts = batch.text.token_counts[encoder.name]
                 ours = list(zip(batch.text.keys, counts, strict=True))[share.start : share.stop]
                 require_same_samples(ours, theirs[index], encoder.name, sender, lane, index)
-
-
-def _lane_manifest(batch: Microbatch, module: str, index: int) -> list[tuple[str, int]]:
-    side = batch.encoders[module]
-    ends = list(accumulate(side.lane_sizes, initial=0))
-    samples = slice(ends[index], ends[index + 1])
-    return list(zip(side.keys[samples], side.token_counts[samples], strict=True))
 
 
 def require_same_samples(ours: Sequence[tuple[str, int]], theirs: Sequence[tuple[str, int]], module: str, sender: int,

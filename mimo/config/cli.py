@@ -253,22 +253,20 @@ def _first_help(run_type: type[RunConfig], description: str, first_flags: Mappin
     """Return the short help: the flags to start with, and how to see the others."""
     prog, run, width = Path(sys.argv[0]).name, run_type(), min(shutil.get_terminal_size().columns, 120)
     indent = max(map(len, first_flags)) + 4
-    flags = [textwrap.fill(f"  {flag:{indent - 2}}{text}{_default(run, flag.split()[0])}", width,
-                           subsequent_indent=" " * indent, break_on_hyphens=False)
-             for flag, text in first_flags.items()]
+    sections, flags = [section for section in vars(run).values() if section is not None], []
+    for flag, text in first_flags.items():
+        name = flag.split()[0].removeprefix("--").replace("-", "_")
+        values = [vars(section)[name] for section in sections if name in vars(section)]
+        # None, an empty text and False are not worth showing.
+        default = f" (default: {values[0]})" if values and values[0] not in (None, "", False) else ""
+        flags.append(textwrap.fill(f"  {flag:{indent - 2}}{text}{default}", width, subsequent_indent=" " * indent,
+                                   break_on_hyphens=False))
     groups = ", ".join(field.name for field in dataclasses.fields(run_type) if getattr(run, field.name) is not None)
     return "\n".join([
         f"usage: {prog} [flags]", f"       torchrun --nproc-per-node N {prog} [flags]", "",
         description.partition("\n")[0], "", "Start with these flags:", *flags, "",
         *textwrap.wrap(f"--help all prints every flag by group: {groups}, and the flags of the model and the data set "
                        f"that you name ({prog} --model-provider mock --help all).", width, break_on_hyphens=False)])
-
-
-def _default(run: RunConfig, flag: str) -> str:
-    """Return a flag's default for its help; empty where it has none worth showing."""
-    name = flag.removeprefix("--").replace("-", "_")
-    values = [vars(section)[name] for section in vars(run).values() if section is not None and name in vars(section)]
-    return f" (default: {values[0]})" if values and values[0] not in (None, "", False) else ""
 
 
 def _prints() -> bool:

@@ -147,7 +147,11 @@ class RlConfig:
         """Refuse values and combinations within this section, and a reward that does not exist. Raises ValueError."""
         self._check_sampling()
         self._check_loss()
-        self._check_reference()
+        sources = {"--ref-load": self.ref_load, "--ref-load-hf": self.ref_load_hf}
+        given = [f"{flag} {value}" for flag, value in sources.items() if value]
+        refuse(len(given) > 1, f"{' and '.join(given)}: the reference policy has one source; leave one out")
+        refuse(bool(given) and not self.kl_coeff,
+               f"{' '.join(given)} with --kl-coeff 0, which needs no reference policy: set --kl-coeff, or leave it out")
         self._check_importance()
         refuse_below(self, {"updates_per_rollout": 1, "completions_per_prompt": 1})
         refuse(self.advantage == "rloo" and self.completions_per_prompt < 2,
@@ -176,21 +180,16 @@ class RlConfig:
                 "loss takes them for samples of the whole one. Use --top-p 1 --top-k 0, or --importance-correction "
                 "token, icepop or sequence")
         if self.truncates_sampling and self.importance_correction != "token":
-            self._check_truncation()
-
-    def _check_truncation(self) -> None:
-        """Refuse bounds that cut weights which are below 1 only because the engine's distribution is truncated.
-
-        A weight is the trainer's probability divided by the engine's, which truncation increases by the factor
-        1 / (share of probability that is kept).
-        """
-        kind, low = self.importance_correction, self.importance_band[0]
-        refuse(low > self.top_p, f"--top-p {self.top_p} with --importance-correction {kind} and --importance-low "
-               f"{low}: where engine and trainer agree, weights are from {self.top_p} to 1, and those below {low} are "
-               f"cut; use --importance-low {self.top_p} or less")
-        refuse(self.top_k > 0 and self.importance_low is None and kind == "sequence",
-               f"--top-k {self.top_k} with --importance-correction sequence: where engine and trainer agree, weights "
-               f"are the share of probability that {self.top_k} tokens have; set --importance-low below what it may be")
+            # A weight is the trainer's probability divided by the engine's, which truncation increases by the factor
+            # 1 / (share of probability that is kept). Weights that are below 1 only for this reason must not be cut.
+            kind, low = self.importance_correction, self.importance_band[0]
+            refuse(low > self.top_p, f"--top-p {self.top_p} with --importance-correction {kind} and --importance-low "
+                   f"{low}: where engine and trainer agree, weights are from {self.top_p} to 1, and those below {low} "
+                   f"are cut; use --importance-low {self.top_p} or less")
+            refuse(self.top_k > 0 and self.importance_low is None and kind == "sequence",
+                   f"--top-k {self.top_k} with --importance-correction sequence: where engine and trainer agree, "
+                   f"weights are the share of probability that {self.top_k} tokens have; set --importance-low below "
+                   "what it may be")
 
     def _check_loss(self) -> None:
         (low, high), dual = self.clip_range, self.dual_clip_ratio
@@ -208,13 +207,6 @@ class RlConfig:
         refuse(not normed and length is not None, f"--loss-norm-length {length} is for --loss-aggregation "
                f"seq-mean-token-sum-norm, not for {self.aggregation}")
         refuse(length is not None and length < 1, f"--loss-norm-length {length} is below 1")
-
-    def _check_reference(self) -> None:
-        flags = {"--ref-load": self.ref_load, "--ref-load-hf": self.ref_load_hf}
-        given = [f"{flag} {value}" for flag, value in flags.items() if value]
-        refuse(len(given) > 1, f"{' and '.join(given)}: the reference policy has one source; leave one out")
-        refuse(bool(given) and not self.kl_coeff,
-               f"{' '.join(given)} with --kl-coeff 0, which needs no reference policy: set --kl-coeff, or leave it out")
 
     def _check_importance(self) -> None:
         kind = self.importance_correction
@@ -337,7 +329,17 @@ class RolloutConfig:
         if self.engine_memory is not None and not 0 < self.engine_memory <= 1:
             raise ValueError(f"--engine-memory {self.engine_memory} is not above 0 and at most 1")
         if self.engine_gpus:
-            self._check_gpus()
+            if self.engine_placement != "separate":
+                raise ValueError(f"--engine-gpus {self.engine_gpus} is for --engine-placement separate, not for "
+                                 f"{self.engine_placement}")
+            numbers = self.gpu_numbers
+            if len(set(numbers)) != len(numbers):
+                raise ValueError(f"--engine-gpus {self.engine_gpus} has a GPU twice")
+            if len(numbers) != self.num_engine_workers:
+                raise ValueError(
+                    f"--engine-gpus {self.engine_gpus} has {len(numbers)}, and --engine-dp {self.engine_dp} "
+                    f"--engine-tp {self.engine_tp} --engine-pp {self.engine_pp} need {self.num_engine_workers}, one "
+                    "for each worker")
 
     def _check_nodes(self) -> None:
         nodes, workers = self.engine_nodes, self.engine_tp * self.engine_pp
@@ -358,15 +360,3 @@ class RolloutConfig:
         refuse(restarts > 0 and self.rollout_mode != "sync",
                f"--engine-restarts {restarts} with --rollout-mode {self.rollout_mode} is not supported yet: the lost "
                "completions came from weights that the trainer no longer has; use --rollout-mode sync")
-
-    def _check_gpus(self) -> None:
-        if self.engine_placement != "separate":
-            raise ValueError(f"--engine-gpus {self.engine_gpus} is for --engine-placement separate, not for "
-                             f"{self.engine_placement}")
-        numbers = self.gpu_numbers
-        if len(set(numbers)) != len(numbers):
-            raise ValueError(f"--engine-gpus {self.engine_gpus} has a GPU twice")
-        if len(numbers) != self.num_engine_workers:
-            raise ValueError(
-                f"--engine-gpus {self.engine_gpus} has {len(numbers)}, and --engine-dp {self.engine_dp} --engine-tp "
-                f"{self.engine_tp} --engine-pp {self.engine_pp} need {self.num_engine_workers}, one for each worker")

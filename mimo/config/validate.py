@@ -319,20 +319,16 @@ def _check_schedule(config: RunConfig) -> None:
         refuse(wsd_decay is not None, f"--lr-wsd-decay-{unit} {wsd_decay} needs --lr-decay-style WSD, it is {style}")
         refuse(schedule.lr_wsd_decay_style != ScheduleConfig().lr_wsd_decay_style,
                f"--lr-wsd-decay-style {schedule.lr_wsd_decay_style} needs --lr-decay-style WSD, it is {style}")
-    _check_lengths(schedule, unit, getattr(train, f"train_{unit}"))
-
-
-def _check_lengths(schedule: ScheduleConfig, unit: str, length: int | None) -> None:
-    """Refuse a warm-up or decay that does not fit into the run. `length` is None in a dry run without one."""
-    warmup = getattr(schedule, f"lr_warmup_{unit}")
-    decay, wsd_decay = getattr(schedule, f"lr_decay_{unit}"), getattr(schedule, f"lr_wsd_decay_{unit}") or 0
+    # Warm-up and decay have to fit into the run. A dry run may have no length.
+    length, warmup = getattr(train, f"train_{unit}"), getattr(schedule, f"lr_warmup_{unit}")
     refuse(length is not None and bool(warmup) and warmup >= length,
            f"--lr-warmup-{unit} {warmup} is not shorter than the run, --train-{unit} {length}")
     refuse(decay is not None and bool(warmup) and warmup >= decay,
            f"--lr-warmup-{unit} {warmup} is not shorter than --lr-decay-{unit} {decay}")
+    final = wsd_decay or 0
     whole, source = (decay, f"--lr-decay-{unit}") if decay is not None else (length, f"--train-{unit}")
-    refuse(whole is not None and warmup + wsd_decay > whole,
-           f"--lr-warmup-{unit} {warmup} + --lr-wsd-decay-{unit} {wsd_decay} is longer than {source} {whole}")
+    refuse(whole is not None and warmup + final > whole,
+           f"--lr-warmup-{unit} {warmup} + --lr-wsd-decay-{unit} {final} is longer than {source} {whole}")
 
 
 def _check_fp8(config: RunConfig, layout: Layout) -> None:

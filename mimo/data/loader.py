@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from mimo.comm.host import HostChannel
 from mimo.config.trainer import DataConfig
-from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
+from mimo.data.batch import Microbatch
 from mimo.data.collate import Placeholders, collate_encoder, collate_text
 from mimo.data.context import with_part
-from mimo.data.sources import ReaderSource, RoutedSource, Source, StepSamples, StreamSource
-from mimo.grid.lanes import data_request, lanes_read_by, needs_of, sequence_multiple
+from mimo.data.sources import ReaderSource, RoutedSource, Source, StreamSource
+from mimo.grid.lanes import Need, data_request, lanes_read_by, needs_of, sequence_multiple
 from mimo.grid.spec import Layout
 from mimo.protocols import (
     LANGUAGE,
@@ -94,19 +94,6 @@ class StepLoader:
         # Iterations that are ready and not returned yet.
         self._ready: deque[tuple[list[Microbatch], dict[str, Any]]] = deque()
 
-    def _encoder_batch(self, module: str, samples: StepSamples, index: int) -> EncoderBatch:
-        needs = [need for need in self._needs if need.module == module]
-        by_lane = [samples[module, need.share.lane][index] for need in needs]
-        return self._collate_encoder(
-            [sample for lane in by_lane for sample in lane],
-            module=module,
-            lane_sizes=[len(lane) for lane in by_lane],
-            pixels=needs[0].pixels,
-        )
-
-    def _text_batch(self, samples: StepSamples, lane: int, index: int) -> TextBatch:
-        return with_part(self._collate_text(samples[LANGUAGE, lane][index]), self._cp, self._cp_rank)
-
     def _streams_now(self) -> dict[str, Any]:
         return self._source.state_dict(self._source.mark())
 
@@ -117,15 +104,24 @@ class StepLoader:
         is then being read is complete.
         """
         samples = self._source.read()
-        encoders = dict.fromkeys(need.module for need in self._needs if need.module != LANGUAGE)
         text_lane = next((need.share.lane for need in self._needs if need.module == LANGUAGE), None)
-        microbatches = [
-            Microbatch(
-                text=None if text_lane is None else self._text_batch(samples, text_lane, index),
-                encoders={module: self._encoder_batch(module, samples, index) for module in encoders},
-            )
-            for index in range(self._num_microbatches)
-        ]
+        encoder_needs: dict[str, list[Need]] = {}
+        for need in self._needs:
+            if need.module != LANGUAGE:
+                encoder_needs.setdefault(need.module, []).append(need)
+        microbatches = []
+        for index in range(self._num_microbatches):
+            text = None
+            if text_lane is not None:
+                text = with_part(self._collate_text(samples[LANGUAGE, text_lane][index]), self._cp, self._cp_rank)
+            encoders = {}
+            for module, needs in encoder_needs.items():
+                # An encoder rank may serve several lanes, whose samples become one batch in the order of the lanes.
+                by_lane = [samples[module, need.share.lane][index] for need in needs]
+                encoders[module] = self._collate_encoder(
+                    [sample for lane in by_lane for sample in lane], module=module,
+                    lane_sizes=[len(lane) for lane in by_lane], pixels=needs[0].pixels)
+            microbatches.append(Microbatch(text, encoders))
         if self._pin_memory:
             microbatches = [batch.pin_memory() for batch in microbatches]
         return microbatches, self._streams_now()

@@ -128,17 +128,19 @@ class StreamSource:
         """Do nothing: there is nothing to start."""
 
     def read(self) -> StepSamples:
-        return {(need.module, need.share.lane): [self._microbatch(need, stream) for _ in range(self._num_microbatches)]
-                for need, stream in self._streams.values()}
-
-    def _microbatch(self, need: Need, stream: SampleStream) -> list[Sample]:
-        wanted = need.share.stop - need.share.start
-        stream.skip(need.share.start)
-        samples = list(islice(stream, wanted))
-        if len(samples) != wanted:
-            raise ValueError(f"lane {need.share.lane}: the data set ended inside a microbatch; it must start over")
-        stream.skip(self._micro_batch_size - need.share.stop)
-        return samples
+        found: StepSamples = {}
+        for need, stream in self._streams.values():
+            share, microbatches = need.share, []
+            for _ in range(self._num_microbatches):
+                # Other ranks encode the rows of the lane's microbatch before and after this rank's share.
+                stream.skip(share.start)
+                samples = list(islice(stream, share.stop - share.start))
+                if len(samples) != share.stop - share.start:
+                    raise ValueError(f"lane {share.lane}: the data set ended inside a microbatch; it must start over")
+                stream.skip(self._micro_batch_size - share.stop)
+                microbatches.append(samples)
+            found[need.module, share.lane] = microbatches
+        return found
 
     def mark(self) -> Any:
         # The states are so small that taking them all is cheap.

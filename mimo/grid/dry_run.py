@@ -124,9 +124,15 @@ def _lane_lines(config: RunConfig, layout: Layout) -> list[str]:
 def _rank_map(layout: Layout) -> list[str]:
     """List every rank of a small world, or the ranges of ranks of each replica and stage of a big one."""
     if layout.world_size <= MAX_RANKS_LISTED:
-        return ["rank map", *(f"  rank {rank:>2}  " + "; ".join(_describe_position(layout.grids[name], rank)
-                                                               for name in layout.modules_of(rank))
-                              for rank in range(layout.world_size))]
+        lines = ["rank map"]
+        for rank in range(layout.world_size):
+            places = []
+            for name in layout.modules_of(rank):
+                grid, position = layout.grids[name], layout.grids[name].coordinates(rank)
+                places.append(f"{grid.name} " + " ".join(f"{axis} {position[axis]}" for axis in position
+                                                         if axis != "cp" or grid.cp > 1))
+            lines.append(f"  rank {rank:>2}  " + "; ".join(places))
+        return lines
     lines = ["rank map (tp varies fastest, then cp, dp, pp)"]
     for name, grid in layout.grids.items():
         blocks = []
@@ -137,12 +143,6 @@ def _rank_map(layout: Layout) -> list[str]:
                 blocks.append(f"  {name} dp {dp}" + (f" pp {stage}" if grid.pp > 1 else "") + f"  ranks {ranks}")
         lines += _shortened(blocks)
     return lines
-
-
-def _describe_position(grid: GridSpec, rank: int) -> str:
-    position = grid.coordinates(rank)
-    axes = [axis for axis in position if axis != "cp" or grid.cp > 1]
-    return f"{grid.name} " + " ".join(f"{axis} {position[axis]}" for axis in axes)
 
 
 def _parameter_table(config: RunConfig, layout: Layout, provider: ModelProvider) -> list[str]:
@@ -165,13 +165,6 @@ def optimizer_shards(config: RunConfig, shapes: Sequence[ParameterShape], grid: 
             + parameters_per_rank(experts, grid, stage) / grid.expt_dp)
 
 
-def _trained_shapes(config: RunConfig, module: str, shapes: Sequence[ParameterShape]) -> list[ParameterShape]:
-    """Return the parameters of a module that train. Encoder and projector can be frozen separately."""
-    parts = (PROJECTOR if module != LANGUAGE and shape.name.split(".")[0] in PROJECTOR_NAMES else module
-             for shape in shapes)
-    return [shape for shape, part in zip(shapes, parts, strict=True) if part not in config.model.frozen]
-
-
 def _optimizer_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> list[str]:
     """Say what the precision-aware optimizer saves on the rank that keeps most of each trained module's state."""
     optim, lines = config.optim, list[str]()
@@ -180,7 +173,12 @@ def _optimizer_lines(config: RunConfig, layout: Layout, provider: ModelProvider)
     usual, own = replace(optim, use_precision_aware_optimizer=False), optim.bytes_per_parameter(config.model.bf16)
     before = usual.bytes_per_parameter(config.model.bf16)
     for name, grid in layout.grids.items():
-        shapes = _trained_shapes(config, name, provider.parameter_shapes(config.model_family, name))
+        shapes = []
+        for shape in provider.parameter_shapes(config.model_family, name):
+            # Encoder and projector are in one module and can be frozen separately.
+            is_projector = name != LANGUAGE and shape.name.split(".")[0] in PROJECTOR_NAMES
+            if (PROJECTOR if is_projector else name) not in config.model.frozen:
+                shapes.append(shape)
         if shapes:
             most = max(optimizer_shards(config, shapes, grid, stage) for stage in range(grid.pp))
             lines.append(f"optimizer state of {name}: {own} bytes a parameter instead of {before}, "

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from datetime import timedelta
 from types import TracebackType
 
@@ -110,27 +111,17 @@ class Grids:
         # Encoders have no word embeddings; Megatron Core would look for them on ranks that have these groups.
         embedding: dict[str, dist.ProcessGroup | None] = {"embd": None, "pos_embd": None}
         if name == LANGUAGE:
-            embedding = self._create_embedding_groups(spec, backend)
-        if self.rank not in spec.ranks:
-            return
-        self.collections[name] = ProcessGroupCollection(**groups, **embedding)
-
-    def _create_embedding_groups(self, spec: GridSpec, backend: str) -> dict[str, dist.ProcessGroup | None]:
-        """Create the groups of each pipeline's ends.
-
-        The first and the last stage share word embeddings; position embeddings are on the first stage alone.
-        """
-        groups: dict[str, dist.ProcessGroup | None] = {"embd": None, "pos_embd": None}
-        for dp in range(spec.dp):
-            for cp in range(spec.cp):
-                for tp in range(spec.tp):
-                    ends = sorted({spec.rank_at(tp=tp, cp=cp, dp=dp, pp=0), spec.rank_at(tp=tp, cp=cp, dp=dp, pp=-1)})
-                    for field, ranks in (("embd", ends), ("pos_embd", ends[:1])):
-                        group = dist.new_group(ranks, backend=backend)
-                        if self.rank in ranks:
-                            groups[field] = group
-                            self._extra_groups.append(group)
-        return groups
+            for dp, cp, tp in itertools.product(range(spec.dp), range(spec.cp), range(spec.tp)):
+                # The ends of a pipeline share word embeddings; position embeddings are on the first stage alone.
+                ends = sorted({spec.rank_at(tp=tp, cp=cp, dp=dp, pp=0), spec.rank_at(tp=tp, cp=cp, dp=dp, pp=-1)})
+                for field, ranks in (("embd", ends), ("pos_embd", ends[:1])):
+                    # Every rank takes part in making each group, also those that are not in it.
+                    group = dist.new_group(ranks, backend=backend)
+                    if self.rank in ranks:
+                        embedding[field] = group
+                        self._extra_groups.append(group)
+        if self.rank in spec.ranks:
+            self.collections[name] = ProcessGroupCollection(**groups, **embedding)
 
     @property
     def modules(self) -> tuple[str, ...]:

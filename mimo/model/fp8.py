@@ -60,7 +60,12 @@ def use_fp8(module: torch.nn.Module, fp8: Fp8, impl: str) -> None:
     linears = list(_linears(module, impl))
     _check_widths(linears, fp8)
     if impl == "transformer_engine":
-        _check_device(fp8)
+        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+        available, reason = (FP8GlobalStateManager.is_fp8_block_scaling_available() if fp8.recipe == "blockwise"
+                             else FP8GlobalStateManager.is_fp8_available())
+        if not available:
+            raise ValueError(f"{fp8} cannot run here: {reason}")
         if any(weight.dtype != torch.bfloat16 for _, linear in linears for weight in linear.parameters()):
             raise ValueError(f"{fp8} with --no-bf16: the kernels take bfloat16 weights; give --bf16")
         if not linears or any(layer.config.fp8 != fp8.format for layer in _layers(module)):
@@ -107,15 +112,6 @@ def _check_widths(linears: list[tuple[str, Any]], fp8: Fp8) -> None:
             f"{fp8}: rows and columns of a rank's weights have to be multiples of {multiple}, and these are not: "
             f"{', '.join(wrong[:3])}{rest}. Use other widths or a smaller tensor-parallel size"
             + (", or tensorwise, which needs multiples of 16" if fp8.recipe == "blockwise" else ""))
-
-
-def _check_device(fp8: Fp8) -> None:
-    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
-
-    available, reason = (FP8GlobalStateManager.is_fp8_block_scaling_available() if fp8.recipe == "blockwise"
-                         else FP8GlobalStateManager.is_fp8_available())
-    if not available:
-        raise ValueError(f"{fp8} cannot run here: {reason}")
 
 
 def _with_whole_rows(linear: Any, fp8: Fp8, forward: Callable[..., Any], hidden: torch.Tensor, *args: Any,

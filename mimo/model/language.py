@@ -317,9 +317,14 @@ def _local_layers(config: TransformerConfig) -> HybridStackSubmodules:
                     submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
     experts = None
     if config.num_moe_experts:
+        # Megatron Core's builder of an MoE layer, with our class in it.
+        builder = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts,
+                                      moe_grouped_gemm=config.moe_grouped_gemm)
         experts = ModuleSpec(module=MoETransformerLayer, submodules=TransformerLayerSubmodules(
-            pre_mlp_layernorm=Norm, mlp_bda=get_bias_dropout_add,
-            mlp=_local_experts(config)))
+            pre_mlp_layernorm=Norm, mlp_bda=get_bias_dropout_add, mlp=partial(LocalMoELayer, **builder.keywords)))
+    # A depth of multi-token prediction has norms and a projection; its layers come from the pattern.
+    depth = ModuleSpec(module=MultiTokenPredictionLayer, submodules=MultiTokenPredictionLayerSubmodules(
+        enorm=Norm, hnorm=Norm, eh_proj=ColumnParallelLinear, mtp_model_layer=None, layer_norm=Norm))
     return HybridStackSubmodules(
         mamba_layer=ModuleSpec(module=MambaLayer, submodules=MambaLayerSubmodules(
             norm=Norm, mixer=mixer, mamba_bda=get_bias_dropout_add,
@@ -331,19 +336,5 @@ def _local_layers(config: TransformerConfig) -> HybridStackSubmodules:
             pre_mlp_layernorm=Norm, mlp=dense, mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"})),
         moe_layer=experts,
-        mtp_block_spec=_local_mtp())
-
-
-def _local_experts(config: TransformerConfig) -> Any:
-    """Return Megatron Core's builder of an MoE layer with our class in it."""
-    builder = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts,
-                                  moe_grouped_gemm=config.moe_grouped_gemm)
-    return partial(LocalMoELayer, **builder.keywords)
-
-
-def _local_mtp() -> ModuleSpec:
-    """Return the norms and the projection of a depth of multi-token prediction; its layers come from the pattern."""
-    layer = ModuleSpec(module=MultiTokenPredictionLayer, submodules=MultiTokenPredictionLayerSubmodules(
-        enorm=Norm, hnorm=Norm, eh_proj=ColumnParallelLinear, mtp_model_layer=None, layer_norm=Norm))
-    return ModuleSpec(module=MultiTokenPredictionBlock,
-                      submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[layer]))
+        mtp_block_spec=ModuleSpec(module=MultiTokenPredictionBlock,
+                                  submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[depth])))
