@@ -206,6 +206,8 @@ def _open(state: RunState, folder: Path, flag: str) -> tuple[dict[str, Any], Met
         error = str(problem)
     _stop_for_damage(state, folder, error, flag)
     assert index is not None, "raised above"
+    # Tensors of the right shapes may still be of a model that computes something else, such as one with another rotary
+    # base. No error would show that.
     config = state.config
     if not common.get("model"):
         notes = ["the checkpoint is of an older version, which did not store the model's configuration: whether flags "
@@ -314,11 +316,13 @@ def _check(state: RunState, folder: Path, common: dict[str, Any], index: Metadat
             clashes.add(f"{key}: shape {list(shape)} in the checkpoint, {list(entry.global_shape)} in this run")
         if dtype != entry.dtype:
             clashes.add(f"{key}: {dtype} in the checkpoint, {entry.dtype} in this run")
+    # Each rank knows only what it asks for itself. What nobody asks for shows when all requests are together.
     reports = gather(state.grids, (missing, clashes, set(requested)))
     error = None
     if state.grids.rank == 0:
         asked = set().union(*(report[2] for report in reports))
         left = {key for key in stored if key not in asked and _concerns(key, state, common, wants_optimizer)}
+        # Weights may come from a run with multi-token prediction, without which the model works as well.
         if weights_only and not any(key.startswith(MTP) for key in asked):
             passed_over = {key for key in left if key.startswith(MTP)}
             left -= passed_over

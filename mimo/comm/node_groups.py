@@ -32,8 +32,14 @@ class NodeGroups:
         self._node: dist.ProcessGroup | None = None
         self._leaders: dist.ProcessGroup | None = None
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        size = _ranks_of_a_node(host)
-        if size == 1 or size == world_size:
+        size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if int(os.environ.get("LOCAL_RANK", "0")) != rank % size:
+            size = 1  # ranks are not numbered node by node
+        # Every rank has to come to the same conclusion, and nodes may differ.
+        extremes = torch.tensor([size, -size], dtype=torch.int64)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=host)
+        are_equal = extremes[0].item() == -extremes[1].item()
+        if not are_equal or world_size % size or size in (1, world_size):
             return
         self._first, self._size, self._num_nodes = rank - rank % size, size, world_size // size
         self._leaders = self._make(list(range(0, world_size, size)), timeout)
@@ -78,15 +84,3 @@ class NodeGroups:
 def _reduce(rows: list[torch.Tensor], num_maxima: int) -> torch.Tensor:
     stacked = torch.stack(rows)
     return torch.cat([stacked[:, :num_maxima].amax(dim=0), stacked[:, num_maxima:].sum(dim=0)])
-
-
-def _ranks_of_a_node(host: dist.ProcessGroup) -> int:
-    """Return the number of ranks of each node; 1 if nodes differ or ranks are not numbered node by node."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if int(os.environ.get("LOCAL_RANK", "0")) != rank % size:
-        size = 1
-    extremes = torch.tensor([size, -size], dtype=torch.int64)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=host)
-    most, least = extremes[0].item(), -extremes[1].item()
-    return size if most == least and world_size % size == 0 else 1

@@ -71,9 +71,6 @@ class OptimConfig:
         refuse(self.min_lr > self.lr, f"--min-lr {self.min_lr} is above --lr {self.lr}")
         for name in ("adam_beta1", "adam_beta2"):
             refuse(not 0 <= vars(self)[name] < 1, f"{flag_name(name)} {vars(self)[name]} is not in [0, 1)")
-        self._check_dtypes()
-
-    def _check_dtypes(self) -> None:
         dtypes = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
         given = " ".join(f"{flag_name(name)} {vars(self)[name]}" for name in dtypes if vars(self)[name] != "fp32")
         refuse(bool(given) and not self.use_precision_aware_optimizer,

@@ -419,6 +419,7 @@ def collate_encoder(
             raise ValueError(f"sample {sample.key}: its images have the normalisation {sample.normalisation}, those of "
                              f"sample {shown[0].key} have {normalisation}; the data set must give all images one, or "
                              "all of them as float32")
+    # Key and size of the first image. An encoder that takes whole images takes only one size in a microbatch.
     first: tuple[str, Any] | None = None
     for stop, size in zip(accumulate(lane_sizes), lane_sizes, strict=True):
         held: list[Any] = []

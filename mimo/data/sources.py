@@ -24,44 +24,43 @@ from mimo.watchdog.process_exit import ReportedElsewhereError
 StepSamples = dict[tuple[str, int], list[list[Sample]]]
 
 
-class Source(Protocol):
-    """Samples of one rank. Only one thread uses a source at a time."""
+class Source:
+    """Samples of one rank. Only one thread uses a source at a time.
+
+    This class is a source without workers and without a position that could be saved.
+    """
 
     def start(self) -> None:
         """Start workers. Called once, before the first `read`, from the main thread."""
-        ...
 
     def read(self) -> StepSamples:
         """Return the samples of the next iteration."""
-        ...
+        raise NotImplementedError
 
     def mark(self) -> Any:
         """Note the present position. Called after every iteration, so it has to be cheap."""
-        ...
 
     def state_dict(self, mark: Any) -> dict[str, Any]:
         """Return the state of each open stream at one of the last marks, by the stream's name."""
-        ...
+        return {}
 
     def load_state_dict(self, streams: Mapping[str, Any]) -> None:
         """Continue from the streams of a checkpoint."""
-        ...
 
     def describe(self) -> str:
         """Describe what `read` waits for, for messages."""
-        ...
+        raise NotImplementedError
 
     @property
     def waits_for(self) -> tuple[int, ...]:
         """Ranks whose loaders `read` waits for now."""
-        ...
+        return ()
 
     def close(self) -> None:
         """Stop the workers. Nothing is read afterwards."""
-        ...
 
 
-class GivenSource:
+class GivenSource(Source):
     """Rows that are there already, the same for every lane and in every iteration. There is no position to save.
 
     Args:
@@ -73,34 +72,15 @@ class GivenSource:
     def __init__(self, microbatches: Sequence[Sequence[Sample]], needs: Sequence[Need], what: str) -> None:
         self._microbatches, self._needs, self._what = microbatches, needs, what
 
-    def start(self) -> None:
-        """Do nothing: there is nothing to start."""
-
     def read(self) -> StepSamples:
         return {(need.module, need.share.lane): [list(rows[need.share.start:need.share.stop])
                                                  for rows in self._microbatches] for need in self._needs}
 
-    def mark(self) -> None:
-        """Do nothing: there is no position."""
-
-    def state_dict(self, mark: Any) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, streams: Mapping[str, Any]) -> None:
-        """Do nothing: there is no position."""
-
     def describe(self) -> str:
         return self._what
 
-    @property
-    def waits_for(self) -> tuple[int, ...]:
-        return ()
 
-    def close(self) -> None:
-        """Do nothing: there is nothing to stop."""
-
-
-class StreamSource:
+class StreamSource(Source):
     """Streams of an indexed data set: this rank opens every lane that it needs and skips what other ranks encode.
 
     Args:
@@ -123,9 +103,6 @@ class StreamSource:
             lane = Lane(need.module if need.pixels else LANGUAGE, need.share.lane, lanes, seed, split,
                         sequence_multiple)
             self._streams[f"{need.module}/{need.share.lane}"] = need, provider.stream(config, tokens, lane)
-
-    def start(self) -> None:
-        """Do nothing: there is nothing to start."""
 
     def read(self) -> StepSamples:
         found: StepSamples = {}
@@ -157,13 +134,6 @@ class StreamSource:
     def describe(self) -> str:
         return f"streams {', '.join(self._streams)} of this rank"
 
-    @property
-    def waits_for(self) -> tuple[int, ...]:
-        return ()
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to stop."""
-
 
 def _share(rows: Mapping[int, list[list[Sample]]], need: Need) -> list[list[Sample]]:
     """Select the part of the lanes in `rows` that `need` asks for."""
@@ -172,7 +142,7 @@ def _share(rows: Mapping[int, list[list[Sample]]], need: Need) -> list[list[Samp
     return chosen if need.pixels else [[replace(sample, images=None) for sample in samples] for samples in chosen]
 
 
-class ReaderSource:
+class ReaderSource(Source):
     """Lanes that this rank reads itself, as a whole.
 
     Args:
@@ -226,15 +196,11 @@ class ReaderSource:
     def describe(self) -> str:
         return self._reader.describe()
 
-    @property
-    def waits_for(self) -> tuple[int, ...]:
-        return ()
-
     def close(self) -> None:
         self._reader.close()
 
 
-class RoutedSource:
+class RoutedSource(Source):
     """Lanes that are read once each: by one rank, which sends every other rank the part that it needs.
 
     Messages travel in the background, one iteration ahead of training. If a reader fails, it sends its error in place

@@ -165,6 +165,7 @@ def build_model(
 
     The model reports its waits to `watchdog`, and its work to `spans` if they are given.
     """
+    # Replacements of Megatron Core's functions come before any layer is built.
     install_packed_rotary()
     install_padded_routing()
     install_split()
@@ -195,10 +196,17 @@ def build_model(
     model.to(platform.device)
     cast_parameters(model, params_dtype(config))
     for name, part in named_modules_of(model):
+        # After the cast, because FP8 products check the dtype of the weights.
         fp8 = config.model.fp8(name)
         if fp8 is not None:
             use_fp8(part, fp8, impl)
-    trainable = {name: _trains_anywhere(part, grids, name, platform) for name, part in named_modules_of(model)}
+    # A module has a wrapper on all of its ranks or on none, because its reductions are collective. A pipeline stage may
+    # have no trained parameter of its own.
+    trainable = {}
+    for name, part in named_modules_of(model):
+        count = torch.tensor([sum(parameter.requires_grad for parameter in part.parameters())], device=platform.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=grids.collections[name].intra_dist_opt)
+        trainable[name] = bool(count.item())
     wrapped = {}
     for name, part in list(named_modules_of(model)):
         if trainable[name]:
@@ -309,13 +317,6 @@ def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
-
-
-def _trains_anywhere(part: torch.nn.Module, grids: Grids, name: str, platform: Platform) -> bool:
-    """Return whether any rank of the module has a trainable parameter. Collective over the module's ranks."""
-    count = torch.tensor([sum(parameter.requires_grad for parameter in part.parameters())], device=platform.device)
-    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=grids.collections[name].intra_dist_opt)
-    return bool(count.item())
 
 
 def _wrap(config: RunConfig, part: Any, grids: Grids, name: str) -> DistributedDataParallel:

@@ -73,14 +73,17 @@ def pack_rows(
     num_rows, num_columns = input_ids.shape
     sizes = (lengths + align - 1) // align * align
     rest = -int(sizes.sum()) % multiple
+    # For each position of the packed row: its sequence, its position there, and the column where its token lies.
     sequence_ids = torch.repeat_interleave(torch.arange(num_rows), sizes)
     position_ids = torch.arange(len(sequence_ids)) - (sizes.cumsum(0) - sizes)[sequence_ids]
+    # The last token of a sequence predicts nothing, and neither does the padding behind it.
     is_token, has_next = (position_ids + more < lengths[sequence_ids] for more in (0, 1))
     index = sequence_ids * num_columns + starts[sequence_ids] + position_ids
     flat = input_ids.reshape(-1)
     ids = torch.where(is_token, flat[torch.where(is_token, index, 0)], pad_token_id)
     source = torch.where(has_next, index + 1, -1)
     labels = torch.where(has_next, ids.roll(-1), NO_LABEL)
+    # Padding at the end of the row is a sequence of its own, so that no token attends to it.
     boundaries, longest = [0, *sizes.cumsum(0).tolist()], int(sizes.max())
     if rest:
         boundaries, longest = [*boundaries, boundaries[-1] + rest], max(longest, rest)

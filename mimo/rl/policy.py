@@ -362,6 +362,7 @@ class PolicyTrainer:
 
     def _pack(self, members: Sequence[int], completions: Sequence[Completion],
               encoders: dict[str, EncoderBatch]) -> PolicyMicrobatch:
+        # First as rows of one width with padding behind the tokens; `pack_rows` takes this padding out again.
         width, device = max(each.length for each in completions), self.parts.platform.device
         ids = torch.full((len(completions), width), self.pad_token_id)
         is_token, is_sampled = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
@@ -369,6 +370,7 @@ class PolicyTrainer:
         expanded = None if self.images is None else [self.images.expanded(each) for each in completions]
         prompts = [np.array(each.prompt_ids) for each in completions] if expanded is None else [
             each.tokens for each in expanded]
+        # The loss counts what the policy has sampled, so neither prompts nor padding.
         for row, (each, prompt) in enumerate(zip(completions, prompts, strict=True)):
             ids[row, :len(prompt)] = torch.from_numpy(prompt)
             ids[row, len(prompt):each.length] = torch.tensor(each.token_ids)

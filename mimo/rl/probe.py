@@ -115,6 +115,7 @@ def compare_logprobs(engine: ScoresPrompts, prompts: Sequence[dict[str, Any]], e
     broken = [place for place, difference in found.items() if not math.isfinite(difference)]
     if broken:
         raise RefitError(f"{described(broken[0])}; {len(broken)} of {len(found)} tokens are like that")
+    # Weights that are rounded differently show how far off two correct sides are.
     mean, kl = _figures(found)
     noise_mean, noise_kl = _figures(_differences(expected.rounded, expected.logprobs))
     factor = expected.noise_factor

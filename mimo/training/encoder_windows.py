@@ -217,7 +217,10 @@ class ModuleWindows:
             for tp in range(self._language.tp):
                 if tp % self._encoder.tp == self._place["tp"]:
                     sends[self._language.rank_at(dp=lane, tp=tp, cp=cp)] = message
-        tokens_by_replica = self._tokens_by_replica(window) if self._is_first_stage else {}
+        # Rows of each image of this rank's lane that belong to its own tokens, by the replica that encodes it.
+        tokens_by_replica: dict[int, list[int]] = {}
+        for image, replica in self._of_lane(window) if self._is_first_stage else ():
+            tokens_by_replica.setdefault(replica, []).append(image.tokens_of(self._language_cp))
         sources = {replica: self._encoder.rank_at(dp=replica, tp=self._language_tp % self._encoder.tp)
                    for replica in tokens_by_replica}
         receives = {sources[replica]: self._rows(sum(tokens)) for replica, tokens in tokens_by_replica.items()}
@@ -296,13 +299,6 @@ class ModuleWindows:
 
     def _of_lane(self, window: int) -> list[tuple[Image, int]]:
         return [(image, owner) for image, owner in self._windows[window] if image.lane == self._lane]
-
-    def _tokens_by_replica(self, window: int) -> dict[int, list[int]]:
-        """Rows of each image of this rank's lane that belong to its own tokens, by the replica that encodes it."""
-        found: dict[int, list[int]] = {}
-        for image, replica in self._of_lane(window):
-            found.setdefault(replica, []).append(image.tokens_of(self._language_cp))
-        return found
 
     def _places(self, images: Sequence[Image], lane: int, cp: int) -> torch.Tensor:
         """Find the rows of a context-parallel rank of a lane among those of `images`, int64."""

@@ -231,6 +231,8 @@ def run_schedule(
     if parts.windows is None:
         begin_schedule(parts, microbatches)
     else:
+        # Nothing crosses a bridge here. The windows tell all ranks which images there are, and check both sides of a
+        # lane where it is read.
         microbatches = parts.windows.begin_step(microbatches, forward_only=forward_only)
     collection = parts.grids.schedule_collection()
     schedule = get_forward_backward_func(pp_size=1, vp_size=None, schedule_pg_collection=collection)
