@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 
-from mimo.bridge.handshake import Rows, lanes_of, sources_of
+from mimo.bridge.handshake import Rows
 from mimo.bridge.slices import piece_messages, sends_whole_pieces, slice_rows
 from mimo.comm.host import gather
 from mimo.grid.groups import Grids
-from mimo.grid.spec import GridSpec
+from mimo.grid.spec import GridSpec, lane_shares, lane_sources
 from mimo.observability.clock import DeviceTimer, host_of_clock
 from mimo.observability.spans import Kind, Spans, Trace
 from mimo.protocols import LANGUAGE
@@ -119,10 +119,10 @@ class Bridge(BridgeCommunicator):
         one_host = len({hosts[rank] for rank in members}) == 1
 
         def served(dp: int) -> list[int]:
-            return lanes_of(encoder, layout, encoder.rank_at(dp=dp), micro_batch_size)
+            return [share.lane for share in lane_shares(encoder.dp, layout.num_lanes, micro_batch_size, dp)]
 
         def feeding(lane: int) -> list[int]:
-            return sources_of(encoder, layout, language.rank_at(dp=lane), micro_batch_size)
+            return [dp for dp, _ in lane_sources(encoder.dp, layout.num_lanes, micro_batch_size, lane)]
 
         self.replica_group: dist.ProcessGroup | None = None
         self.replica: tuple[int, ...] = ()

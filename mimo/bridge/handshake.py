@@ -12,7 +12,7 @@ from itertools import accumulate
 import numpy as np
 
 from mimo.comm.host import HostChannel
-from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
+from mimo.data.batch import Microbatch
 from mimo.grid.groups import Grids
 from mimo.grid.spec import GridSpec, Layout, lane_shares, lane_sources
 from mimo.protocols import LANGUAGE
@@ -164,24 +164,6 @@ def require_same_samples(ours: Sequence[tuple[str, int]], theirs: Sequence[tuple
 Rows = list[list[int]]
 
 
-def rows_to_lanes(batch: EncoderBatch) -> list[int]:
-    """Count the rows of one microbatch's encoder output that belong to each lane, in lane order."""
-    ends = list(accumulate(batch.lane_sizes, initial=0))
-    return [sum(batch.token_counts[start:stop]) for start, stop in zip(ends, ends[1:], strict=False)]
-
-
-def rows_from_sources(text: TextBatch, module: str, encoder: GridSpec, layout: Layout, lane: int) -> list[int]:
-    """Count the rows of one lane's microbatch that each encoder data-parallel rank feeds, in sample order.
-
-    On a context-parallel rank these are only the rows of its own tokens.
-    """
-    ends = np.cumsum([0, *text.token_counts[module]])
-    if text.part is not None:
-        ends = np.searchsorted(text.part.rows[module].numpy(), ends)
-    sources = lane_sources(encoder.dp, layout.num_lanes, len(text.keys), lane)
-    return [int(ends[share.stop] - ends[share.start]) for _, share in sources]
-
-
 def order_by_owner(owners: Sequence[bytes], cp: int) -> tuple[list[int], np.ndarray]:
     """Sort the rows of one microbatch's encoder output such that those of each context-parallel rank lie together.
 
@@ -201,28 +183,30 @@ def order_by_owner(owners: Sequence[bytes], cp: int) -> tuple[list[int], np.ndar
     return counts, np.concatenate(order)
 
 
-def lanes_of(encoder: GridSpec, layout: Layout, rank: int, micro_batch_size: int) -> list[int]:
-    """Return the lanes that the encoder replica of `rank` serves, in order."""
-    dp = encoder.coordinates(rank)["dp"]
-    return [share.lane for share in lane_shares(encoder.dp, layout.num_lanes, micro_batch_size, dp)]
-
-
-def sources_of(encoder: GridSpec, layout: Layout, rank: int, micro_batch_size: int) -> list[int]:
-    """Return the encoder data-parallel ranks that feed the lane of language rank `rank`, in sample order."""
-    lane = layout.grids[LANGUAGE].coordinates(rank)["dp"]
-    return [dp for dp, _ in lane_sources(encoder.dp, layout.num_lanes, micro_batch_size, lane)]
-
-
 def source_rows(module: str, microbatches: Sequence[Microbatch]) -> Rows:
-    """Return `rows_to_lanes` of every microbatch of a step."""
-    return [rows_to_lanes(batch.encoders[module]) for batch in microbatches]
+    """Count the rows of each microbatch's encoder output that belong to each served lane, in lane order."""
+    rows = []
+    for batch in microbatches:
+        side = batch.encoders[module]
+        ends = list(accumulate(side.lane_sizes, initial=0))
+        rows.append([sum(side.token_counts[start:stop]) for start, stop in zip(ends, ends[1:], strict=False)])
+    return rows
 
 
 def destination_rows(module: str, layout: Layout, rank: int, microbatches: Sequence[Microbatch]) -> Rows:
-    """Return `rows_from_sources` of every microbatch of a step, for the lane of language rank `rank`."""
-    lane = layout.grids[LANGUAGE].coordinates(rank)["dp"]
+    """Count the rows of each microbatch that each encoder data-parallel rank feeds to the lane of language rank `rank`.
+
+    They are in sample order. On a context-parallel rank these are only the rows of its own tokens.
+    """
+    lane, encoder = layout.language.coordinates(rank)["dp"], layout.grids[module]
     rows = []
     for batch in microbatches:
-        assert batch.text is not None, "language ranks hold text"
-        rows.append(rows_from_sources(batch.text, module, layout.grids[module], layout, lane))
+        text = batch.text
+        assert text is not None, "language ranks hold text"
+        ends = np.cumsum([0, *text.token_counts[module]])
+        if text.part is not None:
+            # Rows before each sample's end that are among those of this rank.
+            ends = np.searchsorted(text.part.rows[module].numpy(), ends)
+        sources = lane_sources(encoder.dp, layout.num_lanes, len(text.keys), lane)
+        rows.append([int(ends[share.stop] - ends[share.start]) for _, share in sources])
     return rows
