@@ -127,7 +127,7 @@ def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, descriptio
         if _prints():
             print(to_toml(config), end="")
         raise SystemExit(0)
-    return with_video_processing(with_image_processing(with_tokenizer(with_training_stage(with_local_folders(config)))))
+    return with_media_processing(with_tokenizer(with_training_stage(with_local_folders(config))))
 
 
 def with_local_folders[C: RunConfig](config: C) -> C:
@@ -192,46 +192,33 @@ def with_tokenizer[C: RunConfig](config: C) -> C:
     return dataclasses.replace(config, dataset=filled)
 
 
-def with_image_processing[C: RunConfig](config: C) -> C:
-    """Fill in the data set's image flags from the model, so that checkpoints hold them, and return the configuration.
+def with_media_processing[C: RunConfig](config: C) -> C:
+    """Fill in the data set's flags of images and videos from the model, so that checkpoints hold them.
 
     The values come from the processor files beside --hf-config, --load-hf and --load-vision-from, or else from the
     family's own processor.
 
     Raises:
-        ValueError: a file cannot be followed, or two files disagree.
+        ValueError: a file cannot be followed, two files disagree, or there are flags of videos for a model without.
     """
-    provider, dataset = _encoding(config)
-    if not isinstance(dataset, ImageDataProvider):
+    provider = registry.model_provider(config.model.model_provider)
+    if not provider.encoders(config.model_family):
         return config
+    dataset = config.find_dataset(config.data.dataset_provider)
 
-    def find() -> list[ImageProcessing]:
+    # Called by a data set whose flags leave something open, because the model may have no processor files.
+    def of_images() -> list[ImageProcessing]:
         return _processings(config, provider.image_processing) if isinstance(provider, ImageProcessingProvider) else []
 
-    return dataclasses.replace(config, dataset=dataset.with_image_processing(config.dataset, find))
-
-
-def with_video_processing[C: RunConfig](config: C) -> C:
-    """Fill in the data set's video flags from the model, as `with_image_processing` does for images.
-
-    Raises:
-        ValueError: a file cannot be followed, two files disagree, or the model takes no videos and there are flags.
-    """
-    provider, dataset = _encoding(config)
-    if not isinstance(dataset, VideoDataProvider):
-        return config
-
-    def find() -> list[VideoProcessing]:
+    def of_videos() -> list[VideoProcessing]:
         return _processings(config, provider.video_processing) if isinstance(provider, VideoProcessingProvider) else []
 
-    return dataclasses.replace(config, dataset=dataset.with_video_processing(config.dataset, find))
-
-
-def _encoding(config: RunConfig) -> tuple[Any, Any]:
-    """Return the model's provider and the data set's; None for the latter if the model has no encoder."""
-    provider = registry.model_provider(config.model.model_provider)
-    has_encoders = bool(provider.encoders(config.model_family))
-    return provider, config.find_dataset(config.data.dataset_provider) if has_encoders else None
+    filled = config.dataset
+    if isinstance(dataset, ImageDataProvider):
+        filled = dataset.with_image_processing(filled, of_images)
+    if isinstance(dataset, VideoDataProvider):
+        filled = dataset.with_video_processing(filled, of_videos)
+    return dataclasses.replace(config, dataset=filled)
 
 
 def _processings[P](config: RunConfig, read: Callable[..., P | None]) -> list[P]:

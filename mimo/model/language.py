@@ -39,7 +39,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
-from mimo.model.layer_specs import IMPLS, norm_builder
+from mimo.model.layer_specs import check_impl, norm_builder
 from mimo.model.moe import LocalMoELayer
 from mimo.model.mtp import MtpBlock, MtpInputs
 from mimo.model.output_layer import OutputLayer, TokenFunction
@@ -293,8 +293,7 @@ def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
         ValueError: unknown implementation.
     """
     impl = config.transformer_impl
-    if impl not in IMPLS:
-        raise ValueError(f"--transformer-impl {impl}: layers exist for {' and '.join(IMPLS)}")
+    check_impl(impl)
     if impl == "transformer_engine":
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as fused
 

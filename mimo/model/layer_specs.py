@@ -39,7 +39,7 @@ def norm_builder(impl: str) -> Any:
 
     `local` has our own norm, because Megatron Core's PyTorch norm refuses sequence parallelism.
     """
-    _check_impl(impl)
+    check_impl(impl)
     if impl == "local":
         return Norm
     from megatron.core.extensions.transformer_engine import TENorm
@@ -59,7 +59,7 @@ def decoder_layer_spec(config: TransformerConfig, impl: str, stage: int = 0) -> 
     Raises:
         ValueError: unknown `impl`.
     """
-    _check_impl(impl)
+    check_impl(impl)
     if impl == "local":
         spec = get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm,
@@ -88,7 +88,7 @@ def mixed_decoder_spec(
     Raises:
         ValueError: unknown `impl`.
     """
-    _check_impl(impl)
+    check_impl(impl)
     kinds = config.moe_layer_freq
     if isinstance(kinds, int):
         kinds = [kinds] * config.num_layers
@@ -109,7 +109,7 @@ def vit_layer_spec(config: TransformerConfig, impl: str) -> TransformerBlockSubm
     Raises:
         ValueError: unknown `impl`.
     """
-    _check_impl(impl)
+    check_impl(impl)
     if impl == "local":
         return _block(config, _with_own_parts(get_vit_layer_with_local_spec(), moe=False), impl)
     from megatron.core.extensions.transformer_engine import TERowParallelLinear
@@ -124,7 +124,7 @@ def vit_layer_spec(config: TransformerConfig, impl: str) -> TransformerBlockSubm
 
 def mlp_linears(impl: str) -> MLPSubmodules:
     """Return the linear layers of a stand-alone MLP without a norm. Raises ValueError for an unknown `impl`."""
-    _check_impl(impl)
+    check_impl(impl)
     if impl == "local":
         return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     from megatron.core.extensions.transformer_engine import TERowParallelLinear
@@ -134,7 +134,7 @@ def mlp_linears(impl: str) -> MLPSubmodules:
     return MLPSubmodules(linear_fc1=ColumnParallelWithBias, linear_fc2=TERowParallelLinear)
 
 
-def _check_impl(impl: str) -> None:
+def check_impl(impl: str) -> None:
     if impl not in IMPLS:
         raise ValueError(f"--transformer-impl {impl}: layers exist for {' and '.join(IMPLS)}")
 

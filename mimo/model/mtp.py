@@ -185,17 +185,6 @@ class MtpBlock(MultiTokenPredictionBlock):
         return hidden_states
 
 
-def count_targets(microbatches: Sequence[Microbatch], depths: int) -> torch.Tensor:
-    """Count the target tokens of the decoder and of each depth, float64 `[1 + depths]` on the host."""
-    counts = torch.zeros(1 + depths, dtype=torch.float64)
-    for batch in microbatches:
-        assert batch.text is not None, "language ranks hold text"
-        inputs = MtpInputs.of(batch.text)
-        counts += torch.stack([mask.sum(dtype=torch.float64)
-                               for mask in (inputs.loss_mask, *inputs.target_masks(depths))])
-    return counts
-
-
 def begin_mtp_step(mtp: MtpBlock | None, microbatches: Sequence[Microbatch], groups: ProcessGroupCollection | None,
                    device: torch.device) -> None:
     """Tell multi-token prediction the target tokens of the global batch. Collective over the last stage's lanes.
@@ -209,7 +198,14 @@ def begin_mtp_step(mtp: MtpBlock | None, microbatches: Sequence[Microbatch], gro
     if mtp is None:
         return
     assert groups is not None, "multi-token prediction is on the language grid"
-    targets = count_targets(microbatches, len(mtp.layers)).to(device)
+    # Targets of the decoder, then of each depth.
+    counts = torch.zeros(1 + len(mtp.layers), dtype=torch.float64)
+    for batch in microbatches:
+        assert batch.text is not None, "language ranks hold text"
+        inputs = MtpInputs.of(batch.text)
+        counts += torch.stack([mask.sum(dtype=torch.float64)
+                               for mask in (inputs.loss_mask, *inputs.target_masks(len(mtp.layers)))])
+    targets = counts.to(device)
     # Not summed over context-parallel ranks, because each of them counts the targets of whole rows.
     dist.all_reduce(targets, group=groups.dp)
     mtp.begin_step(targets)
