@@ -88,7 +88,13 @@ def ssd_scan(
     if initial_states is not None:
         initial_states = initial_states.to(dtype).unflatten(1, (groups, -1))
     with torch.autocast(x.device.type, enabled=False):
-        inputs, dt = x.to(dtype), _step_sizes(dt.to(dtype), dt_bias, dt_softplus, dt_limit)
+        inputs, dt = x.to(dtype), dt.to(dtype)
+        if dt_bias is not None:
+            dt = dt + dt_bias.to(dtype)
+        if dt_softplus:
+            dt = F.softplus(dt)
+        if dt_limit != NO_LIMIT:
+            dt = dt.clamp(*dt_limit)
         out, states = _scan_chunks(
             (inputs * dt.unsqueeze(-1)).unflatten(2, (groups, -1)), (dt * A.to(dtype)).unflatten(2, (groups, -1)),
             B.to(dtype), C.to(dtype), min(chunk_size, length), seq_idx, initial_states)
@@ -156,14 +162,6 @@ def split_conv1d_scan(
     if isinstance(result, tuple):
         return result[0].flatten(2), result[1]
     return result.flatten(2)
-
-
-def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float]) -> Tensor:
-    if bias is not None:
-        dt = dt + bias.to(dt.dtype)
-    if softplus:
-        dt = F.softplus(dt)
-    return dt if limit == NO_LIMIT else dt.clamp(*limit)
 
 
 def _runs(seq_idx: Tensor) -> Tensor:
