@@ -12,11 +12,6 @@ from mimo.protocols import ImageSize, TokenSpec, VideoProcessing
 from mimo.visual import Normalisation as Normalisation
 
 
-def no_pictures() -> list[np.ndarray]:
-    """Return the pictures of a text prompt: none."""
-    return []
-
-
 @dataclass(frozen=True)
 class PromptVideo:
     """A video among the tokens of a prompt, for the engine, which writes such tokens itself.
@@ -67,7 +62,7 @@ class Prompt:
     ground_truth: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
     image_sizes: tuple[ImageSize, ...] = ()
-    pictures: Callable[[], list[np.ndarray]] = no_pictures
+    pictures: Callable[[], list[np.ndarray]] = list
     videos: tuple[PromptVideo, ...] = ()
     originals: Callable[[], list[np.ndarray]] | None = None
 
