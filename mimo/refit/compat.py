@@ -113,13 +113,17 @@ def place_kernel_tensors(layer: torch.nn.Module, info: Any) -> None:
     layerwise._place_kernel_tensors(layer, info)
 
 
+def unwrapped(worker: Any) -> Any:
+    """Return a worker of vLLM without its wrapper. `WorkerWrapperBase.worker`: a call of a function gets either."""
+    return vars(worker).get("worker") or worker
+
+
 def forget_weight_update(worker: Any) -> None:
     """Have a worker of vLLM consider the weight update that it is in as over.
 
     `Worker._weight_update_active`: vLLM refuses a new update where a trainer began one and never ended it.
     """
-    own = vars(worker).get("worker") or worker  # vLLM wraps it
-    own._weight_update_active = False
+    unwrapped(worker)._weight_update_active = False
 
 
 def use_trainer_scales() -> None:
@@ -155,7 +159,7 @@ def allocate_stage_inputs(worker: Any) -> None:
     from vllm.distributed.parallel_state import get_pp_group
     from vllm.platforms import current_platform
 
-    runner = (vars(worker).get("worker") or worker).model_runner
+    runner = unwrapped(worker).model_runner
     if current_platform.is_cpu() and not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device)

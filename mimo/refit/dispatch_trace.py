@@ -130,7 +130,11 @@ class Tracer(TracingMode):
             result = self._copy(func, args[0], kwargs)
         else:
             result = func(*args, **kwargs)
-            self._follow(result, tensors)
+            # Whatever else comes out of it is computed from what it read. Views share the storage of their base.
+            for tensor in _tensors(result):
+                key = storage_key(tensor)
+                if key not in self._sources and key not in self._targets and key not in self._computed:
+                    self._computed[self._keep(tensor)] = self._names(tensors)
         self._pending = ()
         return result
 
@@ -166,13 +170,6 @@ class Tracer(TracingMode):
                 view_of(result), result.dtype, parent.name, storage_key(tensor), view_of(tensor))
         return result
 
-    def _follow(self, result: Any, read: list[torch.Tensor]) -> None:
-        """Note which checkpoint tensors an operation's results come from. Views share the storage of their base."""
-        for tensor in _tensors(result):
-            key = storage_key(tensor)
-            if key not in self._sources and key not in self._targets and key not in self._computed:
-                self._computed[self._keep(tensor)] = self._names(read)
-
     def _write(self, func: Any, args: Any, kwargs: Any, read: list[torch.Tensor], written: list[torch.Tensor]) -> Any:
         for tensor in written:
             key = storage_key(tensor)
@@ -188,7 +185,11 @@ class Tracer(TracingMode):
     def _note(self, func: Any, tensor: torch.Tensor, args: Any, read: list[torch.Tensor]) -> None:
         if tensor.numel() == 0:
             return
-        target, region = self._region(tensor)
+        view, known = view_of(tensor), self._targets[storage_key(tensor)]
+        target = next((one for one in known if one.whole.offset <= view.offset < one.whole.end), known[0])
+        # The written part in the model's tensor. Under another dtype its elements are not those of the tensor.
+        region = None if tensor.dtype != target.dtype else View(
+            view.offset - target.whole.offset, view.sizes, view.strides)
         if func in FILLS and region is not None:
             value = 0.0 if func is ATEN.zero_.default else float(args[1])
             self.writes.append(Write(frozenset(), target.path, region, value=value))
@@ -200,14 +201,6 @@ class Tracer(TracingMode):
             read = [source]
         names = frozenset([part.name]) if part else self._names(read)
         self.writes.append(Write(names, target.path, region, part))
-
-    def _region(self, tensor: torch.Tensor) -> tuple[Target, View | None]:
-        """Return the tensor of the model that a view belongs to, and the view's layout in it, if it is known."""
-        view, known = view_of(tensor), self._targets[storage_key(tensor)]
-        target = next((one for one in known if one.whole.offset <= view.offset < one.whole.end), known[0])
-        if tensor.dtype != target.dtype:
-            return target, None
-        return target, View(view.offset - target.whole.offset, view.sizes, view.strides)
 
     def _slice(self, source: torch.Tensor, target: Target, region: View) -> TensorSlice | None:
         """Return the box that a copy copies; None if it does anything else."""

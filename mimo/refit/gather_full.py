@@ -43,15 +43,13 @@ class WholeTensors:
         """Yield every whole tensor. Only one is in memory at a time. Collective."""
         self._built.finish_gathers("a refit")
         for number, entry in enumerate(self.entries):
-            yield entry, self._gathered(entry, self._boxes_of_senders(number, entry))
-
-    def _boxes_of_senders(self, number: int, entry: TensorMeta) -> dict[int, list[Box]]:
-        """Choose the boxes that each rank sends, the same choice on every rank. Replicas take turns."""
-        found: dict[int, list[Box]] = {}
-        for held in self._holders[entry.name]:
-            rank = 0 if 0 in held.ranks else held.ranks[number % len(held.ranks)]
-            found.setdefault(rank, []).append(held.box)
-        return found
+            # The boxes that each rank sends, the same choice on every rank. Replicas take turns, but what the first
+            # rank has by itself is not sent.
+            boxes: dict[int, list[Box]] = {}
+            for held in self._holders[entry.name]:
+                rank = 0 if 0 in held.ranks else held.ranks[number % len(held.ranks)]
+                boxes.setdefault(rank, []).append(held.box)
+            yield entry, self._gathered(entry, boxes)
 
     @torch.no_grad()
     def _gathered(self, entry: TensorMeta, boxes: dict[int, list[Box]]) -> torch.Tensor:

@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from mimo.boxes import Box, View, box_of_view, subtract
 from mimo.refit import compat
 from mimo.refit.dispatch_trace import Tracer, Write
-from mimo.refit.messages import view_of
+from mimo.refit.messages import dtype_name, torch_dtype, view_of
 from mimo.refit.tensor_slices import TensorMeta, TensorSlice
 
 # Errors that loaders raise about a name, a shape or a value. Each is reported with the name.
@@ -94,7 +94,7 @@ def record(model: torch.nn.Module, entries: Sequence[TensorMeta], max_refused: i
         pending = [list(entries)]
         while pending and (max_refused is None or len(run.refused) < max_refused):
             pending += run.batch(pending.pop())
-        layouts = {path: Layout(view_of(tensor), str(tensor.dtype).removeprefix("torch."),
+        layouts = {path: Layout(view_of(tensor), dtype_name(tensor.dtype),
                                 vars(tensor).get("weight_loader_numel", tensor.numel()),
                                 isinstance(tensor, torch.nn.Parameter))
                    for path, tensor in tensors.items()}
@@ -147,7 +147,7 @@ class _Run:
         taken: list[str] = []
         # Made before the trace, in which each of them would be one more operation.
         kind = torch.empty if device == "meta" else torch.zeros
-        tensors = [kind(entry.shape, dtype=getattr(torch, entry.dtype), device=device) for entry in entries]
+        tensors = [kind(entry.shape, dtype=torch_dtype(entry.dtype), device=device) for entry in entries]
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
             for entry, tensor in zip(entries, tensors, strict=True):
@@ -288,42 +288,35 @@ def check_coverage(model: torch.nn.Module, recording: Recording) -> None:
         ValueError: names that the loader refuses; elements written twice or never, with their number, by tensor.
     """
     faults = [f"{name} is refused: {reason}" for name, reason in recording.refused.items()]
-    writes = _writes(recording)
-    for path, layout in recording.layouts.items():
-        needed = layout.parameter or _is_loadable_buffer(model, path, layout)
-        faults += _faults(path, layout, writes.get(path, []), needed, recording.layouts)
-    if faults:
-        raise ValueError("not all of the engine's weights are written exactly once: " + "; ".join(faults))
-
-
-def _writes(recording: Recording) -> dict[str, list[tuple[Write, bool]]]:
-    """Return the writes to each tensor, each with whether it has to be the only one to its box."""
+    # The writes to each tensor, each with whether it has to be the only one to its box. Only copies have to: a loader
+    # may compute with what it has written, and may fill a tensor before it writes a part of it.
     writes: dict[str, list[tuple[Write, bool]]] = {}
     for write in recording.copies:
         writes.setdefault(write.path, []).append((write, True))
-    others = [write for group in recording.computed.values() for write in group] + list(recording.constants)
-    for write in others:
+    for write in itertools.chain(*recording.computed.values(), recording.constants):
         writes.setdefault(write.path, []).append((write, False))
-    return writes
-
-
-def _faults(path: str, layout: Layout, writes: list[tuple[Write, bool]], needed: bool,
-            layouts: dict[str, Layout]) -> list[str]:
-    boxes: list[tuple[Box, bool]] = []
-    for write, alone in writes:
-        box = target_box(write, layouts)
-        if box is None:
-            return []  # Only the loader knows this part, and the loader writes it.
-        boxes.append((box, alone))
-    left, repeated = _coverage(layout.view.sizes, tuple(boxes))
-    twice = sum(repeated)
-    names = set().union(*(write.names for (write, _), count in zip(writes, repeated, strict=True) if count))
-    faults = [f"{path}: {twice} elements are written twice, again by {', '.join(sorted(names))}"] if twice else []
-    total = math.prod(layout.view.sizes)
-    missing = left - (total - layout.loaded)
-    if missing > 0 and (needed or missing < total):
-        faults.append(f"{path}: {missing} of {total} elements are never written")
-    return faults
+    for path, layout in recording.layouts.items():
+        own = writes.get(path, [])
+        boxes = [(box, alone) for write, alone in own if (box := target_box(write, recording.layouts)) is not None]
+        if len(boxes) < len(own):
+            continue  # Only the loader knows where the other writes go, and the loader does them.
+        left, repeated = _coverage(layout.view.sizes, tuple(boxes))
+        twice = sum(repeated)
+        if twice:
+            names = set().union(*(write.names for (write, _), count in zip(own, repeated, strict=True) if count))
+            faults.append(f"{path}: {twice} elements are written twice, again by {', '.join(sorted(names))}")
+        # A checkpoint may hold a buffer if it is part of the state dict, floating and not private to its module. It
+        # need not, but if it holds a part, it has to hold all.
+        parent, _, name = path.rpartition(".")
+        needed = layout.parameter or (
+            not name.startswith("_") and torch_dtype(layout.dtype).is_floating_point
+            and name not in compat.module_tables(model.get_submodule(parent))[2])
+        total = math.prod(layout.view.sizes)
+        missing = left - (total - layout.loaded)
+        if missing > 0 and (needed or missing < total):
+            faults.append(f"{path}: {missing} of {total} elements are never written")
+    if faults:
+        raise ValueError("not all of the engine's weights are written exactly once: " + "; ".join(faults))
 
 
 @lru_cache(maxsize=256)  # layers are alike
@@ -339,11 +332,3 @@ def _coverage(sizes: tuple[int, ...], writes: tuple[tuple[Box, bool], ...]) -> t
         left, removed = subtract(left, box)
         repeated.append(box.numel - removed if alone else 0)
     return sum(box.numel for box in left), repeated
-
-
-def _is_loadable_buffer(model: torch.nn.Module, path: str, layout: Layout) -> bool:
-    """Whether a checkpoint may hold a buffer: it is part of the state dict, floating and not private to its module."""
-    parent, _, name = path.rpartition(".")
-    module = model.get_submodule(parent)
-    persistent = name not in compat.module_tables(module)[2] and not name.startswith("_")
-    return persistent and getattr(torch, layout.dtype).is_floating_point

@@ -9,31 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
-from mimo.boxes import Box, View, contiguous_strides
+from mimo.boxes import View, contiguous_strides
 from mimo.compat import copy_together
 from mimo.refit.plan import Op
 from mimo.refit.tensor_slices import DTYPE_BYTES, Address
 
 # Alignment of a box in a message, in bytes. It suits every dtype and is wide enough for vectorised copies.
 ALIGNMENT = 16
-
-
-class Carried(Protocol):
-    """The part of a plan's operation that a message needs."""
-
-    @property
-    def entry(self) -> int:
-        """Number of its tensor in the chunk plan."""
-        ...
-
-    @property
-    def box(self) -> Box:
-        """The box in the whole tensor."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +57,7 @@ class MessageLayout:
                                                + layout.offset) for layout in self.layouts]
 
 
-def message_layout(operations: Sequence[Carried], dtypes: Sequence[str]) -> MessageLayout:
+def message_layout(operations: Sequence[Op], dtypes: Sequence[str]) -> MessageLayout:
     """Lay out the message that carries the boxes of operations.
 
     Args:
@@ -83,8 +68,13 @@ def message_layout(operations: Sequence[Carried], dtypes: Sequence[str]) -> Mess
     for operation in operations:
         dtype, sizes = dtypes[operation.entry], operation.box.sizes
         layouts.append(BoxLayout(torch_dtype(dtype), sizes, contiguous_strides(sizes), first // DTYPE_BYTES[dtype]))
-        first += -(-operation.box.numel * DTYPE_BYTES[dtype] // ALIGNMENT) * ALIGNMENT
+        first += aligned(operation.box.numel * DTYPE_BYTES[dtype])
     return MessageLayout(tuple(layouts), first)
+
+
+def aligned(num_bytes: int) -> int:
+    """Round up to a multiple of `ALIGNMENT`."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def pack(shape: MessageLayout, sources: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -150,6 +140,11 @@ def torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name without `torch.`, as entries have it."""
+    return str(dtype).removeprefix("torch.")
 
 
 # Checksums of every box: as it is sent, as it arrives, and as it is read back from the live tensor.

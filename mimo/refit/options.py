@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from mimo.refit.tensor_slices import DTYPE_BYTES
 
@@ -52,10 +51,6 @@ class RefitOptions:
                             "its weights when it sleeps, so that each refit has to send all of them")
         if problems:
             raise ValueError("; ".join(problems))
-
-    def as_json(self) -> dict[str, Any]:
-        """Return a dictionary that `RefitOptions` takes."""
-        return asdict(self)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from mimo.boxes import Box, View, consecutive_runs, contiguous_strides, moved_offset, partition_problems
-from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Holders, RecvSpec, TensorMeta, TensorSlice
+from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Holder, Holders, RecvSpec, TensorMeta, TensorSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,13 +206,13 @@ def shares(entries: Sequence[TensorMeta], holders: Holders, slices: Iterable[Ten
     found = []
     for name, number in numbers.items():
         for wanted, takers in groups:
-            for part, held in itertools.product(wanted.get(name, ()), own[name]):
+            for part, (held, address) in itertools.product(wanted.get(name, ()), own[name]):
                 piece = overlaps.of(held.box, part.box)
                 receivers = takers.of(held.ranks, number) if piece else ()
                 if piece is not None and receivers:
                     found.append(Share(number, name, piece, receivers,
                                        overlaps.address(part.address, part.box, piece),
-                                       overlaps.address(held.address, held.box, piece)))
+                                       overlaps.address(address, held.box, piece)))
     return found
 
 
@@ -252,43 +252,23 @@ def within[Planned: Op](operations: Sequence[Planned], chunk: range) -> Sequence
     return operations[bisect_left(operations, chunk.start, key=entry):bisect_left(operations, chunk.stop, key=entry)]
 
 
-class Running:
-    """A checksum over a sequence of operations: entries, names, dtypes, boxes and senders, in order.
-
-    Args:
-        entries: the chunk plan's.
-    """
-
-    def __init__(self, entries: Sequence[TensorMeta]) -> None:
-        self._entries = entries
-        self._hash = hashlib.sha256()
-
-    def add(self, operations: Iterable[Op]) -> None:
-        self.feed(encoded(self._entries, operations))
-
-    def feed(self, text: bytes) -> None:
-        """Add what `encoded` made of operations."""
-        self._hash.update(text)
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
+def described(entries: Sequence[TensorMeta], operations: Iterable[Op]) -> list[str]:
+    """Describe each operation: name, dtype, box, number of the entry, sender."""
+    return [f"{each.name} {entries[each.entry].dtype} {each.box} of entry {each.entry} from trainer rank {each.sender}"
+            for each in operations]
 
 
 def encoded(entries: Sequence[TensorMeta], operations: Iterable[Op]) -> bytes:
-    """Return the text of which a checksum of operations is made."""
-    return "".join(f"{_line(entries, each)}\n" for each in operations).encode()
+    """Return the text of which a checksum of operations is made.
+
+    Texts of parts of a plan, one after the other, are the text of the whole plan.
+    """
+    return "".join(f"{line}\n" for line in described(entries, operations)).encode()
 
 
 def digest(entries: Sequence[TensorMeta], operations: Iterable[Op]) -> str:
     """Return a checksum that both ends share if they plan the same operations, names and dtypes in the same order."""
-    running = Running(entries)
-    running.add(operations)
-    return running.hexdigest()
-
-
-def described(entries: Sequence[TensorMeta], operations: Iterable[Op]) -> list[str]:
-    """Describe each operation: name, dtype, box, number of the entry, sender."""
-    return [_line(entries, operation) for operation in operations]
+    return hashlib.sha256(encoded(entries, operations)).hexdigest()
 
 
 def first_difference(mine: Sequence[str], theirs: Sequence[str], me: str, them: str) -> str:
@@ -304,15 +284,6 @@ def first_difference(mine: Sequence[str], theirs: Sequence[str], me: str, them: 
         if here != there:
             return f"item {number}: {me} has {here or 'nothing more'}, {them} has {there or 'nothing more'}"
     return ""
-
-
-@dataclass(frozen=True)
-class _OwnBox:
-    """A holder's box on one of its ranks."""
-
-    box: Box
-    ranks: tuple[int, ...]
-    address: Address
 
 
 class _Overlaps:
@@ -371,10 +342,10 @@ def _turn(receiver: int, count: int) -> int:
     return total % count
 
 
-def _own_boxes(holders: Holders, slices: Iterable[TensorSlice], rank: int) -> dict[str, list[_OwnBox]]:
-    """Return a rank's slices in the order of the holders, by name. Raises ValueError if the two disagree."""
+def _own_boxes(holders: Holders, slices: Iterable[TensorSlice], rank: int) -> dict[str, list[tuple[Holder, Address]]]:
+    """Return the boxes that a rank holds, with their addresses, by name. Raises ValueError if its slices differ."""
     addresses = {(part.name, part.box): part.address for part in slices}
-    own: dict[str, list[_OwnBox]] = {}
+    own: dict[str, list[tuple[Holder, Address]]] = {}
     problems = []
     for name, boxes in holders.items():
         for held in boxes:
@@ -383,7 +354,7 @@ def _own_boxes(holders: Holders, slices: Iterable[TensorSlice], rank: int) -> di
                 if address is None:
                     problems.append(f"{name} {held.box} should be there and is not")
                 else:
-                    own.setdefault(name, []).append(_OwnBox(held.box, held.ranks, address))
+                    own.setdefault(name, []).append((held, address))
     problems += [f"{name} {box} is there and should not be" for name, box in addresses]
     if problems:
         raise ValueError(f"trainer rank {rank} does not hold what was agreed on; its layout has changed, or ranks were "
@@ -396,11 +367,6 @@ def listed(items: Iterable[str], limit: int = 20) -> str:
     items = list(dict.fromkeys(items))
     more = [f"and {len(items) - limit} more"] if len(items) > limit else []
     return "; ".join(items[:limit] + more)
-
-
-def _line(entries: Sequence[TensorMeta], operation: Op) -> str:
-    return (f"{operation.name} {entries[operation.entry].dtype} {operation.box} of entry "
-            f"{operation.entry} from trainer rank {operation.sender}")
 
 
 # Checks, before any byte moves, that a plan brings every wanted element exactly once.

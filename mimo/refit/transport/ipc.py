@@ -13,8 +13,6 @@ because neither waits for the other's streams.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,9 +24,9 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
-from mimo.refit.messages import ALIGNMENT
-from mimo.refit.rendezvous import MAX_POLL_S, POLL_S, RefitError
-from mimo.refit.transport.p2p import REASON_S, Wire
+from mimo.refit.messages import aligned
+from mimo.refit.rendezvous import RefitError
+from mimo.refit.transport.p2p import REASON_S, Wait, Wire
 from mimo.refit.transport.shared_memory import Staging, make_staging, open_staging
 
 # Number of chunks that the shared memory holds.
@@ -52,12 +50,12 @@ class Incoming:
     def place(self, number: int, sender: int) -> slice:
         """Return the place of a trainer rank's message of a chunk."""
         chunk = self.chunks[number]
-        first = self._start(number % SLOTS) + sum(_aligned(chunk[each]) for each in chunk if each < sender)
+        first = self._start(number % SLOTS) + sum(aligned(chunk[each]) for each in chunk if each < sender)
         return slice(first, first + chunk[sender])
 
     def _start(self, slot: int) -> int:
         """Return the beginning of a slot. Each slot is as long as the longest of its chunks."""
-        return sum(max((sum(map(_aligned, chunk.values())) for chunk in self.chunks[each::SLOTS]), default=0)
+        return sum(max((sum(map(aligned, chunk.values())) for chunk in self.chunks[each::SLOTS]), default=0)
                    for each in range(slot))
 
     def as_json(self) -> list[list[list[int]]]:
@@ -66,10 +64,6 @@ class Incoming:
     @classmethod
     def from_json(cls, plain: Sequence[Sequence[Sequence[int]]]) -> Incoming:
         return cls([{sender: size for sender, size in chunk} for chunk in plain])
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def ready(sync: int, worker: int, number: int) -> str:
@@ -119,31 +113,6 @@ def _reachable() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RefitError(f"the refit store, which the trainer's first rank serves, is gone: {error}") from error
-
-
-class Wait:
-    """The waits of one call, with a common deadline."""
-
-    def __init__(self, check: Callable[[], None], limit_s: float) -> None:
-        self._check, self._limit_s = check, limit_s
-        self._deadline = time.monotonic() + limit_s
-
-    def until(self, what: str, is_done: Callable[[], bool], missing: Callable[[], str] | None = None) -> None:
-        """Wait until `is_done` returns True.
-
-        Raises:
-            RefitError: another process failed, or the deadline has passed; the error then says what is missing.
-        """
-        for turn in itertools.count():
-            if is_done():
-                return
-            pause = min(MAX_POLL_S, POLL_S / 10 * 1.5 ** min(turn, 20))
-            if pause == MAX_POLL_S:
-                self._check()
-            if time.monotonic() > self._deadline:
-                raise RefitError(f"{what} did not come within {self._limit_s:g} s"
-                                 + (f": not yet have {missing()}" if missing else ""))
-            time.sleep(pause)
 
 
 class WorkerEnd:

@@ -6,6 +6,7 @@ It has a process group of its own, in which the trainer's ranks come first. The 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -47,12 +48,19 @@ class Wire:
         self.backend = backend
         self.timeout_s = timeout_s
         self._rank, self._names = rank, names or [f"rank {each}" for each in range(world_size)]
+        if backend == "nccl" and not torch.cuda.is_available():
+            raise ValueError("refit backend 'nccl' needs CUDA devices; use 'gloo'")
         own = PrefixStore(f"wire/{name}", store)
         try:
-            # NCCL's own limit ends this process. It is longer than ours, which ends in an error with more information.
-            limit = timeout_s if backend == "gloo" else 2 * timeout_s + 60
-            self._group = _open(own, rank, world_size, backend, timedelta(seconds=limit))
-            if backend == "nccl":
+            if backend == "gloo":
+                self._group: Any = ProcessGroupGloo(own, rank, world_size, timedelta(seconds=timeout_s))
+            else:
+                from torch.distributed import ProcessGroupNCCL  # torch for CPUs does not have it
+
+                # NCCL's own limit ends this process. It is longer than ours, which ends in an error with more
+                # information.
+                limit = timedelta(seconds=2 * timeout_s + 60)
+                self._group = ProcessGroupNCCL(own, rank, world_size, compat.nccl_options(limit))
                 # This first collective connects all ranks. Otherwise a transfer between some would wait for the others.
                 self._group.allreduce([torch.zeros(1, device="cuda")]).wait()
                 torch.cuda.synchronize()
@@ -95,22 +103,26 @@ class Wire:
         Raises:
             RefitError: a transfer failed or took longer than the limit.
         """
-        limit_s = self.timeout_s + grace_s
-        deadline = time.monotonic() + limit_s
+        wait = Wait(check, self.timeout_s + grace_s)
         for what, work in works:
             try:
                 if self.backend == "gloo":
-                    work.wait(timedelta(seconds=max(0.01, deadline - time.monotonic())))
+                    work.wait(timedelta(seconds=max(0.01, wait.deadline - time.monotonic())))
                 else:
-                    _poll(work, what, deadline, check, limit_s)
+                    wait.until(what, work.is_completed)
+                    work.wait()
             except RuntimeError as error:
                 if isinstance(error, RefitError):
                     raise
                 check()
                 message = str(error)
                 if "Timed out" in message:
-                    raise RefitError(f"{what}: not done within {limit_s:g} s") from error
-                _hear(check)
+                    raise RefitError(f"{what}: not done within {wait.limit_s:g} s") from error
+                # The process that closed the connection may publish the reason a moment later.
+                patience = time.monotonic() + REASON_S
+                while time.monotonic() < patience:
+                    time.sleep(MAX_POLL_S)
+                    check()
                 if "closed" in message or "reset" in message:
                     message = "the other side has closed the connection"
                 raise RefitError(f"{what}: {message}") from error
@@ -132,14 +144,29 @@ class Wire:
                 group.recv_anysource([torch.empty(1, dtype=torch.uint8)], CLOSING_TAG).wait(timedelta(milliseconds=1))
 
 
-def _open(store: Store, rank: int, world_size: int, backend: str, timeout: timedelta) -> Any:
-    if backend == "gloo":
-        return ProcessGroupGloo(store, rank, world_size, timeout)
-    if not torch.cuda.is_available():
-        raise ValueError("refit backend 'nccl' needs CUDA devices; use 'gloo'")
-    from torch.distributed import ProcessGroupNCCL
+class Wait:
+    """The waits of one call, with a common deadline."""
 
-    return ProcessGroupNCCL(store, rank, world_size, compat.nccl_options(timeout))
+    def __init__(self, check: Callable[[], None], limit_s: float) -> None:
+        self._check, self.limit_s = check, limit_s
+        self.deadline = time.monotonic() + limit_s
+
+    def until(self, what: str, is_done: Callable[[], bool], missing: Callable[[], str] | None = None) -> None:
+        """Wait until `is_done` returns True.
+
+        Raises:
+            RefitError: another process failed, or the deadline has passed; the error then says what is missing.
+        """
+        for turn in itertools.count():
+            if is_done():
+                return
+            pause = min(MAX_POLL_S, POLL_S / 10 * 1.5 ** min(turn, 20))
+            if pause == MAX_POLL_S:
+                self._check()
+            if time.monotonic() > self.deadline:
+                raise RefitError(f"{what} did not come within {self.limit_s:g} s"
+                                 + (f": not yet have {missing()}" if missing else ""))
+            time.sleep(pause)
 
 
 class _Broken:
@@ -157,23 +184,3 @@ def _started(start: Callable[..., Any], message: torch.Tensor, rank: int) -> Any
         return start([message], rank, 0)
     except RuntimeError as error:
         return _Broken(error)
-
-
-def _hear(check: Callable[[], None]) -> None:
-    """Wait a moment for the reason of a closed connection, which may be published after the connection is closed."""
-    deadline = time.monotonic() + REASON_S
-    while time.monotonic() < deadline:
-        time.sleep(MAX_POLL_S)
-        check()
-
-
-def _poll(work: Any, what: str, deadline: float, check: Callable[[], None], timeout_s: float) -> None:
-    pause = POLL_S / 10
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            raise RefitError(f"{what} did not come within {timeout_s:g} s")
-        if pause >= MAX_POLL_S:
-            check()
-        time.sleep(pause)
-        pause = min(MAX_POLL_S, pause * 1.5)
-    work.wait()

@@ -8,7 +8,6 @@ and a process that dies with a mapping leaves no reference count behind.
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 import os
 from pathlib import Path
@@ -159,14 +158,9 @@ def _enter(device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
-@functools.cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
-
-
 def _call(name: str, *arguments: Any) -> None:
     """Call the CUDA driver. Raises RefitError."""
-    driver = _driver()
+    driver = ctypes.CDLL("libcuda.so.1")
     result = getattr(driver, name)(*arguments)
     if result:
         text = ctypes.c_char_p()

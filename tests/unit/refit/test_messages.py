@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
 from mimo.boxes import Box
 from mimo.refit.messages import ALIGNMENT, Views, check_inside, copy_all, message_layout, pack
+from mimo.refit.plan import Op
 from mimo.refit.tensor_slices import Address
 
 CPU = torch.device("cpu")
 DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float32")
 
 
-@dataclass(frozen=True)
-class Operation:
-    """An operation of a message."""
-
-    entry: int
-    box: Box
+def operation_of(entry: int, box: Box) -> Op:
+    return Op(entry, "any", box, 0, 0, Address("any", 0, (1,) * len(box.starts)))
 
 
 # Bug 2: a float32 tensor among others, and sizes that fill no word.
-OPERATIONS = (Operation(0, Box((2, 0), (5, 3))), Operation(1, Box((0,), (5,))), Operation(2, Box((1, 1), (2, 4))),
-              Operation(3, Box((0, 0, 0), (1, 1, 1))), Operation(0, Box((0, 0), (1, 1))))
+OPERATIONS = (operation_of(0, Box((2, 0), (5, 3))), operation_of(1, Box((0,), (5,))),
+              operation_of(2, Box((1, 1), (2, 4))), operation_of(3, Box((0, 0, 0), (1, 1, 1))),
+              operation_of(0, Box((0, 0), (1, 1))))
 
 
-def values_of(operation: Operation) -> torch.Tensor:
+def values_of(operation: Op) -> torch.Tensor:
     count = operation.box.numel
     return (torch.arange(count) + operation.entry + 1).view(operation.box.sizes)
 
@@ -64,7 +60,7 @@ def test_a_message_inside_a_larger_buffer() -> None:
 
 def test_sources_and_targets_of_any_strides() -> None:
     """Bug 29: `.view` of what is not contiguous."""
-    operations = [Operation(1, Box((0, 0), (3, 4))), Operation(1, Box((0, 0), (2, 6)))]
+    operations = [operation_of(1, Box((0, 0), (3, 4))), operation_of(1, Box((0, 0), (2, 6)))]
     sources = [torch.arange(12.).view(4, 3).T, torch.arange(24.).view(4, 6)[::2]]
     shape = message_layout(operations, DTYPES)
     boxes = shape.boxes(pack(shape, sources, CPU))

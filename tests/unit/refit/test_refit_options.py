@@ -16,8 +16,3 @@ def test_everything_that_is_wrong_is_listed_at_once() -> None:
         "refit dtype 'bf16': known are float32, bfloat16, float16, float64, float8_e4m3fn; "
         "refit route 'fast': known are auto, loader; "
         "refit chunk_bytes 0: must be positive; refit timeout_s -1: must be positive")
-
-
-def test_options_travel_as_plain_data() -> None:
-    options = RefitOptions(backend="gloo", dtype="bfloat16", verify=True)
-    assert RefitOptions(**options.as_json()) == options
