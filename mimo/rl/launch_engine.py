@@ -19,8 +19,7 @@ from mimo.refit.rendezvous import RefitError
 from mimo.rl.placement import forwarded, replica_gpus
 from mimo.rl.prompts import ImagePromptSet, Normalisation, VideoPromptSet
 from mimo.rollout.engine import EngineOptions
-from mimo.rollout.launcher import leave_group, leave_launcher
-from mimo.rollout.process import EngineLostError, start_processes
+from mimo.rollout.process import EngineLostError, leave_group, leave_launcher, start_processes
 from mimo.rollout.replicas import AnsweredError, RolloutClient, one_client
 from mimo.visual import VideoProcessorProvider
 

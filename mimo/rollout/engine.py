@@ -160,7 +160,10 @@ def prepare_vllm(options: EngineOptions, place: NodePlace | None) -> dict[str, A
         "enable_expert_parallel": options.enable_expert_parallel, "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs, "load_format": options.load_format, "seed": options.seed,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND)}
-    decoder = _decoder_values(Path(options.model) / "config.json")
+    # What config.json says of the decoder. If there is none, vLLM says so.
+    path = Path(options.model) / "config.json"
+    described: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    decoder: dict[str, Any] = described.get("llm_config", described)
     if options.pipeline_parallel_size > 1 and {"hybrid_override_pattern", "layers_block_type"} & decoder.keys():
         # vLLM's prefix cache asserts that every stage has a Mamba-2 layer.
         arguments["enable_prefix_caching"] = False
@@ -175,14 +178,6 @@ def prepare_vllm(options: EngineOptions, place: NodePlace | None) -> dict[str, A
         arguments |= {"distributed_executor_backend": "mp", "nnodes": options.num_nodes, "node_rank": place.number,
                       "master_addr": place.address, "master_port": place.port}
     return arguments
-
-
-def _decoder_values(path: Path) -> dict[str, Any]:
-    """Return what a config.json says of the decoder; nothing if there is none, which vLLM then reports."""
-    if not path.is_file():
-        return {}
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return dict(values.get("llm_config", values))
 
 
 class EngineNode:

@@ -18,7 +18,7 @@ import subprocess
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,12 @@ class RayCluster:
                 return
             except Exception as error:  # Ray raises its own errors, those of its network, and plain ones.
                 ray.shutdown()
-                _end(set(psutil.Process().children()) - before)
+                # Ray leaves the processes of a failed start behind.
+                left = set(psutil.Process().children()) - before
+                for process in left:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+                psutil.wait_procs(left, timeout=10)
                 # On a busy machine, Ray's own limit of half a minute may be too short.
                 if LATE_START in str(error) and time.monotonic() < deadline:
                     continue
@@ -184,14 +189,6 @@ class RayCluster:
             socket.create_connection((host, int(port)), CONNECT_S).close()
         except OSError as error:
             raise ValueError(f"--ray-address {self.address}: nobody answers at {address}: {error}") from error
-
-
-def _end(processes: Collection[psutil.Process]) -> None:
-    """End the processes of a start that failed, which Ray leaves behind."""
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(processes, timeout=10)
 
 
 @contextlib.contextmanager
@@ -373,10 +370,12 @@ class RayEngines:
 
     def _start(self, environment: dict[str, str], setup: Callable[[], None] | None) -> None:
         remote: Any = ray.remote(EngineActor)
+        names = {node["NodeID"]: f"node {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+                 for node in ray.nodes()}
         for number, each in enumerate(self._options):
             bundle, shared = self._bundle(each), len(self._groups) < len(self._options)
             group = self._groups[0 if shared else number]
-            nodes = _nodes_of(group)
+            placed = placement_group_table(group)["bundles_to_node_id"]
             for node in range(each.num_nodes):
                 index = number if shared else node
                 actor = remote.options(
@@ -384,7 +383,7 @@ class RayEngines:
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
                         group, placement_group_bundle_index=index, placement_group_capture_child_tasks=False),
                     runtime_env={"env_vars": environment | each.environment}).remote()
-                self._parts.append(_Part(actor, number, node, nodes[index]))
+                self._parts.append(_Part(actor, number, node, names.get(placed[index], "a node that is gone")))
         found = self._results([part.actor.locate.remote() for part in self._parts])
         first: dict[int, tuple[str, int]] = {}
         for part, (where, address, port) in zip(self._parts, found, strict=True):
@@ -421,14 +420,6 @@ class RayEngines:
             if problem:
                 raise RefitError(f"replica {part.replica}: the engine did not start: {part.where}: {problem}")
         return [results[call] for call in calls]
-
-
-def _nodes_of(group: PlacementGroup) -> list[str]:
-    """Return the node of each bundle in words."""
-    names = {node["NodeID"]: f"node {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-             for node in ray.nodes()}
-    placed = placement_group_table(group)["bundles_to_node_id"]
-    return [names.get(placed[index], "a node that is gone") for index in range(group.bundle_count)]
 
 
 def _ending(call: Any) -> str:

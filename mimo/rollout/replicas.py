@@ -146,7 +146,9 @@ class Replicas:
         Raises:
             AnsweredError: a replica raised an error, or did not answer in time, which is then the error's cause.
         """
-        shares = share_out([prompt_size(prompt) for prompt in prompts], len(self.replicas))
+        # A prompt's size is its number of tokens, or of characters if it is text.
+        texts = [prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"] for prompt in prompts]
+        shares = share_out([len(text) for text in texts], len(self.replicas))
         try:
             given = self._together(method, [
                 partial(ask, each, share) if share else list
@@ -199,11 +201,6 @@ def _run(place: int, call: Callable[[], Any], done: queue.SimpleQueue[tuple[int,
         done.put((place, None, error))
     else:
         done.put((place, answer, None))
-
-
-def prompt_size(prompt: dict[str, Any]) -> int:
-    """Count the tokens of a prompt, or its characters if it is text."""
-    return len(prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"])
 
 
 def share_out(sizes: Sequence[int], count: int) -> list[list[int]]:

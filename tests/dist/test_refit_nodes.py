@@ -23,8 +23,7 @@ from ray.util.placement_group import placement_group_table
 
 from mimo.refit.options import RefitOptions
 from mimo.refit.rendezvous import RefitError
-from mimo.rollout.launcher import leave_launcher
-from mimo.rollout.process import EngineCalls, EngineLostError, answer_of
+from mimo.rollout.process import EngineCalls, EngineLostError, answer_of, leave_launcher
 from mimo.rollout.ray_actors import RayCluster, RayEngines
 from tests.support import refit
 from tests.support.spawn import WorkerPool

@@ -19,7 +19,7 @@ import torch
 from mimo.refit.options import RefitOptions
 from mimo.refit.rendezvous import RefitError
 from mimo.rollout.engine import EngineOptions, Rollout, Sampling
-from mimo.rollout.process import EngineProcess, start_processes
+from mimo.rollout.process import EngineProcess, leave_launcher, start_processes
 from mimo.rollout.replicas import Replicas
 from tests.dist.test_refit import MAX_ERROR, OPTIONS
 from tests.support import refit
@@ -60,7 +60,6 @@ def sync_under_ray(rank: int, name: str, folder: str, engine: EngineOptions, opt
                    prompts: dict[str, list[int]], steps: int) -> UnderRay:
     """Start an engine under a Ray of this process, give it weights, ask it, kill it, end Ray."""
     from mimo.rl.placement import forwarded
-    from mimo.rollout.launcher import leave_launcher
     from mimo.rollout.ray_actors import RayCluster, RayEngines
 
     before = signal.getsignal(signal.SIGTERM)

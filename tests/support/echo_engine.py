@@ -83,9 +83,7 @@ class NotingEngine(EchoEngine):
 
 def use_noting_engine() -> None:
     """Replace the engine in its process before it is made."""
-    from mimo.rollout.launcher import leave_launcher
-
-    leave_launcher()
+    host.leave_launcher()
     host.RolloutEngine = NotingEngine  # type: ignore[assignment,misc]
 
 

@@ -20,7 +20,7 @@ from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
 from mimo.config.toml_file import typed_fields
 from mimo.config.trainer import RunConfig
 from mimo.rl.launch_engine import engine_options, refit_options
-from mimo.rollout.launcher import leave_launcher
+from mimo.rollout.process import leave_launcher
 
 FLAGS = """--model-provider causal_lm --num-layers 2 --hidden-size 64 --num-attention-heads 2 --ffn-hidden-size 64
 --vocab-size 100 --no-bf16 --device cpu --transformer-impl local --seq-length 64 --max-completion-tokens 16
