@@ -141,7 +141,12 @@ def exported_configuration(provider: ModelProvider, family_config: Any, base: Pa
     differing = _differing(provider, family_config, values, modules, base)
     if not differing:
         return values
-    changed = _with_values(values, provider.hf_config(family_config))
+    # The base's configuration, with this run's values where they decide what the model computes.
+    own = provider.hf_config(family_config)
+    towers = [name for name in ("text_config", "llm_config", "vision_config") if name in values]
+    changed = dict(values) if towers else _replaced(values, own)
+    for tower in towers:
+        changed[tower] = _replaced(values[tower], own.get(tower) or own.get("llm_config") or {})
     left = _differing(provider, family_config, changed, modules, base)
     if left:
         lines = [f"{flag_name(name)} {ours}, but {theirs} there ({provider.hf_key(name)})"
@@ -166,16 +171,6 @@ def _differing(provider: ComparableProvider, family_config: Any, values: Mapping
             raise ValueError(f"--hf-base {base}: its {CONFIG_JSON} describes a model that the checkpoint cannot be: "
                              f"{message}; leave --hf-base out, or give the right one") from error
     return found
-
-
-def _with_values(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A base's configuration with the values of this run's where they decide what the model computes."""
-    inner = [name for name in ("text_config", "llm_config", "vision_config") if name in base]
-    changed = dict(base) if inner else _replaced(base, own)
-    for name in inner:
-        theirs = own.get(name) or own.get("llm_config") or {}
-        changed[name] = _replaced(base[name], theirs)
-    return changed
 
 
 def _replaced(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

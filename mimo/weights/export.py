@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mimo.protocols import LANGUAGE, ModelProvider
-from mimo.weights.configuration import exported_configuration
+from mimo.weights.configuration import CONFIG_JSON, exported_configuration
 from mimo.weights.dcp import CheckpointTensors
 from mimo.weights.match import FLOAT_DTYPES, SHAPE_ERRORS, check_values, fitted, report
 from mimo.weights.rules import NamingScheme, Rule, StoredTensor, WeightMap, hf_shapes
@@ -127,9 +127,31 @@ class ExportPlan:
         return unfit
 
     def add_base_tensors(self) -> None:
-        """Plan the copies from the base. Raises ValueError if the base is another model."""
-        if self.base is not None:
-            self.extras = base_extras(self.base, self.maps.values(), self.infos, self.options)
+        """Plan the copies from the base: its tensors that no rule makes and that a weight map ignores.
+
+        Raises:
+            ValueError: the base is another model, because it lacks tensors, has others, or has them in other shapes.
+        """
+        if self.base is None:
+            return
+        written = {info.name: info for info in self.infos}
+        problems = []
+        for name, info in written.items():
+            if name not in self.base.tensors:
+                problems.append(f"missing: {name} {list(info.shape)} of the model is not in the base")
+            elif self.base.tensors[name].shape != info.shape:
+                problems.append(f"shape: {name} is {list(self.base.tensors[name].shape)} in the base, "
+                                f"{list(info.shape)} in the model")
+        ignored = [pattern for weight_map in self.maps.values() for pattern, _ in weight_map.ignored]
+        repeated = [one.pattern for weight_map in self.maps.values() for one in weight_map.repeated]
+        for name, entry in self.base.tensors.items():
+            if name in written or any(re.search(pattern, name) for pattern in repeated):
+                continue
+            if entry.dtype is None or not any(re.search(pattern, name) for pattern in ignored):
+                problems.append(f"not used: {name} {list(entry.shape)} of the base is not in the model")
+            else:
+                self.extras.append(TensorInfo(name, self.options.dtype_of(None, entry.dtype), entry.shape))
+        report(f"base {self.base.path} is another model", problems)
 
     @property
     def infos(self) -> list[TensorInfo]:
@@ -146,9 +168,28 @@ class ExportPlan:
                 yield info.name, copied.to(info.dtype), 0
 
     def finish(self, out: Path, shards: Iterable[Shard]) -> None:
-        """Write the index and all other files besides the weights, once the files of weights have their names."""
+        """Write everything besides the weights, once their files have their names.
+
+        This is the index, the base's other files, and config.json with the dtype of most of the weights.
+        """
         write_index(out, shards)
-        write_companions(out, self.base, self.configuration, self.infos)
+        if self.base is not None:
+            for path in sorted(self.base.path.rglob("*")):
+                place = path.relative_to(self.base.path)
+                is_hidden = any(part.startswith(".") for part in place.parts)
+                if path.is_file() and not is_weights(path.name) and not is_hidden:
+                    (out / place).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, out / place)
+        if self.configuration is None:
+            return
+        sizes: Counter[torch.dtype] = Counter()
+        for info in self.infos:
+            sizes[info.dtype] += info.num_bytes
+        changed = _with_dtype(self.configuration, str(sizes.most_common(1)[0][0]).removeprefix("torch."))
+        config_file = out / CONFIG_JSON
+        # The base's own file stays as it is, with its order and spaces, if nothing in it changes.
+        if self.base is None or changed != json.loads(config_file.read_text(encoding="utf-8")):
+            config_file.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
 
 
 def converted(wholes: Iterable[tuple[PlannedRule, torch.Tensor]],
@@ -212,6 +253,7 @@ def export_checkpoint(checkpoint_dir: str | Path, out_dir: str | Path, provider:
     plan = ExportPlan({module: provider.weight_map(family_config, module)
                        for module in (*provider.encoders(family_config), LANGUAGE)}, options)
     plan.open_base(out, provider, family_config)
+    # Everything is planned from names and shapes, so that whatever does not fit is found before a tensor is read.
     places: dict[str, dict[str, StoredTensor]] = {}
     problems: list[str] = []
     for module, weight_map in plan.maps.items():
@@ -223,21 +265,19 @@ def export_checkpoint(checkpoint_dir: str | Path, out_dir: str | Path, provider:
     plan.add_base_tensors()
     (shards,) = plan_shards([[*plan.infos, *plan.extras]], options.max_shard_bytes)
     with ShardWriter(out, shards) as writer:
+        # A generator, so that one tensor is in memory at a time.
         wholes = ((rule, reader.read(f"{module}.{places[module][rule.rule.megatron].key}",
                                      places[module][rule.rule.megatron].index))
                   for module, rules in plan.rules.items() for rule in rules)
         count = write_tensors(writer, itertools.chain(converted(wholes, problems), plan.base_tensors(problems)),
                               progress)
-        report(unwritable(reader.folder, options), problems)
+        hint = ""
+        if options.dtype == "float16":
+            hint = " with --dtype float16 (bfloat16 has the range of float32)"
+        report(f"{reader.folder} cannot be exported{hint}", problems)
         writer.publish()
     plan.finish(out, shards)
     return count
-
-
-def unwritable(source: str | Path, options: ExportOptions) -> str:
-    """Return the first line of an error about values that cannot be exported."""
-    hint = f" with --dtype {options.dtype} (bfloat16 has the range of float32)" if options.dtype == "float16" else ""
-    return f"{source} cannot be exported{hint}"
 
 
 def locate(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], module: str,
@@ -298,62 +338,6 @@ def infos_of(planned: Iterable[PlannedRule]) -> list[TensorInfo]:
         if rule.rule.rows is not None:
             shared.update(rule.infos)
     return infos
-
-
-def base_extras(base: HfSource, maps: Iterable[WeightMap], infos: Sequence[TensorInfo],
-                options: ExportOptions) -> list[TensorInfo]:
-    """Return the tensors of the base that are copied: those that no rule makes and that a weight map ignores.
-
-    Raises:
-        ValueError: the base is another model, because it lacks tensors, has others, or has them in other shapes.
-    """
-    written = {info.name: info for info in infos}
-    maps = list(maps)
-    ignored = [pattern for weight_map in maps for pattern, _ in weight_map.ignored]
-    repeated = [one.pattern for weight_map in maps for one in weight_map.repeated]
-    problems, extra = [], []
-    for name, info in written.items():
-        if name not in base.tensors:
-            problems.append(f"missing: {name} {list(info.shape)} of the model is not in the base")
-        elif base.tensors[name].shape != info.shape:
-            problems.append(f"shape: {name} is {list(base.tensors[name].shape)} in the base, {list(info.shape)} in the "
-                            "model")
-    for name, entry in base.tensors.items():
-        if name in written or any(re.search(pattern, name) for pattern in repeated):
-            continue
-        if entry.dtype is None or not any(re.search(pattern, name) for pattern in ignored):
-            problems.append(f"not used: {name} {list(entry.shape)} of the base is not in the model")
-        else:
-            extra.append(TensorInfo(name, options.dtype_of(None, entry.dtype), entry.shape))
-    report(f"base {base.path} is another model", problems)
-    return extra
-
-
-def write_companions(out: Path, base: HfSource | None, configuration: Mapping[str, Any] | None,
-                     infos: Iterable[TensorInfo]) -> None:
-    """Write everything besides the weights: the base's other files, and config.json with the dtype of the weights.
-
-    Args:
-        out: the folder.
-        base: source of the other files; None: only config.json is written.
-        configuration: contents of config.json; None if the base has none.
-        infos: tensors that have been written.
-    """
-    config_file = out / "config.json"
-    if base is not None:
-        for path in sorted(base.path.rglob("*")):
-            place = path.relative_to(base.path)
-            if path.is_file() and not is_weights(path.name) and not any(part.startswith(".") for part in place.parts):
-                (out / place).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, out / place)
-    if configuration is None:
-        return
-    sizes: Counter[torch.dtype] = Counter()
-    for info in infos:
-        sizes[info.dtype] += info.num_bytes
-    changed = _with_dtype(configuration, str(sizes.most_common(1)[0][0]).removeprefix("torch."))
-    if base is None or changed != json.loads(config_file.read_text(encoding="utf-8")):
-        config_file.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
 
 
 def _with_dtype(configuration: Mapping[str, Any], dtype: str) -> dict[str, Any]:

@@ -123,11 +123,16 @@ def import_hf(hf_dir: str | Path, save_dir: str | Path, provider: ModelProvider,
     for note in found.notes:
         logger.warning("%s", note)
     tensors = _plan(source, provider, family_config, params_dtype)
+    # The folder gets its name when everything is in it, so that a folder `release` is always complete.
     folder = root / _UNFINISHED
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    _check_space(root, sum(tensor.num_bytes for tensor in tensors))
+    needed, free = sum(tensor.num_bytes for tensor in tensors), shutil.disk_usage(root).free
+    if free < needed:
+        folder.rmdir()
+        raise ValueError(f"{root}: the checkpoint needs {format_bytes(needed)}, and the disk has "
+                         f"{format_bytes(free)} left")
     writer, planner = _LazyWriter(folder, progress, len(tensors)), _LazyPlanner(tensors, source)
     try:
         with warnings.catch_warnings():
@@ -153,15 +158,6 @@ def import_hf(hf_dir: str | Path, save_dir: str | Path, provider: ModelProvider,
         shutil.rmtree(folder, ignore_errors=True)
     write_tracker(root, RELEASE)
     return root / RELEASE
-
-
-def _check_space(root: Path, num_bytes: int) -> None:
-    """Raise ValueError if the disk is too small for the tensors."""
-    free = shutil.disk_usage(root).free
-    if free < num_bytes:
-        (root / _UNFINISHED).rmdir()
-        raise ValueError(f"{root}: the checkpoint needs {format_bytes(num_bytes)}, and the disk has "
-                         f"{format_bytes(free)} left")
 
 
 def _named(error: BaseException, root: Path) -> BaseException:
@@ -190,27 +186,21 @@ def _plan(source: HfSource, provider: ModelProvider, family_config: Any,
                 whole = rule.convert.to_megatron([torch.empty(shape, device="meta") for shape in shapes])
                 tensors.append(ImportedTensor(f"{module}.{stored[name].key}", stored[name], tuple(whole.shape), dtype,
                                               rule, sources))
+        # No model is built here, so it is not known which shape each single tensor should have, only which shapes the
+        # module's parameters have.
         sizes = {tuple(shape.shape) for shape in provider.parameter_shapes(family_config, module)}
-        problems += _unknown_shapes([tensor for tensor in tensors if tensor.key.startswith(f"{module}.")], sizes)
+        for tensor in tensors:
+            # If several rules make a parameter together, the provider lists the whole parameter.
+            shape = tensor.rule.tensor_shape(tensor.shape)
+            # A tensor that stays float32 may be a buffer, which a provider does not list.
+            if tensor.key.startswith(f"{module}.") and shape not in sizes and not tensor.rule.keep_fp32:
+                problems.append(f"shape: {', '.join(tensor.sources)} make {list(shape)} for {tensor.rule.megatron}; no "
+                                "parameter of the model has this shape")
     problems += _uneven(tensors)
     if not problems:
         problems = [line for module, match in matches.items() for line in check_repeated(source, match, maps[module])]
     report(f"{source.path} does not fit the model", problems)
     return tensors
-
-
-def _unknown_shapes(tensors: list[ImportedTensor], sizes: set[tuple[int, ...]]) -> Iterator[str]:
-    """Yield a line for each tensor with a shape that no parameter of its module has.
-
-    No model is built here, so it is not known which shape each single tensor should have.
-    """
-    for tensor in tensors:
-        # If several rules make a parameter together, the provider lists the whole parameter.
-        shape = tensor.rule.tensor_shape(tensor.shape)
-        # A tensor that stays float32 may be a buffer, which a provider does not list.
-        if shape not in sizes and not tensor.rule.keep_fp32:
-            yield (f"shape: {', '.join(tensor.sources)} make {list(shape)} for {tensor.rule.megatron}; no "
-                   "parameter of the model has this shape")
 
 
 def _uneven(tensors: list[ImportedTensor]) -> Iterator[str]:

@@ -105,7 +105,14 @@ def contents_of(index: Metadata, source: MegatronSource, modules: Iterable[str])
         if reason is not None:
             contents.passed_over[reason] = contents.passed_over.get(reason, 0) + 1
         elif not (absent and name.startswith(absent)):
-            contents.tensors |= _unstacked(name, key, entry)
+            # The tensors of layers and experts that are stacked in this one. A scalar may have a name that looks so.
+            size, stacked_axes = tuple(entry.size), num_stacked_axes(name)
+            if stacked_axes >= len(size):
+                stacked_axes = 0
+            axes, dtype = size[:stacked_axes], entry.properties.dtype
+            contents.tensors |= {global_name(name, index) if stacked_axes else name:
+                                 GlobalTensor(StoredTensor(key, index, axes), size[stacked_axes:], dtype)
+                                 for index in itertools.product(*(range(count) for count in axes))}
             if not is_covered(entry):
                 contents.incomplete.append(key)
     return contents
@@ -128,17 +135,6 @@ def _root(keys: Iterable[str], source: MegatronSource) -> str:
     starts = list(dict.fromkeys(f"{key.partition('.')[0]}.*" for key in keys))
     shown = ", ".join(starts[:5]) + (", ..." if len(starts) > 5 else "") if starts else "no tensors"
     raise ValueError(f"it is not a checkpoint of a whole model with {wanted}: it holds {shown}")
-
-
-def _unstacked(name: str, key: str, entry: TensorStorageMetadata) -> dict[str, GlobalTensor]:
-    """List the tensors of layers and experts that are stacked in one stored tensor, by global name."""
-    size, stacked = tuple(entry.size), num_stacked_axes(name)
-    if stacked >= len(size):
-        stacked = 0  # A scalar may have a name that looks stacked.
-    axes, dtype = size[:stacked], entry.properties.dtype
-    return {global_name(name, index) if stacked else name:
-            GlobalTensor(StoredTensor(key, index, axes), size[stacked:], dtype)
-            for index in itertools.product(*(range(count) for count in axes))}
 
 
 def shape_of(piece: ShardedTensor) -> tuple[int, ...]:
@@ -345,7 +341,12 @@ def _check(state: RunState, source: MegatronSource, folder: Path, contents: Cont
             findings.padded.add((name, tensor.shape[:1], shape_of(piece)[:1]))
         if piece.replica_id[-1] == 0:
             entries.append((piece, tensor))
-    left = _left_over(state, contents, used)
+    # Stored tensors of which no rank has a piece. Every rank has the same list of them, so a mask is enough.
+    mask = torch.tensor([name in used for name in contents.tensors], dtype=torch.uint8)
+    if len(mask):
+        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=state.grids.host)
+    left = {(name, f" {list(tensor.shape)}") for (name, tensor), found in
+            zip(contents.tensors.items(), mask.tolist(), strict=True) if not found}
     reports: list[Findings] = gather(state.grids, findings)
     error = None
     if state.grids.rank == 0:
@@ -364,15 +365,6 @@ def _theirs(piece: ShardedTensor, module: str, source: MegatronSource) -> str | 
         return None
     longest = max(prefixes, key=len)
     return source.prefixes[module][longest] + own.removeprefix(longest)
-
-
-def _left_over(state: RunState, contents: Contents, used: set[str]) -> set[tuple[str, str]]:
-    """Find stored tensors of which no rank has a piece. Collective."""
-    mask = torch.tensor([name in used for name in contents.tensors], dtype=torch.uint8)
-    if len(mask):
-        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=state.grids.host)
-    return {(name, f" {list(tensor.shape)}") for (name, tensor), found in
-            zip(contents.tensors.items(), mask.tolist(), strict=True) if not found}
 
 
 def _entry(piece: ShardedTensor, tensor: GlobalTensor) -> list[ShardedTensor]:

@@ -30,7 +30,7 @@ from mimo.weights.match import (
     replica_group,
     report,
 )
-from mimo.weights.rules import Rule, WeightMap
+from mimo.weights.rules import WeightMap
 from mimo.weights.safetensors_io import Catalog, HfSource
 
 
@@ -104,6 +104,7 @@ def load_hf(built: BuiltModel, grids: Grids, provider: ModelProvider, family_con
     sources = {folder: HfSource(folder, catalog) for folder, catalog in _catalogs(grids, paths, folders).items()}
     pieces = {module: module_pieces(part, grids.collections[module]) for module, part in named_modules_of(built.model)
               if module in modules}
+    # Ranks collect what they find and stop together, with one list of everything, before any weight is changed.
     plan, problems = _plan(sources, maps, {module: paths.of(module) for module in modules}, paths)
     problems += [line for module in modules
                  for line in _check_module(plan[module], sources[paths.of(module)].catalog, maps[module],
@@ -255,29 +256,26 @@ def _fill(match: ModuleMatch, source: HfSource, pieces: list[ModelPiece], groups
     for piece in pieces:
         by_name.setdefault(piece.name, []).append(piece)
     for rule in match.rules.values():
-        held = by_name.get(rule.megatron, [])
-        if held:
-            problems += _fill_tensor(match, source, rule, held, groups)
-    return problems
-
-
-def _fill_tensor(match: ModuleMatch, source: HfSource, rule: Rule, pieces: list[ModelPiece], groups: Any) -> list[str]:
-    group = replica_group(pieces[0], groups)
-    whole = None
-    problems: list[str] = []
-    if group.rank() == 0:
-        parts = {name: source.read(name, rule.row_slice) for name in match.sources(rule)}
-        problems = [line for name, part in parts.items() for line in check_values(name, part, pieces[0].tensor.dtype)]
-        whole = rule.convert.to_megatron(list(parts.values()))
-    for piece in sorted(pieces, key=lambda piece: piece.box.starts):
-        if group.size() == 1:
-            assert whole is not None
-            piece.tensor.copy_(whole[piece.box.slices])
+        # Ascending, because the ranks of a group have to send and receive their pieces in the same order.
+        held = sorted(by_name.get(rule.megatron, []), key=lambda piece: piece.box.starts)
+        if not held:
             continue
-        buffer = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, device=piece.tensor.device)
-        if whole is not None:
-            buffer.copy_(whole[piece.box.slices])
-        # Every backend can send bytes.
-        dist.broadcast(buffer.flatten().view(torch.uint8), src=dist.get_global_rank(group, 0), group=group)
-        piece.tensor.copy_(buffer)
+        group = replica_group(held[0], groups)
+        whole = None
+        if group.rank() == 0:
+            parts = {name: source.read(name, rule.row_slice) for name in match.sources(rule)}
+            problems += [line for name, part in parts.items()
+                         for line in check_values(name, part, held[0].tensor.dtype)]
+            whole = rule.convert.to_megatron(list(parts.values()))
+        for piece in held:
+            if group.size() == 1:
+                assert whole is not None
+                piece.tensor.copy_(whole[piece.box.slices])
+                continue
+            buffer = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, device=piece.tensor.device)
+            if whole is not None:
+                buffer.copy_(whole[piece.box.slices])
+            # Every backend can send bytes.
+            dist.broadcast(buffer.flatten().view(torch.uint8), src=dist.get_global_rank(group, 0), group=group)
+            piece.tensor.copy_(buffer)
     return problems

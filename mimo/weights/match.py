@@ -61,9 +61,16 @@ def match_source(catalog: Catalog, wanted: Mapping[str, WeightMap],
     matches, problems = {}, []
     known: set[str] = set()
     for module, weight_map in wanted.items():
-        match, missing = _match_module(catalog, module, weight_map)
-        matches[module] = match
-        problems += missing
+        match = matches[module] = ModuleMatch(module, weight_map.best_scheme(catalog.tensors))
+        told: set[str] = set()  # several rules may want the same tensor
+        for rule in weight_map.rules:
+            missing = [name for name in match.sources(rule) if name not in catalog.tensors]
+            if missing and len(missing) == len(rule.hf) and match.scheme.may_lack(rule):
+                match.absent.append(rule.megatron)
+                continue
+            match.rules[rule.megatron] = rule
+            problems += [f"missing: {name} (for {module} {rule.megatron})" for name in missing if name not in told]
+            told.update(missing)
         known |= {name for rule in weight_map.rules for name in match.sources(rule)}
     for weight_map in others.values():
         scheme = weight_map.best_scheme(catalog.tensors)
@@ -126,20 +133,6 @@ def check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> list[st
     return []
 
 
-def _match_module(catalog: Catalog, module: str, weight_map: WeightMap) -> tuple[ModuleMatch, list[str]]:
-    match, problems = ModuleMatch(module, weight_map.best_scheme(catalog.tensors)), []
-    told: set[str] = set()  # several rules may want the same tensor
-    for rule in weight_map.rules:
-        missing = [name for name in match.sources(rule) if name not in catalog.tensors]
-        if missing and len(missing) == len(rule.hf) and match.scheme.may_lack(rule):
-            match.absent.append(rule.megatron)
-            continue
-        match.rules[rule.megatron] = rule
-        problems += [f"missing: {name} (for {module} {rule.megatron})" for name in missing if name not in told]
-        told.update(missing)
-    return match, problems
-
-
 def check_tensor(match: ModuleMatch, rule: Rule, catalog: Catalog, shape: Sequence[int] | None,
                  dtype: torch.dtype) -> list[str]:
     """Describe why a rule's source tensors do not fit, a line each; empty if one of them is missing.
@@ -157,9 +150,14 @@ def check_tensor(match: ModuleMatch, rule: Rule, catalog: Catalog, shape: Sequen
     entries = [catalog.tensors[name] for name in names]
     problems = []
     if rule.rows is None or rule.rows.first == 0:  # only one of the rules that share a tensor reports it
-        problems += [f"dtype: {name} is {entry.dtype_name} ({entry.file}); {match.module} {rule.megatron} is "
-                     f"{str(dtype).removeprefix('torch.')}{_dtype_hint(entry)}"
-                     for name, entry in zip(names, entries, strict=True) if not _dtype_fits(entry.dtype, dtype)]
+        for name, entry in zip(names, entries, strict=True):
+            # Floating-point dtypes are cast, others must be equal.
+            if entry.dtype == dtype or (entry.dtype in FLOAT_DTYPES and dtype in FLOAT_DTYPES):
+                continue
+            is_quantized = entry.dtype is None or entry.dtype.itemsize == 1
+            hint = ": quantized weights are not loaded, dequantize them first" if is_quantized else ""
+            problems.append(f"dtype: {name} is {entry.dtype_name} ({entry.file}); {match.module} {rule.megatron} is "
+                            f"{str(dtype).removeprefix('torch.')}{hint}")
     if rule.keep_fp32 and dtype is not torch.float32:
         problems.append(f"dtype: {match.module} {rule.megatron} must be float32 in the model, which has it in "
                         f"{str(dtype).removeprefix('torch.')}")
@@ -207,19 +205,6 @@ def _listed(names: Iterable[str], shapes: Iterable[Sequence[int]]) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, shape in zip(names, shapes, strict=True))
 
 
-def _dtype_fits(source: torch.dtype | None, target: torch.dtype) -> bool:
-    """Whether a dtype can be loaded as another: floating-point dtypes are cast, others must be equal."""
-    if target in FLOAT_DTYPES:
-        return source in FLOAT_DTYPES
-    return source == target
-
-
-def _dtype_hint(entry: SourceTensor) -> str:
-    if entry.dtype is None or entry.dtype.itemsize == 1:
-        return ": quantized weights are not loaded, dequantize them first"
-    return ""
-
-
 def report(what: str, problems: Iterable[str]) -> None:
     """Raise one ValueError with every line, once each, grouped by kind.
 
@@ -265,22 +250,16 @@ def module_pieces(module: torch.nn.Module, groups: ProcessGroupCollection) -> li
     pieces = []
     for entry in nested_values(state):
         built = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
-        pieces += [_piece(part) for part in built if isinstance(part, ShardedTensor)]
+        for part in built:
+            if isinstance(part, ShardedTensor):
+                assert part.data is not None
+                stacked, tensor = part.prepend_axis_num, part.data.detach()
+                pieces.append(ModelPiece(
+                    name=global_name(part.key, part.global_offset[:stacked]), shape=tuple(part.global_shape[stacked:]),
+                    box=Box.at(part.global_offset[stacked:], tensor.shape), tensor=tensor))
     return pieces
 
 
 def replica_group(piece: ModelPiece, groups: ProcessGroupCollection) -> Any:
     """Return the group of the ranks that hold the same piece: the module's or the experts' data-parallel group."""
     return groups.expt_dp if is_expert(piece.name) else groups.dp_cp
-
-
-def _piece(entry: ShardedTensor) -> ModelPiece:
-    stacked = entry.prepend_axis_num
-    assert entry.data is not None
-    tensor = entry.data.detach()
-    return ModelPiece(
-        name=global_name(entry.key, entry.global_offset[:stacked]),
-        shape=tuple(entry.global_shape[stacked:]),
-        box=Box.at(entry.global_offset[stacked:], tensor.shape),
-        tensor=tensor,
-    )
