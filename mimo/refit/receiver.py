@@ -38,7 +38,7 @@ from mimo.refit.messages import (
 )
 from mimo.refit.options import RefitOptions
 from mimo.refit.plan import check_plan, check_recv_spec
-from mimo.refit.rendezvous import RefitError, Rendezvous, StoreAddress, format_error, without_collections
+from mimo.refit.rendezvous import NO_WEIGHTS, RefitError, Rendezvous, StoreAddress, format_error, without_collections
 from mimo.refit.sender import SETUP
 from mimo.refit.tensor_slices import holders_from_table, meta_from_json, recv_spec_table
 from mimo.refit.transport.base import Transport, open_wire
@@ -82,8 +82,7 @@ class Guard:
     def check(self) -> None:
         """Raise RefitError if weights are missing."""
         if not self._complete:
-            raise RefitError("this engine has no complete weights: no refit has succeeded since it started, or the "
-                             "last one failed; it generates again after one that does")
+            raise RefitError(NO_WEIGHTS)
 
     def close(self) -> None:
         """Refuse to serve until all weights have come in."""

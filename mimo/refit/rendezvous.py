@@ -25,6 +25,9 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 POLL_S = 0.002
 MAX_POLL_S = 0.01
+# Error of an engine, and of each of its workers, that is asked to generate before it has all of its weights.
+NO_WEIGHTS = ("this engine has no complete weights: no refit has succeeded since it started, or the last one failed; "
+              "it generates again after one that does")
 # Key under which a store has the secret of its run.
 _SERVED = "served"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mimo.refit.compat import NODE_WORKERS, allocate_stage_inputs, forget_weight_update, worker_processes
-from mimo.refit.rendezvous import RefitError
+from mimo.refit.rendezvous import NO_WEIGHTS, RefitError
 from mimo.watchdog.process_exit import write_report
 
 # vLLM reads these variables when it is imported or when its engine starts.
@@ -351,8 +351,7 @@ class RolloutEngine:
 
     def _require_version(self) -> str:
         if self.version is None:
-            raise RefitError("this engine has no complete weights: no refit has succeeded since it started, or the "
-                             "last one failed; it generates again after one that does")
+            raise RefitError(NO_WEIGHTS)
         return self.version
 
     def _rpc(self, method: str | Callable[..., Any], **arguments: Any) -> list[Any]:
