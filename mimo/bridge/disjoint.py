@@ -127,6 +127,7 @@ class Bridge(BridgeCommunicator):
         self.replica_group: dist.ProcessGroup | None = None
         self.replica: tuple[int, ...] = ()
         self.peers: list[Peer] = []
+        # A piece has the same number at both ends: its place among all that its sender sends at once (`Peer.number`).
         here, there = encoder, language
         self._sends_gradients = False
         if self.current_rank in encoder.ranks:

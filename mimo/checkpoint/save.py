@@ -154,9 +154,12 @@ class Saver:
         self._buffer = HostBuffer(state.platform.device) if flags.async_save else None
         self._plan: Plan | None = None
         self._copies: list[torch.Tensor] | None = None
+        # Optimizer state in the plan, and one parameter of each part, which is asked for the number of updates.
         self._held: list[Optimized] = []
         self._counted: list[Optimized] = []
+        # Result of `_tensor_places` when the plan was made.
         self._places: list[int] = []
+        # The rank that writes each data stream, once the first save has found it.
         self._stream_owners: dict[str, int] | None = None
         self._pending: _Pending | None = None
         self.last_iteration: int | None = None

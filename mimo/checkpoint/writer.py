@@ -86,6 +86,7 @@ def make_plan(sharded: dict[str, Any], grids: Grids, files_per_rank: int) -> Pla
         except CheckpointingException as problem:
             error = f"the checkpoint would not be whole: {problem}"
     raise_known_errors(grids, [broadcast_object(grids, error)])
+    # Only main replicas are kept. `spread_replicas` has chosen one for each piece, so the planner has none to remove.
     by_key, _, _ = compat.by_stored_key(sharded, True)
     state = torch_strategy.mcore_to_pyt_state_dict(by_key, False)
     planner = torch_strategy.MCoreSavePlanner(
