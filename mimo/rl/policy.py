@@ -194,14 +194,7 @@ class PolicyTrainer:
         by_update = [self.microbatches(completions[start:start + size], start) for start in starts]
         microbatches = list(itertools.chain.from_iterable(by_update))
         # Everything that the updates hold fixed is computed before the first one changes the weights.
-        began = time.perf_counter()
-        old, reference = self.old_log_probs(microbatches), None
-        parts.platform.synchronize()
-        between = time.perf_counter()
-        if self.reference is not None:
-            with self.reference.in_place():
-                reference = self.old_log_probs(microbatches)
-        fixed = FixedLogProbs(old, reference, between - began, time.perf_counter() - between)
+        fixed = self._fixed_log_probs(microbatches)
         mismatch = self._mismatch(microbatches, fixed.old)
         scores, penalty = self._advantages(completions, microbatches, fixed)
         steps, first = [], 0
@@ -307,6 +300,17 @@ class PolicyTrainer:
             self._run(microbatches, compute, collect)
         set_training(model, True)
         return found
+
+    def _fixed_log_probs(self, microbatches: Sequence[PolicyMicrobatch]) -> FixedLogProbs:
+        """Compute the log-probs that the updates hold fixed. Collective."""
+        began = time.perf_counter()
+        old, reference = self.old_log_probs(microbatches), None
+        self.parts.platform.synchronize()
+        between = time.perf_counter()
+        if self.reference is not None:
+            with self.reference.in_place():
+                reference = self.old_log_probs(microbatches)
+        return FixedLogProbs(old, reference, between - began, time.perf_counter() - between)
 
     def _advantages(self, completions: Sequence[Completion], microbatches: Sequence[PolicyMicrobatch],
                     fixed: FixedLogProbs) -> tuple[torch.Tensor, dict[str, float]]:
