@@ -20,7 +20,7 @@ from mimo.platform import get_platform
 from mimo.platform.base import Platform
 from mimo.platform.megatron_import import import_megatron, quieten_megatron
 from mimo.registry import model_provider
-from mimo.watchdog.process_exit import STDERR_FD, exit_now, fail_fast
+from mimo.watchdog.process_exit import STDERR_FD, FailFast, exit_now
 
 if TYPE_CHECKING:
     from mimo.grid.groups import Grids
@@ -69,7 +69,7 @@ def launch[C: RunConfig](config: C, layout: Layout, body: Callable[[C, Grids, Pl
     platform = get_platform(config.train.device)
     check_device(config.observe, platform.name)
     config = replace(config, train=replace(config.train, device=platform.name))
-    with fail_fast(f"rank {rank}"):
+    with FailFast(f"rank {rank}"):
         _with_groups(config, layout, platform, rank, world_size, body, longest_wait_s)
     if are_left():
         exit_now(0)
@@ -111,7 +111,7 @@ def _with_groups[C: RunConfig](config: C, layout: Layout, platform: Platform, ra
     platform.init_process_group(rank, world_size, 2 * max(config.train.watchdog_timeout_s, longest_wait_s, 30.0))
     # Until the watchdog replaces this timer, it ends a start that hangs.
     faulthandler.dump_traceback_later(START_LIMIT_S, exit=True, file=STDERR_FD)
-    with Grids(layout, platform.backend) as grids, fail_fast(grids.describe()):
+    with Grids(layout, platform.backend) as grids, FailFast(grids.describe()):
         config = with_run_folder(config, grids)
         with MemorySnapshot(config.observe, grids.rank):
             body(config, grids, platform)

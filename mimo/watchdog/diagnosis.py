@@ -244,47 +244,33 @@ def _position(status: RankStatus) -> Position:
 def _judge_circle(circle: set[int], statuses: Mapping[int, RankStatus],
                   roles: Mapping[int, tuple[object, ...]]) -> Verdict:
     """Judge a circle of ranks: find one that is at another point of the program than ranks with the same work."""
-    found = _odd_count(circle, statuses) or _odd_schedule(circle, statuses) or _odd_position(circle, statuses, roles)
+    waiters = len(circle) - 1
+    schedules = {rank: each for rank in circle if (each := statuses[rank].schedule) is not None}
+    found: Verdict | None = None
+    # Ranks in the same schedule whose number of microbatches differs can never finish it together.
+    if len({each.index for each in schedules.values()}) == 1:
+        found = _odd({rank: each.num_microbatches for rank, each in schedules.items()}, waiters, "one",
+                     lambda rank, odd, usual: f"its step has {odd} microbatches, that of the other ranks {usual}; "
+                                              f"{_words(statuses[rank])}")
+    # A rank that has begun more or fewer schedules than the others is at another step than they are.
+    found = found or _odd({rank: each.index for rank, each in schedules.items()}, waiters, "likely",
+                          lambda rank, odd, usual: f"it has begun {odd} rounds of forward and backward passes, the "
+                                                   f"other ranks {usual}; {_words(statuses[rank])}")
+    # Ranks with the same work go through the same waits, so at least two that agree show that the other one is odd.
+    for role in dict.fromkeys(roles[rank] for rank in sorted(circle)):
+        found = found or _odd({rank: _position(statuses[rank]) for rank in circle if roles[rank] == role}, waiters,
+                              "likely", lambda rank, odd, usual: f"{_words(statuses[rank])}, which the ranks that do "
+                                                                 "the same work do not")
     if found is not None:
         return found
     places = {_position(statuses[rank]) for rank in circle}
     if len(places) == 1:
         return Verdict("unclear", (), "all ranks have come to the same wait and it does not end: look at the network "
                                       "and at the accelerators")
-    suspects = sorted((Suspect(rank, _words(statuses[rank]), len(circle) - 1) for rank in circle),
+    suspects = sorted((Suspect(rank, _words(statuses[rank]), waiters) for rank in circle),
                       key=lambda each: -statuses[each.rank].idle_s)
     return Verdict("unclear", tuple(suspects), f"ranks {format_ranks(circle)} wait for each other in a circle, and "
                                                "nothing shows which one is at the wrong place of the program")
-
-
-def _odd_count(circle: set[int], statuses: Mapping[int, RankStatus]) -> Verdict | None:
-    """Find ranks whose schedule has a different number of microbatches."""
-    schedules = {rank: each for rank in circle if (each := statuses[rank].schedule) is not None}
-    if len({each.index for each in schedules.values()}) != 1:
-        return None
-    return _odd({rank: each.num_microbatches for rank, each in schedules.items()}, len(circle) - 1, "one",
-                lambda rank, odd, usual: f"its step has {odd} microbatches, that of the other ranks {usual}; "
-                                         f"{_words(statuses[rank])}")
-
-
-def _odd_schedule(circle: set[int], statuses: Mapping[int, RankStatus]) -> Verdict | None:
-    """Find ranks that have begun more or fewer schedules than the others."""
-    counts = {rank: each.index for rank in circle if (each := statuses[rank].schedule) is not None}
-    return _odd(counts, len(circle) - 1, "likely",
-                lambda rank, odd, usual: f"it has begun {odd} rounds of forward and backward passes, the other ranks "
-                                         f"{usual}; {_words(statuses[rank])}")
-
-
-def _odd_position(circle: set[int], statuses: Mapping[int, RankStatus],
-               roles: Mapping[int, tuple[object, ...]]) -> Verdict | None:
-    """Find a rank whose wait differs from that of at least two others with the same work, which agree."""
-    for role in dict.fromkeys(roles[rank] for rank in sorted(circle)):
-        found = _odd({rank: _position(statuses[rank]) for rank in circle if roles[rank] == role}, len(circle) - 1,
-                     "likely", lambda rank, odd, usual: f"{_words(statuses[rank])}, which the ranks that do the same "
-                                                        "work do not")
-        if found is not None:
-            return found
-    return None
 
 
 def _odd[T](values: Mapping[int, T], waiters: int, kind: Literal["one", "likely"],
@@ -310,7 +296,18 @@ def _reason(end: Node, statuses: Mapping[int, RankStatus], processes: Mapping[in
     rank, part = end
     status = statuses.get(rank)
     if status is None:
-        return _silence(processes.get(rank), statuses, processes)
+        # It does not answer. Ranks of the same host may show why.
+        process = processes.get(rank)
+        if process is None:
+            return "it does not answer, and it never registered its process"
+        beside = [other for other in statuses if other in processes and processes[other].host == process.host]
+        if any(process.pid in statuses[other].stopped_pids for other in beside):
+            return "it does not answer: its process is stopped (SIGSTOP, a debugger)"
+        if not beside:
+            return (f"it does not answer, nor does any rank of host {process.host}: the machine or its network may be "
+                    "gone")
+        return ("it does not answer: its process is gone, or a call into C keeps the interpreter's lock, or the host "
+                "is overloaded")
     if part == "loader" or (status.waits and status.waits[0].on_loader):
         state = status.loader.state if status.loader is not None else "its state is not known"
         return f"its data loader has no data: {state}"
@@ -337,20 +334,6 @@ def _blocked_words(status: RankStatus, before: str) -> str:
              "device": "in a synchronisation with its accelerator",
              "host": "on a lock, queue or socket of its host"}
     return before + words[blocked.kind] if blocked.kind in words else ""
-
-
-def _silence(process: RankProcess | None, statuses: Mapping[int, RankStatus],
-             processes: Mapping[int, RankProcess]) -> str:
-    """Explain why a rank may not answer."""
-    if process is None:
-        return "it does not answer, and it never registered its process"
-    beside = [rank for rank in statuses if rank in processes and processes[rank].host == process.host]
-    if any(process.pid in statuses[rank].stopped_pids for rank in beside):
-        return "it does not answer: its process is stopped (SIGSTOP, a debugger)"
-    if not beside:
-        return f"it does not answer, nor does any rank of host {process.host}: the machine or its network may be gone"
-    return ("it does not answer: its process is gone, or a call into C keeps the interpreter's lock, or the host is "
-            "overloaded")
 
 
 # The summary as text, which a rank writes to its output and to the run folder.
@@ -387,7 +370,13 @@ def write_summary(statuses: Mapping[int, RankStatus], processes: Mapping[int, Ra
         stamp: the time, in words.
     """
     verdict = judge(statuses, processes, {rank: place.role for rank, place in places.items()})
-    lines = [f"stall summary [{stamp}]: {_headline(verdict, processes, places)}"]
+    if verdict.kind == "unclear":
+        headline = "it is not clear which rank everybody waits for"
+    else:
+        who = _who(verdict.suspects[0].rank, processes, places)
+        probably = "" if verdict.kind == "one" else "probably "
+        headline = f"{who} makes no progress" if len(places) == 1 else f"everybody {probably}waits for {who}"
+    lines = [f"stall summary [{stamp}]: {headline}"]
     if verdict.kind == "one":
         lines += _suspect(verdict.suspects[0], statuses)
     else:
@@ -402,16 +391,6 @@ def write_summary(statuses: Mapping[int, RankStatus], processes: Mapping[int, Ra
             lines.append(f"further candidates: ranks {format_ranks(rest)}")
     lines.append(f"all {len(places)} rank{'s' * (len(places) > 1)}:")
     return "\n".join([*lines, *_all_ranks(statuses, processes, places)]) + "\n"
-
-
-def _headline(verdict: Verdict, processes: Mapping[int, RankProcess], places: Mapping[int, RankPlace]) -> str:
-    if verdict.kind == "unclear":
-        return "it is not clear which rank everybody waits for"
-    suspect = verdict.suspects[0]
-    who = _who(suspect.rank, processes, places)
-    if len(places) == 1:
-        return f"{who} makes no progress"
-    return f"everybody waits for {who}" if verdict.kind == "one" else f"everybody probably waits for {who}"
 
 
 def _who(rank: int, processes: Mapping[int, RankProcess], places: Mapping[int, RankPlace]) -> str:

@@ -39,13 +39,6 @@ def within_limit(action: Callable[[], None], limit_s: float = WRITE_LIMIT_S) -> 
     thread.join(limit_s)
 
 
-def _flush_streams() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        # A closed pipe or stream has nobody left to read it.
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-
-
 def _write_all(data: bytes) -> None:
     # A closed or broken standard error leaves nowhere to report to.
     with contextlib.suppress(OSError):
@@ -94,16 +87,17 @@ def write_error_file(message: str, *, is_cause: bool = True) -> None:
         return
     stamp = int(time.time()) + (0 if is_cause else 1)
     text = json.dumps({"message": {"message": message.strip(), "extraInfo": {"timestamp": str(stamp)}}})
-    within_limit(lambda: _write_first(text, Path(name)))
+    path = Path(name)
 
+    def write() -> None:
+        # At once, by a rename: torchrun fails on an incomplete file, but not without one.
+        with contextlib.suppress(OSError):
+            if not path.exists():
+                part = path.with_name(f"{path.name}.{os.getpid()}")
+                part.write_text(text, encoding="utf-8")
+                part.replace(path)
 
-def _write_first(text: str, path: Path) -> None:
-    """Write a file atomically, unless it exists. The launcher fails on an incomplete file, but not without one."""
-    with contextlib.suppress(OSError):
-        if not path.exists():
-            part = path.with_name(f"{path.name}.{os.getpid()}")
-            part.write_text(text, encoding="utf-8")
-            part.replace(path)
+    within_limit(write)
 
 
 def _is_launched() -> bool:
@@ -154,31 +148,19 @@ def report_uncaught(kind: type[BaseException], error: BaseException, trace: Trac
 
 def exit_now(code: int) -> NoReturn:
     """Leave the process with `code`: no `atexit`, no join, no process group tear-down, any of which can hang."""
-    within_limit(_flush_streams)
+
+    def flush() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            # A closed pipe or stream has nobody left to read it.
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+
+    within_limit(flush)
     os._exit(code)
-
-
-def _raised_at(error: BaseException) -> str:
-    """Where an error was raised: the last two parts of the path, the line and the function."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return ""
-    frame = frames[-1]
-    return f"  raised at {'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} in {frame.name}\n"
 
 
 class ReportedElsewhereError(RuntimeError):
     """This rank stops because of an error that another rank can name, and does."""
-
-
-def _let_the_cause_end_first() -> None:
-    """Wait, so that torchrun sees the rank which met the error end first."""
-    if not _is_launched():
-        return
-    if threading.current_thread() is threading.main_thread():
-        # The run's own handler would let this process go on; torchrun's SIGTERM has to end it.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(ECHO_DELAY_S)
 
 
 def _is_lost_rank(error: BaseException) -> bool:
@@ -211,17 +193,27 @@ def error_report(who: str, error: BaseException) -> str:
         return f"{who} stops: another rank has ended; its message, if it left one, says why\n"
     block = f"error on {who}: {''.join(traceback.format_exception_only(error))}"
     if type(error) is ValueError:
-        return block + _raised_at(error)
+        frames = traceback.extract_tb(error.__traceback__)
+        if frames:
+            place = f"{'/'.join(Path(frames[-1].filename).parts[-2:])}:{frames[-1].lineno}"
+            block += f"  raised at {place} in {frames[-1].name}\n"
+        return block
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
         block += LESS_MEMORY
     return block + "".join(traceback.format_exception(error))
 
 
 class FailFast:
-    """The context that `fail_fast` returns.
+    """Context of a rank's whole run: an exception inside is printed in one block and ends the process with code 1.
+
+    The process waits for nothing, so that the launcher ends the other ranks at once, before they run into a timeout.
+    Under torchrun the block also appears in its summary. A rank that stops because of another one lets that one end
+    first, so that the summary names the right rank. SystemExit passes through; an interrupt from the keyboard exits
+    with code 130.
 
     Attributes:
-        who: the rank in words; may be replaced inside the context, once the grids are known.
+        who: the rank in words, for example `rank 3 (language grid tp 1 dp 0 pp 0, lane 0)`; may be replaced inside the
+            context, once the grids are known.
     """
 
     def __init__(self, who: str) -> None:
@@ -241,23 +233,13 @@ class FailFast:
         block = error_report(self.who, error)
         write_error_file(block, is_cause=is_cause)
         write_report(block)
-        if not is_cause:
-            _let_the_cause_end_first()
+        if not is_cause and _is_launched():
+            # torchrun has to see the rank that met the error end first.
+            if threading.current_thread() is threading.main_thread():
+                # The run's own handler would let this process go on; torchrun's SIGTERM has to end it.
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(ECHO_DELAY_S)
         exit_now(1)
-
-
-def fail_fast(who: str) -> FailFast:
-    """Context of a rank's whole run: an exception inside is printed in one block and ends the process with code 1.
-
-    The process waits for nothing, so that the launcher ends the other ranks at once, before they run into a timeout.
-    Under torchrun the block also appears in its summary. A rank that stops because of another one lets that one end
-    first, so that the summary names the right rank. SystemExit passes through; an interrupt from the keyboard exits
-    with code 130.
-
-    Args:
-        who: the rank in words, for example `rank 3 (language grid tp 1 dp 0 pp 0, lane 0)`.
-    """
-    return FailFast(who)
 
 
 # Other processes of a run on this host.
@@ -281,8 +263,12 @@ def show_stacks_on_signal() -> None:
 
 def stopped_siblings() -> tuple[int, ...]:
     """Find other ranks under the same launcher (children of this process's parent) that a signal has stopped."""
+    pids: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{os.getppid()}/task").iterdir():
+            pids += map(int, (task / "children").read_text().split())
     stopped = []
-    for pid in _children(os.getppid()):
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             if _stat(pid)[0] in STOPPED:
                 stopped.append(pid)
@@ -296,7 +282,7 @@ def end_processes(processes: Iterable[RankProcess]) -> None:
     """
     here = socket.gethostname()
     left = [process for process in processes if process.host == here and process.pid != os.getpid()]
-    hung = [process for process in left if _is_there(process) and _stat_or_gone(process.pid) not in STOPPED]
+    hung = [process for process in left if _state(process) not in ("", *STOPPED)]
     for process in hung:
         _send(process, STACKS_SIGNAL)
     if hung:
@@ -308,24 +294,18 @@ def end_processes(processes: Iterable[RankProcess]) -> None:
 def _send(process: RankProcess, number: int) -> None:
     # Another rank of this host may have ended it already.
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if _is_there(process):
+        if _state(process):
             os.kill(process.pid, number)
 
 
-def _is_there(process: RankProcess) -> bool:
-    """Whether the process still runs. Its id alone is not enough, because another process may have it by now."""
+def _state(process: RankProcess) -> str:
+    """Return the letter of a process's state; empty if it has ended."""
     try:
         state, started = _stat(process.pid)
     except ProcessLookupError:
-        return False
-    return started == process.started and state != "Z"
-
-
-def _stat_or_gone(pid: int) -> str:
-    try:
-        return _stat(pid)[0]
-    except ProcessLookupError:
         return ""
+    # Its id alone is not enough, because another process may have it by now.
+    return state if started == process.started and state != "Z" else ""
 
 
 def _stat(pid: int) -> tuple[str, int]:
@@ -335,11 +315,3 @@ def _stat(pid: int) -> tuple[str, int]:
     except OSError as error:
         raise ProcessLookupError(f"no process {pid}") from error
     return fields[0], int(fields[19])
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
-    return found

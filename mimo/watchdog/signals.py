@@ -94,8 +94,17 @@ class StopSignal:
         """Body of the daemon thread: count signals, and once there is one, watch for progress."""
         since: float | None = None
         interrupts = 0
+        self._reader.settimeout(None)
         while True:
-            self._reader.settimeout(None if since is None else self._pause_s(since))
+            if since is not None:
+                # A healthy run may need this long for its next piece of work, such as a microbatch or the state of a
+                # save.
+                usual_s = min(2 * self._watchdog.longest_s, self._watchdog.timeout_s)
+                left_s = self._watchdog.time_left(max(self._grace_s, usual_s), since)
+                if left_s <= 0:
+                    self._watchdog.report(f"{self.name} could not be honoured")
+                    exit_now(INTERRUPTED_EXIT_CODE if self.name == "SIGINT" else TERMINATED_EXIT_CODE)
+                self._reader.settimeout(min(POLL_S, left_s))
             try:
                 data = self._reader.recv(64)
             except TimeoutError:
@@ -111,13 +120,3 @@ class StopSignal:
             if interrupts >= 2:
                 write_report(f"interrupted twice: {self._watchdog.who} exits without finishing the iteration\n")
                 exit_now(INTERRUPTED_EXIT_CODE)
-
-    def _pause_s(self, since: float) -> float:
-        """Return the seconds until the next check of the main thread. Exits the process if its time is up."""
-        # A healthy run may need this long for its next piece of work, such as a microbatch or the state of a save.
-        usual_s = min(2 * self._watchdog.longest_s, self._watchdog.timeout_s)
-        left_s = self._watchdog.time_left(max(self._grace_s, usual_s), since)
-        if left_s <= 0:
-            self._watchdog.report(f"{self.name} could not be honoured")
-            exit_now(INTERRUPTED_EXIT_CODE if self.name == "SIGINT" else TERMINATED_EXIT_CODE)
-        return min(POLL_S, left_s)

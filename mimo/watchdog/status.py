@@ -185,12 +185,14 @@ class RankStatus:
     stopped_pids: tuple[int, ...] = ()
 
     def where(self) -> str:
-        """Return iteration and microbatch in words; empty before the first iteration."""
+        """Return the place in words, such as `iteration 3, microbatch 1`; empty before the first iteration."""
         parts = [f"iteration {self.iteration}"] if self.iteration is not None else []
         if self.microbatch is not None:
             parts.append(f"microbatch {self.microbatch}")
         elif self.schedule is not None and not self.schedule.is_over:
-            parts.append(format_schedule(self.schedule))
+            done, total = self.schedule.forward, self.schedule.num_microbatches
+            place = f"all {total} microbatches forward" if done >= total else f"microbatch {done} of {total}"
+            parts.append(f"{place} (forward {done}, backward {self.schedule.backward} done)")
         return ", ".join(parts)
 
     def to_json(self) -> str:
@@ -199,15 +201,6 @@ class RankStatus:
         for part in (*data["waits"], data["blocked"], data["loader"] or {}, *data["groups"]):
             part |= {name: format_ranks(part[name]) for name in RANKS if name in part}
         return json.dumps(data)
-
-
-def format_schedule(schedule: Schedule) -> str:
-    """Format the progress of a schedule: `microbatch 2 of 4 (forward 2, backward 1 done)`."""
-    done, total = schedule.forward, schedule.num_microbatches
-    passes = f"forward {done}, backward {schedule.backward} done"
-    if done >= total:
-        return f"all {total} microbatches forward ({passes})"
-    return f"microbatch {done} of {total} ({passes})"
 
 
 def status_from_json(line: str | bytes) -> RankStatus:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from mimo.grid.spec import Layout
@@ -32,7 +31,7 @@ from mimo.watchdog.process_exit import (
     write_error_file,
     write_report,
 )
-from mimo.watchdog.status import RankProcess, RankStatus, find_blocked, format_ranks, format_schedule, stack_lines
+from mimo.watchdog.status import RankProcess, RankStatus, find_blocked, format_ranks, stack_lines
 
 if TYPE_CHECKING:
     from mimo.grid.groups import Grids
@@ -117,12 +116,6 @@ class OpenWait:
 
 def _ranks(source: RankSource) -> tuple[int, ...]:
     return tuple(source() if callable(source) else source or ())
-
-
-def main_frame() -> FrameType | None:
-    """Return the innermost Python frame of the main thread."""
-    main = threading.main_thread().ident
-    return sys._current_frames().get(main) if main is not None else None
 
 
 def thread_stacks() -> str:
@@ -290,46 +283,39 @@ class Watchdog:
     def describe(self) -> str:
         """Describe where the main thread is: rank, step, microbatch and every open wait, innermost first."""
         now = time.monotonic()
-        parts = [f"{self.who}: no progress for {now - self.last_change:.1f} s"]
-        if self.iteration is not None:
-            parts.append(f"iteration {self.iteration}")
-        schedule = self._schedule_status()
-        if self.microbatch is not None:
-            parts.append(f"microbatch {self.microbatch}")
-        elif schedule is not None and not schedule.is_over:
-            parts.append(format_schedule(schedule))
+        where = RankStatus(self._rank, iteration=self.iteration, microbatch=self.microbatch,
+                           schedule=self._schedule_status()).where()
         waits = "; inside ".join(map(str, self.waits(now)))
-        return ", ".join(parts) + (f"; waiting for {waits}" if waits else "; not in a tracked wait")
+        return (f"{self.who}: no progress for {now - self.last_change:.1f} s{f', {where}' if where else ''}"
+                + (f"; waiting for {waits}" if waits else "; not in a tracked wait"))
 
     def status(self) -> RankStatus:
         """Return the status of this rank as data."""
         now = time.monotonic()
-        frame = main_frame()
+        main = threading.main_thread().ident
+        frame = sys._current_frames().get(main) if main is not None else None
         stack: list[tuple[str, ...]] = []
         if frame is not None:
             # The second attempt reads no source code, because the file system may be what hangs.
             within_limit(lambda: stack.append(stack_lines(frame)), FILES_S)
             stack.append(stack_lines(frame, code=False))
+        read_groups = self.groups
+        groups: list[tuple[stall_status.GroupStatus, ...]] = [()]
+        if read_groups is not None:
+            # With a limit, because the thread that hangs may hold the lock of torch's record.
+            within_limit(lambda: groups.append(read_groups()), GROUPS_S)
         return RankStatus(
             self._rank, idle_s=now - self.last_change, iteration=self.iteration, microbatch=self.microbatch,
             waits=self.waits(now),
             blocked=find_blocked(frame, on_device=self.on_device) if frame is not None else stall_status.Blocked(),
             stack=stack[0] if stack else (),
             schedule=self._schedule_status(),
-            loader=self.loader() if self.loader is not None else None, groups=self._group_statuses(),
+            loader=self.loader() if self.loader is not None else None, groups=groups[-1],
             on_device=self.on_device, stopped_pids=stopped_siblings())
 
     def _schedule_status(self) -> stall_status.Schedule | None:
         found = self.schedule() if self.schedule is not None else None
         return found and replace(found, is_over=found.index <= self._earlier_schedules)
-
-    def _group_statuses(self) -> tuple[stall_status.GroupStatus, ...]:
-        found: list[tuple[stall_status.GroupStatus, ...]] = [()]
-        groups = self.groups
-        if groups is not None:
-            # The thread that hangs may hold the lock of torch's record.
-            within_limit(lambda: found.append(groups()), GROUPS_S)
-        return found[-1]
 
     def report(self, headline: str) -> None:
         """Write a headline, the position of the main thread and all stacks to standard error and `report_path`."""

@@ -29,7 +29,7 @@ from mimo.platform import get_platform
 from mimo.platform.base import Platform
 from mimo.platform.megatron_import import quieten_megatron
 from mimo.protocols import LANGUAGE
-from mimo.watchdog.process_exit import fail_fast
+from mimo.watchdog.process_exit import FailFast
 from scripts.bench.harness import slowest
 
 if TYPE_CHECKING:
@@ -441,7 +441,7 @@ def main(settings: dict[str, Any]) -> int:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     quieten_megatron()
     platform = get_platform(settings["device"])
-    with fail_fast(f"rank {rank} of case {settings['case']['name']}"):
+    with FailFast(f"rank {rank} of case {settings['case']['name']}"):
         # Imported here because megatron must come after the platform is installed.
 
         from mimo.grid.groups import Grids
@@ -449,7 +449,7 @@ def main(settings: dict[str, Any]) -> int:
 
         platform.set_device(int(os.environ["LOCAL_RANK"]))
         platform.init_process_group(rank, world_size, settings["timeout_s"])
-        with Grids(layout_of(settings["case"]), platform.backend) as grids, fail_fast(grids.describe()):
+        with Grids(layout_of(settings["case"]), platform.backend) as grids, FailFast(grids.describe()):
             watchdog = Watchdog(settings["timeout_s"], grids.describe())
             bench = Bench(settings, grids, platform, watchdog)
             found = [bench.measure(size) for size in settings["sizes_mb"]]

@@ -26,7 +26,7 @@ from mimo.config.trainer import RunConfig
 from mimo.config.validate import validate
 from mimo.platform.base import Platform
 from mimo.training.run import launch
-from mimo.watchdog.process_exit import fail_fast
+from mimo.watchdog.process_exit import FailFast
 from scripts.bench.rl_sweep_rank import is_out_of_memory, limit_memory
 
 STD = 0.02
@@ -112,7 +112,7 @@ def train(config: RunConfig, platform: Platform, rank: int, world_size: int, num
 
     folder = Path(config.observe.run_dir)
     platform.reset_peak_memory()
-    with Grids(validate(config, world_size, rank), platform.backend) as grids, fail_fast(grids.describe()):
+    with Grids(validate(config, world_size, rank), platform.backend) as grids, FailFast(grids.describe()):
         loop = SameStart(config, grids, platform, registry.model_provider(config.model.model_provider),
                          config.find_dataset(config.data.dataset_provider))
         try:

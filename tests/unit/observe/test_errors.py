@@ -4,7 +4,7 @@ import pytest
 
 PRELUDE = """
 import atexit, sys, threading
-from mimo.watchdog.process_exit import fail_fast
+from mimo.watchdog.process_exit import FailFast
 atexit.register(threading.Event().wait)  # stands for a tear-down that hangs
 threading.Thread(target=threading.Event().wait).start()  # not a daemon: a normal exit would wait for it
 print("last words", end="")
@@ -13,7 +13,7 @@ print("last words", end="")
 
 def test_value_error_is_one_short_block(start):
     process = start(PRELUDE + """
-with fail_fast("rank 3") as guard:
+with FailFast("rank 3") as guard:
     guard.who = "rank 3 (language grid tp 1)"
     raise ValueError("--llm-tp 3: does not divide --world-size 4")
 """)
@@ -33,7 +33,7 @@ with fail_fast("rank 3") as guard:
 ])
 def test_any_other_error_has_its_traceback(start, statement, headline):
     process = start(PRELUDE + f"""
-with fail_fast("rank 0"):
+with FailFast("rank 0"):
     {statement}
 """)
     _, error = process.communicate()
@@ -44,7 +44,7 @@ with fail_fast("rank 0"):
 
 def test_interrupt_exits_130(start):
     process = start(PRELUDE + """
-with fail_fast("rank 0"):
+with FailFast("rank 0"):
     raise KeyboardInterrupt
 """)
     _, error = process.communicate()
@@ -55,8 +55,8 @@ with fail_fast("rank 0"):
 def test_ordinary_ends_pass_through(start, code, statement):
     process = start(f"""
 import sys
-from mimo.watchdog.process_exit import fail_fast
-with fail_fast("rank 0"):
+from mimo.watchdog.process_exit import FailFast
+with FailFast("rank 0"):
     {statement}
 """)
     _, error = process.communicate()
@@ -68,7 +68,7 @@ def test_a_full_pipe_that_nobody_reads_does_not_keep_the_process(start):
 import os
 from mimo.watchdog import process_exit as errors
 errors.WRITE_LIMIT_S = 0.2
-with errors.fail_fast("rank 0"):
+with errors.FailFast("rank 0"):
     raise ValueError("x" * 1_000_000)
 """)
     assert process.wait() == 1

@@ -115,8 +115,8 @@ if __name__ == "__main__":
     print(process.process.pid, flush=True)
     os.kill(process.process.pid, signal.SIGSTOP)
     if sys.argv[1] == "error":
-        from mimo.watchdog.process_exit import fail_fast
-        with fail_fast("rank 0"):
+        from mimo.watchdog.process_exit import FailFast
+        with FailFast("rank 0"):
             raise ValueError("the loss is nan")
     os.kill(os.getpid(), signal.SIGKILL)
 """
