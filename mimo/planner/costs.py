@@ -11,8 +11,9 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate
 
 from mimo import registry
 from mimo.config.trainer import RunConfig
@@ -186,6 +187,19 @@ class EncoderCost:
     recomputed_bytes: float
 
 
+def _once[**P, R](compute: Callable[Concatenate[Costs, P], R]) -> Callable[Concatenate[Costs, P], R]:
+    """Compute a cost once for all layouts that ask for it with the same arguments."""
+    @wraps(compute)
+    def known(costs: Costs, *args: P.args, **kwargs: P.kwargs) -> R:
+        key = (compute.__name__, args, *kwargs.items())
+        if key not in costs._known:
+            costs._known[key] = compute(costs, *args, **kwargs)
+        found: R = costs._known[key]
+        return found
+
+    return known
+
+
 class Costs:
     """Costs of one model.
 
@@ -214,36 +228,13 @@ class Costs:
         self.num_layers = max(num_layers(config), 1)
         self.num_experts = self.provider.num_experts(family)
         self._frozen = config.model.frozen
-        self._known: dict[tuple[object, ...], Any] = {}
+        self._known: dict[tuple[object, ...], Any] = {}  # results of methods marked with `_once`
         # Number of experts that each token is sent to, if the provider has such a field.
         self._top_k = int(vars(family).get("moe_router_topk") or 1) if self.num_experts else 1
 
+    @_once
     def language(self, tp: int, micro_batch_size: int, ep: int = 1, cp: int = 1) -> LanguageCost:
         """Return the costs of a microbatch of the language model on a context-parallel rank."""
-        return self._once(self._language, tp, micro_batch_size, ep, cp)
-
-    def encoder(self, name: str, tp: int) -> EncoderCost:
-        """Return the costs of an encoder's passes."""
-        return self._once(self._encoder, name, tp)
-
-    def image_flops(self, name: str, tokens: int) -> tuple[float, float]:
-        """Return the FLOPs of an image's forward and backward pass.
-
-        Args:
-            name: the encoder.
-            tokens: rows of its output.
-        """
-        return self._once(self._image_flops, name, tokens)
-
-    def _once[R](self, compute: Callable[..., R], *arguments: Any) -> R:
-        """Compute a cost once for all layouts that ask for it."""
-        key = (compute.__name__, *arguments)
-        if key not in self._known:
-            self._known[key] = compute(*arguments)
-        found: R = self._known[key]
-        return found
-
-    def _language(self, tp: int, micro_batch_size: int, ep: int, cp: int) -> LanguageCost:
         length = self.config.train.seq_length
         tokens = micro_batch_size * length / cp
         sums = SequenceSums.of_rows([[length]] * micro_batch_size, length)
@@ -323,7 +314,9 @@ class Costs:
         shared = any("shared_expert" in shape.name for shape in ends)
         return sum(shape.count for shape in ends) + (0.0 if shared else self._layers_with_experts())
 
-    def _encoder(self, name: str, tp: int) -> EncoderCost:
+    @_once
+    def encoder(self, name: str, tp: int) -> EncoderCost:
+        """Return the costs of an encoder's passes."""
         ratios = self.profile.ratios(name, tp, 0)
         efficiency = ENCODER_EFFICIENCY if tp == 1 else ENCODER_EFFICIENCY * SPLIT_ENCODER
         rate = self.gpu.tflops * 1e12 * efficiency * tp
@@ -336,17 +329,22 @@ class Costs:
             rate / ratios.forward, rate / ratios.backward,
             self._kept_bytes(name, width) / tp * ratios.bytes, 2.0 * width * layers)
 
-    def _image_flops(self, name: str, tokens: int) -> tuple[float, float]:
+    @_once
+    def image_flops(self, name: str, tokens: int) -> tuple[float, float]:
+        """Return the FLOPs of an image's forward and backward pass.
+
+        Args:
+            name: the encoder.
+            tokens: rows of its output.
+        """
         found = self.counter.passes(name, SequenceSums.of([tokens]))
         again = self._repeated_share(name) if self.trains(name) else 0.0
         return (sum(forward for _, forward, _ in found),
                 sum(backward + (again * forward if each.recomputed else 0.0) for each, forward, backward in found))
 
+    @_once
     def image_patches(self, name: str, tokens: int) -> float:
         """Return the length of an image's sequence in the encoder's layers."""
-        return self._once(self._image_patches, name, tokens)
-
-    def _image_patches(self, name: str, tokens: int) -> float:
         return max((component.tokens_per_token * tokens + component.extra_tokens
                     for component in self.counter.components if component.module == name), default=float(tokens))
 

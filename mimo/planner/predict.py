@@ -108,7 +108,14 @@ class Step:
 
     def __init__(self, config: RunConfig, layout: Layout, costs: Costs) -> None:
         self.config, self.layout, self.costs = config, layout, costs
-        self.sampled = _with_fewer_lanes(layout)
+        # Lanes are alike, so the replicas of each module are divided by the largest common factor that leaves enough.
+        common = math.gcd(layout.num_lanes, *(encoder.dp for encoder in layout.encoders))
+        factor = max((each for each in range(1, common + 1)
+                      if common % each == 0 and layout.num_lanes // each >= min(LANES_WITH_DATA, layout.num_lanes)),
+                     default=1)
+        self.sampled = replace(
+            layout, language=replace(layout.language, dp=layout.num_lanes // factor),
+            encoders=tuple(replace(encoder, dp=encoder.dp // factor) for encoder in layout.encoders))
         self.num_microbatches = num_microbatches(config)
         language = layout.language
         self.pass_cost = costs.language(language.tp, config.train.micro_batch_size, language.ep, language.cp)
@@ -581,16 +588,6 @@ class Step:
                             for sample in lane for image in sample.whole_images), default=0.0) / 2
                 moments = [each / dp + half for each in moments]
             yield moments
-
-
-def _with_fewer_lanes(layout: Layout) -> Layout:
-    """Return the layout with the replicas of each module divided by a common factor, so that few lanes are left."""
-    common = math.gcd(layout.num_lanes, *(encoder.dp for encoder in layout.encoders))
-    factor = max((each for each in range(1, common + 1)
-                  if common % each == 0 and layout.num_lanes // each >= min(LANES_WITH_DATA, layout.num_lanes)),
-                 default=1)
-    return replace(layout, language=replace(layout.language, dp=layout.num_lanes // factor),
-                   encoders=tuple(replace(encoder, dp=encoder.dp // factor) for encoder in layout.encoders))
 
 
 def _links(name: Hashable, stage: int, num_stages: int) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
