@@ -8,9 +8,9 @@ import queue
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from mimo.config.trainer import ObserveConfig, is_folder
@@ -143,7 +143,7 @@ class BackgroundTracker:
     def mark_failed(self) -> None:
         """Tell the server, if it answers soon, that the run ends with an error. Queued figures are dropped."""
         def tell() -> None:
-            with _Failing(self.fail):
+            with self._failures_reported():
                 self._tracker.mark_failed()
 
         if not self._closed:
@@ -158,42 +158,26 @@ class BackgroundTracker:
 
     def _send(self) -> None:
         while (item := self._queue.get()) is not None:
-            with _Failing(self.fail):
+            with self._failures_reported():
                 self._tracker.log(*item)
-        with _Failing(self.fail):
+        with self._failures_reported():
             self._tracker.close()
 
-
-class _Failing:
-    """Context of a call into a tracker's client. It reports any exception and suppresses it."""
-
-    def __init__(self, fail: Callable[[str], None]) -> None:
-        self._fail = fail
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> bool:
-        if isinstance(error, Exception):
-            self._fail(f"failed: {type(error).__name__}: {error}")
-            return True
-        return False
+    @contextmanager
+    def _failures_reported(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # A tracker's package may raise anything, and must not end the run.
+            self.fail(f"failed: {type(error).__name__}: {error}")
 
 
-class _Opening:
+@contextmanager
+def _opening(flag: str) -> Iterator[None]:
     """Context of the start of a tracker. It turns any exception into a ValueError that names the flag."""
-
-    def __init__(self, flag: str) -> None:
-        self._flag = flag
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        if isinstance(error, Exception):
-            raise ValueError(f"{self._flag}: cannot be started: {type(error).__name__}: {error}") from error
+    try:
+        yield
+    except Exception as error:  # A tracker's package may raise anything.
+        raise ValueError(f"{flag}: cannot be started: {type(error).__name__}: {error}") from error
 
 
 def _open_in_time(build: Callable[[], RemoteTracker]) -> RemoteTracker:
@@ -229,10 +213,10 @@ def open_remote(observe: ObserveConfig, config_toml: str, say: Callable[[str], N
     opened: dict[str, RemoteTracker] = {}
     run_dir = Path(observe.run_dir)
     if observe.wandb_project is not None:
-        with _Opening(f"--wandb-project {observe.wandb_project}"):
+        with _opening(f"--wandb-project {observe.wandb_project}"):
             opened["Weights & Biases"] = WandbTracker(observe.wandb_project, observe.wandb_name, run_dir, config_toml)
     if observe.mlflow_uri is not None:
         uri, experiment = observe.mlflow_uri, observe.mlflow_experiment or DEFAULT_EXPERIMENT
-        with _Opening(f"--mlflow-uri {uri}"):
+        with _opening(f"--mlflow-uri {uri}"):
             opened["MLflow"] = _open_in_time(lambda: MlflowTracker(uri, experiment, run_dir, config_toml))
     return [BackgroundTracker(name, tracker, say) for name, tracker in opened.items()]

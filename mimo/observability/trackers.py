@@ -201,11 +201,6 @@ class JsonLines:
         self._size = path.stat().st_size
         self._file: FileIO | None = self._open()
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the complete lines."""
-        return self._size
-
     def append(self, data: bytes) -> None:
         """Append a line, its end included. Raises OSError if it cannot be written."""
         try:
@@ -283,7 +278,7 @@ class GenerationsTracker(JsonLines):
             if _place(line) in self._kept:
                 continue
             data = (json.dumps(line, allow_nan=False) + "\n").encode()
-            if self.num_bytes + len(data) <= self._limit:
+            if self._size + len(data) <= self._limit:
                 self.append(data)
             elif not self._said:
                 self._said = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import datetime
-import importlib.util
 import random
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -135,13 +134,3 @@ class Platform(abc.ABC):
         torch.set_rng_state(state["torch"])
         torch.cuda.set_rng_state(state["device"])
         get_cuda_rng_tracker().set_states(dict(state["tracker"]))
-
-
-def transformer_engine_installed() -> bool:
-    """Return whether the Transformer Engine package can be found, without importing it."""
-    return importlib.util.find_spec("transformer_engine") is not None
-
-
-def mamba_kernels_installed() -> bool:
-    """Return whether the packages of Mamba-2's kernels can be found, without importing them."""
-    return all(importlib.util.find_spec(name) is not None for name in ("mamba_ssm", "causal_conv1d"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import platform
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from mimo.platform.base import Platform, mamba_kernels_installed, transformer_engine_installed
+from mimo.platform.base import Platform
 from mimo.watchdog import flight_recorder
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class CudaPlatform(Platform):
         return torch.cuda.mem_get_info()
 
     def has_transformer_engine(self) -> bool:
-        return transformer_engine_installed()
+        return importlib.util.find_spec("transformer_engine") is not None
 
     def has_mamba_kernels(self) -> bool:
-        return mamba_kernels_installed()
+        return all(importlib.util.find_spec(name) is not None for name in ("mamba_ssm", "causal_conv1d"))

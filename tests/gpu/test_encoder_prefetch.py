@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -10,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from mimo.platform.base import transformer_engine_installed
 from tests.support.launch import ROOT
 from tests.support.prefetching import Trained, assert_same_bits, check_where_it_ran
 
@@ -50,7 +50,7 @@ def test_no_bit_changes(tmp_path: Path, layout: str, impl: str) -> None:
     num_processes, flags = LAYOUTS[layout]
     if torch.cuda.device_count() < num_processes:
         pytest.skip(f"needs {num_processes} GPUs")
-    if impl == "transformer_engine" and not transformer_engine_installed():
+    if impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("needs Transformer Engine")
     for off, *on in train(tmp_path, num_processes, *flags.split(), "--transformer-impl", impl):
         for depth, trained in zip(DEPTHS, on, strict=True):
