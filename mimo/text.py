@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
 
@@ -42,6 +42,17 @@ def parse_bytes(text: str, flag: str) -> int:
     if size < 1:
         raise ValueError(f"{flag} {text}: must be above 0")
     return size
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Format numbers with runs shortened: `0-3, 7`."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def span(numbers: range) -> str:

@@ -23,6 +23,7 @@ from mimo.checkpoint.reader import CHECKSUMS, is_covered, read_common, read_inde
 from mimo.checkpoint.writer import crc32_of
 from mimo.config.trainer import RunConfig
 from mimo.protocols import LANGUAGE, ModelProvider
+from mimo.text import ranges
 from mimo.weights.rules import global_name, num_stacked_axes, split_layer
 
 WEIGHTS = "weights"
@@ -115,19 +116,13 @@ def _row(tensor: StoredInfo) -> Row:
     """Return the row of a stored tensor, whose stacked axes become ranges in the name."""
     stacked = num_stacked_axes(tensor.name)
     axes, shape = tensor.shape[:stacked], tensor.shape[stacked:]
-    name = global_name(tensor.name, [_ranges(list(range(size))) for size in axes])
+    name = global_name(tensor.name, [_ranges(range(size)) for size in axes])
     return Row(name, math.prod(axes), shape, tensor.dtype, tensor.num_bytes)
 
 
-def _ranges(numbers: list[int]) -> str:
+def _ranges(numbers: Iterable[int]) -> str:
     """Format numbers as `{0-3,7}`, or as `7` if there is only one."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    text = ranges(numbers).replace(", ", ",")
     return text if text.isdecimal() else f"{{{text}}}"
 
 

@@ -258,6 +258,20 @@ class Step:
         groups.sort(key=lambda lanes: -work[lanes.start])
         return groups[: max(MAX_LANES // group, 1)]
 
+    def _replicas(self, encoder: GridSpec, lanes: Iterable[int]) -> list[int]:
+        """Return the replicas of an encoder that encode images of these lanes."""
+        num_lanes = self.sampled.num_lanes
+        return sorted({lane * encoder.dp // num_lanes + part for lane in lanes
+                       for part in range(max(encoder.dp // num_lanes, 1))})
+
+    def _replica_s(self, kind: str, encoder: GridSpec, replica: int, microbatch: Sequence[Sequence[SampleSize]]
+                   ) -> float:
+        """Return the seconds of a replica's pass over its images of a microbatch, which is given by lanes."""
+        rows = self.config.train.micro_batch_size
+        images = [tokens for share in lane_shares(encoder.dp, self.sampled.num_lanes, rows, replica)
+                  for tokens in self._images(microbatch[share.lane][share.start:share.stop])]
+        return self.encoder_s(kind, encoder, images)
+
     def _homogeneous(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
         programs: dict[Hashable, list[Action]] = {}
         stages = self.layout.language.pp
@@ -277,23 +291,17 @@ class Step:
 
         Lanes that share a replica wait for each other.
         """
-        (encoder,), lanes, rows = self.sampled.encoders, self.sampled.num_lanes, self.config.train.micro_batch_size
-        group = max(lanes // encoder.dp, 1)
+        (encoder,) = self.sampled.encoders
         programs: dict[Hashable, list[Action]] = {}
-        for members in self._heaviest(batch, group):
-            replicas = sorted({lane * encoder.dp // lanes + part for lane in members
-                               for part in range(max(encoder.dp // lanes, 1))})
-
-            def encoding(kind: str, microbatch: int, replicas: Sequence[int] = replicas) -> float:
-                shares = [[tokens for share in lane_shares(encoder.dp, lanes, rows, replica) for tokens in self._images(
-                    batch[microbatch][share.lane][share.start:share.stop])] for replica in replicas]
-                return max(self.encoder_s(kind, encoder, images) for images in shares)
-
+        for members in self._heaviest(batch, max(self.sampled.num_lanes // encoder.dp, 1)):
+            replicas = self._replicas(encoder, members)
             for lane in members:
                 program = programs[lane] = []
                 for microbatch in range(len(batch)):
                     for kind in (FORWARD, BACKWARD):
-                        images = Action(encoding(kind, microbatch), posts=((members, kind, microbatch),),
+                        slowest_s = max(self._replica_s(kind, encoder, replica, batch[microbatch])
+                                        for replica in replicas)
+                        images = Action(slowest_s, posts=((members, kind, microbatch),),
                                         awaits=((members, kind, microbatch),), label=ENCODING)
                         own = Action(self.language_s(kind, 0), label=LANGUAGE)
                         program += [images, own] if kind == FORWARD else [own, images]
@@ -371,21 +379,17 @@ class Step:
 
     def _disjoint(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
         """Return the programs of a layout in which the encoder's stages precede those of the language model."""
-        (encoder,), language = self.sampled.encoders, self.layout.language
-        lanes, rows, count = self.sampled.num_lanes, self.config.train.micro_batch_size, len(batch)
+        (encoder,), language, count = self.sampled.encoders, self.layout.language, len(batch)
         stages, ahead = encoder.pp + language.pp, self.config.layout.encoder_run_ahead
         trains = self.costs.trains(encoder.name) or self.costs.trains("projector")
         programs: dict[Hashable, list[Action]] = {}
-        for members in self._heaviest(batch, max(lanes // encoder.dp, 1)):
-            replicas = sorted({lane * encoder.dp // lanes + part for lane in members
-                               for part in range(max(encoder.dp // lanes, 1))})
+        for members in self._heaviest(batch, max(self.sampled.num_lanes // encoder.dp, 1)):
+            replicas = self._replicas(encoder, members)
             links = {(replica, lane): ("bridge", replica, lane) for replica in replicas for lane in members}
             for replica in replicas:
                 for stage in range(encoder.pp):
                     def encode(kind: str, microbatch: int, replica: int = replica) -> float:
-                        images = [tokens for share in lane_shares(encoder.dp, lanes, rows, replica)
-                                  for tokens in self._images(batch[microbatch][share.lane][share.start:share.stop])]
-                        return self.encoder_s(kind, encoder, images)
+                        return self._replica_s(kind, encoder, replica, batch[microbatch])
 
                     before, after = _links(("encoder", replica), stage, encoder.pp)
                     out = tuple(links[replica, lane] for lane in members) if stage == encoder.pp - 1 else after

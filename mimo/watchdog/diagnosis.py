@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mimo.watchdog.status import RankProcess, RankStatus, format_ranks
+from mimo.text import ranges
+from mimo.watchdog.status import RankProcess, RankStatus
 
 Part = Literal["main", "loader"]
 Node = tuple[int, Part]
@@ -106,7 +107,7 @@ def _judge_ends(suspects: list[Suspect], circle: set[int], statuses: Mapping[int
         kind: Literal["likely", "unclear"] = "likely" if len(silent) == 1 else "unclear"
         return Verdict(kind, tuple(suspects), "" if kind == "likely" else f"{len(silent)} ranks do not answer")
     if circle:
-        notes.append(f"ranks {format_ranks(circle)} wait for each other in a circle")
+        notes.append(f"ranks {ranges(circle)} wait for each other in a circle")
     idle = {each.rank: math.inf if (status := statuses[each.rank]).ended else status.idle_s for each in suspects}
     oldest = max((seconds for seconds in idle.values() if math.isfinite(seconds)), default=0.0)
     standing = [each for each in suspects if idle[each.rank] >= STILL_MOVING * oldest]
@@ -269,7 +270,7 @@ def _judge_circle(circle: set[int], statuses: Mapping[int, RankStatus],
                                       "and at the accelerators")
     suspects = sorted((Suspect(rank, _words(statuses[rank]), waiters) for rank in circle),
                       key=lambda each: -statuses[each.rank].idle_s)
-    return Verdict("unclear", tuple(suspects), f"ranks {format_ranks(circle)} wait for each other in a circle, and "
+    return Verdict("unclear", tuple(suspects), f"ranks {ranges(circle)} wait for each other in a circle, and "
                                                "nothing shows which one is at the wrong place of the program")
 
 
@@ -328,8 +329,8 @@ def _words(status: RankStatus) -> str:
 
 def _blocked_words(status: RankStatus, before: str) -> str:
     blocked = status.blocked
-    words = {"collective": f"in {blocked.operation} of ranks {format_ranks(blocked.ranks)}",
-             "transfer": f"in {blocked.operation} with rank {format_ranks(blocked.ranks)}",
+    words = {"collective": f"in {blocked.operation} of ranks {ranges(blocked.ranks)}",
+             "transfer": f"in {blocked.operation} with rank {ranges(blocked.ranks)}",
              "handle": "at the end of an asynchronous operation",
              "device": "in a synchronisation with its accelerator",
              "host": "on a lock, queue or socket of its host"}
@@ -388,7 +389,7 @@ def write_summary(statuses: Mapping[int, RankStatus], processes: Mapping[int, Ra
             lines += _suspect(suspect, statuses)
         if len(verdict.suspects) > NUM_SUSPECTS:
             rest = [suspect.rank for suspect in verdict.suspects[NUM_SUSPECTS:]]
-            lines.append(f"further candidates: ranks {format_ranks(rest)}")
+            lines.append(f"further candidates: ranks {ranges(rest)}")
     lines.append(f"all {len(places)} rank{'s' * (len(places) > 1)}:")
     return "\n".join([*lines, *_all_ranks(statuses, processes, places)]) + "\n"
 
@@ -419,7 +420,7 @@ def _all_ranks(statuses: Mapping[int, RankStatus], processes: Mapping[int, RankP
         first = ranks[0]
         who = _who(first, processes, places)
         if len(ranks) > NUM_ALIKE:
-            who = f"ranks {format_ranks(ranks)} ({', '.join(places[first].grids)} grid)"
+            who = f"ranks {ranges(ranks)} ({', '.join(places[first].grids)} grid)"
         lines.append(f"  {who}: {_state([statuses[rank] for rank in ranks if rank in statuses])}")
     return lines
 
@@ -444,7 +445,7 @@ def _state(statuses: list[RankStatus]) -> str:
         parts.append(f"{'inside' if index else 'waiting for'} {wait.what}{details} for {_span(seconds)}")
     blocked = first.blocked
     if blocked.kind in ("collective", "transfer"):
-        ranks = format_ranks(rank for status in statuses for rank in status.blocked.ranks)
+        ranks = ranges(rank for status in statuses for rank in status.blocked.ranks)
         parts.append(f"in {blocked.operation} with rank{'s' * (not ranks.isdigit())} {ranks}")
     if not first.waits:
         parts.append(f"no progress for {_span(idle)}" + (f", at {first.stack[0]}" if first.stack else ""))

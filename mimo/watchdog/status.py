@@ -5,30 +5,21 @@ from __future__ import annotations
 import dis
 import json
 import linecache
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Literal
+
+from mimo.text import ranges
 
 Ranks = tuple[int, ...]
 # Names of the fields that hold ranks.
 RANKS = ("peers", "group", "ranks")
 
 
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Format ranks with runs shortened: `0-3, 7`."""
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
 def parse_ranks(text: str) -> Ranks:
-    """Parse the format of `format_ranks`."""
+    """Parse the format of `mimo.text.ranges`."""
     ranks: list[int] = []
     for run in text.split(", ") if text else ():
         first, _, last = run.partition("-")
@@ -196,10 +187,10 @@ class RankStatus:
         return ", ".join(parts)
 
     def to_json(self) -> str:
-        """Return one line of JSON. Ranks are in the format of `format_ranks`, because there may be hundreds."""
+        """Return one line of JSON. Ranks are in the format of `ranges`, because there may be hundreds."""
         data = asdict(self)
         for part in (*data["waits"], data["blocked"], data["loader"] or {}, *data["groups"]):
-            part |= {name: format_ranks(part[name]) for name in RANKS if name in part}
+            part |= {name: ranges(part[name]) for name in RANKS if name in part}
         return json.dumps(data)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from mimo.grid.spec import Layout
+from mimo.text import ranges
 from mimo.watchdog import status as stall_status
 from mimo.watchdog.diagnosis import RankPlace, write_summary
 from mimo.watchdog.process_exit import (
@@ -31,7 +32,7 @@ from mimo.watchdog.process_exit import (
     write_error_file,
     write_report,
 )
-from mimo.watchdog.status import RankProcess, RankStatus, find_blocked, format_ranks, stack_lines
+from mimo.watchdog.status import RankProcess, RankStatus, find_blocked, stack_lines
 
 if TYPE_CHECKING:
     from mimo.grid.groups import Grids
@@ -107,7 +108,7 @@ class OpenWait:
         """Return the wait as data. Its `str` is `bridge recv_forward (lane 1, peers 0) for 12.0 s`."""
         peers, group = _ranks(self.peers), _ranks(self.group)
         named: dict[str, object] = self.details | {
-            "peers": format_ranks(peers) if peers else None, "group": format_ranks(group) if group else None}
+            "peers": ranges(peers) if peers else None, "group": ranges(group) if group else None}
         details = ", ".join(f"{name} {value() if callable(value) else value}" for name, value in named.items()
                             if value is not None)
         return stall_status.Wait(self.what, details, now - self.since, peers, group, self.on_loader,

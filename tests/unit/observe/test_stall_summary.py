@@ -3,6 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mimo.text import ranges
 from mimo.watchdog.diagnosis import RankPlace, write_summary
 from mimo.watchdog.status import (
     Blocked,
@@ -11,7 +12,6 @@ from mimo.watchdog.status import (
     RankStatus,
     Schedule,
     Wait,
-    format_ranks,
     parse_ranks,
     status_from_json,
 )
@@ -37,7 +37,7 @@ def test_a_status_travels_as_json():
 
 @given(st.sets(st.integers(0, 60)))
 def test_ranks_in_words_and_back(ranks: set[int]):
-    assert parse_ranks(format_ranks(ranks)) == tuple(sorted(ranks))
+    assert parse_ranks(ranges(ranks)) == tuple(sorted(ranks))
 
 
 def test_a_summary_of_many_ranks_is_short_and_names_the_one():
