@@ -67,6 +67,7 @@ def simulate(programs: Mapping[Hashable, Sequence[Action]], transfer_s: Callable
     Raises:
         ValueError: workers wait for each other, or for a key that nobody posts.
     """
+    # A key is done when all workers that post it have posted it.
     posters = Counter(key for program in programs.values() for action in program for key in action.posts)
     done: dict[Hashable, float] = {}
     posted: dict[Hashable, list[float]] = defaultdict(list)
@@ -81,6 +82,7 @@ def simulate(programs: Mapping[Hashable, Sequence[Action]], transfer_s: Callable
         program = programs[worker]
         while position[worker] < len(program):
             action = program[position[worker]]
+            # A worker that had to wait comes back to the same action, whose work is done.
             if not has_worked[worker]:
                 has_worked[worker] = True
                 times[worker] += action.seconds

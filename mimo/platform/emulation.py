@@ -172,10 +172,6 @@ def _manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))
 
 
-def _run_now(callback: Callable[[], Any], **_kwargs: Any) -> None:
-    callback()
-
-
 _RUNTIME_CALLS: _Calls = {
     # device
     "torch.cuda.is_available": _constant(False),
@@ -188,7 +184,7 @@ _RUNTIME_CALLS: _Calls = {
     "torch.cuda.is_bf16_supported": _constant(True),
     "torch.cuda.init": _constant(None),
     "torch.cuda._lazy_init": _constant(None),
-    "torch.cuda._lazy_call": _use(_run_now),
+    "torch.cuda._lazy_call": _use(lambda callback, **_kwargs: callback()),
     "torch.cuda.device": _use(_no_context),
     "torch.cuda.synchronize": _constant(None),
     # streams and events

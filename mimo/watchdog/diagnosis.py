@@ -91,6 +91,7 @@ def judge(statuses: Mapping[int, RankStatus], processes: Mapping[int, RankProces
 
 
 def _judge_ends(suspects: list[Suspect], circle: set[int], statuses: Mapping[int, RankStatus]) -> Verdict:
+    # In the order of certainty: a rank that has failed, one that does not answer, and the one that stands longest.
     failed = [each for each in suspects if each.rank in statuses and statuses[each.rank].ended == "failed"]
     if failed:
         # The others cannot continue without it, whatever they do.
@@ -108,6 +109,7 @@ def _judge_ends(suspects: list[Suspect], circle: set[int], statuses: Mapping[int
         return Verdict(kind, tuple(suspects), "" if kind == "likely" else f"{len(silent)} ranks do not answer")
     if circle:
         notes.append(f"ranks {ranges(circle)} wait for each other in a circle")
+    # Ends that moved a short time ago are late, but they do not hang.
     idle = {each.rank: math.inf if (status := statuses[each.rank]).ended else status.idle_s for each in suspects}
     oldest = max((seconds for seconds in idle.values() if math.isfinite(seconds)), default=0.0)
     standing = [each for each in suspects if idle[each.rank] >= STILL_MOVING * oldest]
@@ -161,25 +163,30 @@ def _main_edges(status: RankStatus, statuses: Mapping[int, RankStatus], places: 
                 roles: Iterable[int]) -> set[Node]:
     wait = status.waits[0] if status.waits else None
     if wait is not None and wait.on_loader:
+        # A loader that works is a node with edges of its own. Otherwise nobody can be named, and this rank is an end.
         if status.loader is None or not status.loader.busy:
             return set()
         return {(status.rank, "loader")}
     blocked = status.blocked
     ranks: Iterable[int] = ()
+    # A tracked wait for peers names them. Without one, the stack tells what the main thread blocks in.
     if wait is not None and wait.peers:
         ranks = wait.peers
     elif blocked.kind == "transfer":
         ranks = blocked.ranks
     elif blocked.kind == "collective":
         ranks = _missing(status, blocked.ranks, places)
-        if blocked.source is not None:
+        if blocked.source is not None:  # its other ranks wait for that one alone
             ranks = [blocked.source] if blocked.source != status.rank else ranks
     elif wait is not None and wait.group and blocked.kind:
         ranks = _missing(status, wait.group, places)
     elif blocked.kind in ("handle", "device") and (wait is None or not wait.group):
+        # The stack does not show the group, so any rank at another place may be meant.
         ranks = _missing(status, roles, places)
     elif status.on_device and not blocked.kind and (wait is None or wait.is_work):
+        # The host may block in the launch of a kernel, because the queue of its device is full.
         ranks = _behind(status, statuses)
+    # torch's record of collectives is surer than positions, where there is one.
     if status.groups and blocked.kind == "device":
         # If there is no such rank, this rank's own device is stuck.
         ranks = _late(status, statuses) or _behind(status, statuses)
