@@ -269,14 +269,7 @@ class Search:
         for grid in self._grids(self.size):
             yield from ((HOMOGENEOUS, layout) for layout in self._language(*grid, layout="homogeneous"))
             yield from ((COLOCATED, layout) for layout in self._colocated(*grid))
-        # Of the numbers of ranks for the encoder, those nearest to its share of the work are tried.
-        cost = self.costs.language(1, self.base.train.micro_batch_size)
-        language_s = self.costs.num_layers * (cost.forward_s + cost.backward_s)
-        language_s += cost.ends_forward_s + cost.ends_backward_s
-        images_s = self._encoder_s(1)
-        share = images_s / (images_s + language_s) * self.size
-        nearest = sorted(range(1, self.size), key=lambda ranks: (abs(ranks - share), ranks))
-        for ranks in islice(filter(self._can_split, nearest), self._num_encoder_sizes):
+        for ranks in self._encoder_sizes():
             yield from ((DISJOINT, layout) for layout in self._disjoint(ranks))
 
     def _grids(self, size: int) -> Iterator[tuple[int, int, int]]:
@@ -343,6 +336,16 @@ class Search:
                     forward, backward = self.costs.image_flops(name, tokens)
                     total += forward / cost.forward_flops_s + backward / cost.backward_flops_s
         return total / len(self.samples) * rows
+
+    def _encoder_sizes(self) -> list[int]:
+        """Return numbers of ranks for a disjoint layout's encoder, those nearest to its share of the work first."""
+        cost = self.costs.language(1, self.base.train.micro_batch_size)
+        language = self.costs.num_layers * (cost.forward_s + cost.backward_s)
+        language += cost.ends_forward_s + cost.ends_backward_s
+        images = self._encoder_s(1)
+        share = images / (images + language) * self.size
+        nearest = sorted(range(1, self.size), key=lambda ranks: (abs(ranks - share), ranks))
+        return list(islice(filter(self._can_split, nearest), self._num_encoder_sizes))
 
     def _can_split(self, ranks: int) -> bool:
         """Return whether the trainer accepts any disjoint layout whose encoder has `ranks` ranks."""
