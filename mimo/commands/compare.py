@@ -223,18 +223,9 @@ def tensor_differences(contents: Contents, config: RunConfig) -> list[str]:
     lines = [f"module {module} is not in the checkpoint" for module in modules if module not in contents.modules]
     lines += [f"module {module} is not in this configuration" for module in contents.modules if module not in modules]
     for module in modules:
-        if module not in contents.modules:
-            continue
-        lines += _names(contents, provider, config.model_family, module)
-        rows = rows_of(tensor for tensor in contents.of(module) if tensor.kind == WEIGHTS)
-        for expected in provider.parameter_shapes(config.model_family, module):
-            for row in rows:
-                # A provider's shapes have names without the numbers of layers and experts, and without their blocks.
-                plain = _NUMBERS.sub("", row.name)
-                is_named = plain == expected.name or plain.endswith(f".{expected.name}")
-                if is_named and row.shape != expected.shape:
-                    lines.append(f"shape: {module}.{row.name} is {list(row.shape)}, this configuration has "
-                                 f"{list(expected.shape)}")
+        if module in contents.modules:
+            lines += _names(contents, provider, config.model_family, module)
+            lines += _shapes(contents, provider, config.model_family, module)
     return list(dict.fromkeys([*lines, *_dtypes(contents, config)]))
 
 
@@ -262,6 +253,20 @@ def _names(contents: Contents, provider: ModelProvider, family: Any, module: str
     for name in held:
         if name not in wanted:
             yield f"not used: {module}.{name} {list(held[name])} is not in this configuration"
+
+
+def _shapes(contents: Contents, provider: ModelProvider, family: Any, module: str) -> Iterator[str]:
+    rows = rows_of(tensor for tensor in contents.of(module) if tensor.kind == WEIGHTS)
+    for expected in provider.parameter_shapes(family, module):
+        for row in rows:
+            if _is_named(row, expected.name) and row.shape != expected.shape:
+                yield f"shape: {module}.{row.name} is {list(row.shape)}, this configuration has {list(expected.shape)}"
+
+
+def _is_named(row: Row, name: str) -> bool:
+    """Whether a row's tensors are what a provider's `parameter_shapes` calls `name`, without numbers and blocks."""
+    plain = _NUMBERS.sub("", row.name)
+    return plain == name or plain.endswith(f".{name}")
 
 
 def _dtypes(contents: Contents, config: RunConfig) -> Iterator[str]:

@@ -69,11 +69,7 @@ def config_of_checkpoint(common: Mapping[str, Any], folder: Path, run_flags: Seq
         raise ValueError(f"{folder} says nothing about the model it holds: it was not made by `mimo import`")
     data, typed = sections.get("data", {}).get("dataset-provider"), typed_providers(run_flags)
     wanted = typed["dataset_provider"] or (data if data in registry.DATASET_PROVIDERS else None)
-    has_data = data is not None and data == wanted
-    if has_data and "rl" in sections:
-        # The flags of train_rl.py are those of prompts. They fit if the data set's samples have the same ones.
-        has_data = data in registry.PROMPT_PROVIDERS and (
-            registry.prompt_provider(data).Config is registry.dataset_provider(data).Config)
+    has_data = data is not None and data == wanted and ("rl" not in sections or _has_prompts_of_same_flags(data))
     titles = ("model", "model-family", *(("data", "dataset") if has_data else ()))
     if has_data and "rl" in sections:  # where the section has flags of its own
         sections = sections | {"data": {"dataset-provider": data}}
@@ -98,6 +94,13 @@ def config_of_checkpoint(common: Mapping[str, Any], folder: Path, run_flags: Seq
                 f"{folder} holds a model that computes something else than the one of the flags; leave them out, or "
                 "give --allow-difference with the name of the flag after the lone --", *lines]))
     return config if has_data or typed["dataset_provider"] is not None else dataclasses.replace(config, dataset=None)
+
+
+def _has_prompts_of_same_flags(name: str) -> bool:
+    """Whether the prompts of a data set, for train_rl.py, have the flags of its samples."""
+    prompts = registry.PROMPT_PROVIDERS.get(name)
+    return prompts is not None and bool(
+        registry.prompt_provider(name).Config is registry.dataset_provider(name).Config)
 
 
 def _parsed(text: str, folder: Path, flags: Sequence[str]) -> RunConfig:
@@ -193,12 +196,7 @@ def export(flags: ExportFlags, run_flags: list[str]) -> int:
         hub.download_weights(f"--hf-base {flags.hf_base}", base)
     options = ExportOptions(base, "" if flags.dtype == "auto" else flags.dtype,
                             parse_bytes(flags.max_shard_size, "--max-shard-size"))
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file; give a folder")
-    held = sorted(path.name for path in out.iterdir() if path.name != _STAGED) if out.is_dir() else []
-    if held and not flags.force:
-        raise ValueError(f"{out} is not empty ({', '.join(held[:3])}{', ...' if len(held) > 3 else ''}); give another "
-                         "folder, or --force to write into it")
+    _check_out(out, force=flags.force)
     folder = checkpoint_folder(flags.checkpoint, flags.ckpt_step, "mimo export")
     common = read_common(folder)
     require_checksums(folder)
@@ -244,6 +242,15 @@ def _write_image_processing(config: RunConfig, provider: ModelProvider, folder: 
         if videos is not None:
             provider.write_video_processing(config.model_family, folder, videos)
     return note
+
+
+def _check_out(out: Path, *, force: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; give a folder")
+    held = sorted(path.name for path in out.iterdir() if path.name != _STAGED) if out.is_dir() else []
+    if held and not force:
+        raise ValueError(f"{out} is not empty ({', '.join(held[:3])}{', ...' if len(held) > 3 else ''}); give another "
+                         "folder, or --force to write into it")
 
 
 def _publish(staged: Path, out: Path) -> None:

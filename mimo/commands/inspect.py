@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from mimo.checkpoint.differences import flat_config
@@ -162,11 +163,7 @@ def inspect(flags: InspectFlags, run_flags: list[str]) -> int:
     except ValueError as error:
         if not flags.verify:
             raise
-        # Without the index and `common.pt`, nothing else can be read.
-        if flags.json:
-            print(json.dumps({"checkpoint": str(folder), "damage": [str(error)]}, indent=2))
-        print(f"damaged: {error}", file=sys.stderr)
-        return 1
+        return _unreadable(folder, error, as_json=flags.json)
     report: dict[str, Any] = {}
     if flags.config or run_flags:
         refuse_named_code(named_providers(flags.config, run_flags), "--config", run_flags)
@@ -180,6 +177,14 @@ def inspect(flags: InspectFlags, run_flags: list[str]) -> int:
     else:
         print(_text(contents, report, every_tensor=flags.tensors))
     return 1 if report.get("damage") else 0
+
+
+def _unreadable(folder: Path, error: ValueError, *, as_json: bool) -> int:
+    """Report a damaged index or `common.pt`, without which nothing else can be read."""
+    if as_json:
+        print(json.dumps({"checkpoint": str(folder), "damage": [str(error)]}, indent=2))
+    print(f"damaged: {error}", file=sys.stderr)
+    return 1
 
 
 def _text(contents: Contents, report: dict[str, Any], *, every_tensor: bool) -> str:

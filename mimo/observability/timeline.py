@@ -169,19 +169,8 @@ class Gantt:
         gathered = gather_at(grids, (grids.describe(), rows), self._writer)
         if gathered is None:
             return None
-
-        # Times count from the first start of any rank.
-        began = min(rows[0]["begin_s"] for _, rows in gathered)
-        for _, rows in gathered:
-            for row in rows:
-                row["begin_s"], row["end_s"] = round(row["begin_s"] - began, 7), round(row["end_s"] - began, 7)
-        ranks = []
-        for rank, (place, rows) in enumerate(gathered):
-            modules = {name: grids.layout.grids[name].coordinates(rank) for name in grids.layout.modules_of(rank)}
-            ranks.append({"rank": rank, "place": place, "modules": modules, "intervals": rows})
-        document = {"iteration": iteration,
-                    "tokens_per_lane": {kind: list(tokens) for kind, tokens in lanes.items()}, "ranks": ranks}
         path = self._folder / f"step-{iteration}.json"
+        document = self._document(iteration, gathered, lanes)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(document), encoding="utf-8")
@@ -189,6 +178,19 @@ class Gantt:
         except OSError as error:
             return f"timeline of iteration {iteration}: cannot be written: {error}"
         return f"timeline of iteration {iteration}: {path}"
+
+    def _document(self, iteration: int, gathered: list[Any], lanes: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+        layout = self._grids.layout
+        began = min(rows[0]["begin_s"] for _, rows in gathered)
+        for _, rows in gathered:
+            for row in rows:
+                row["begin_s"], row["end_s"] = round(row["begin_s"] - began, 7), round(row["end_s"] - began, 7)
+        ranks = []
+        for rank, (place, rows) in enumerate(gathered):
+            modules = {name: layout.grids[name].coordinates(rank) for name in layout.modules_of(rank)}
+            ranks.append({"rank": rank, "place": place, "modules": modules, "intervals": rows})
+        return {"iteration": iteration, "tokens_per_lane": {kind: list(tokens) for kind, tokens in lanes.items()},
+                "ranks": ranks}
 
 
 def chrome_trace(document: Mapping[str, Any]) -> dict[str, Any]:
