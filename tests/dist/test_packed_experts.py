@@ -6,6 +6,8 @@ same addresses and offsets.
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +22,11 @@ SIZES = [[[3, 0, 5, 2], [0, 0, 0, 10]], [[0, 0, 0, 0], [1, 2, 3, 4]]]
 
 
 def plain_products(module: Any) -> None:
-    """Put plain PyTorch in place of Transformer Engine's descriptors and products."""
+    """Put plain PyTorch in place of Transformer Engine's descriptors, products and ways of saving tensors."""
     import torch
+
+    sys.modules["transformer_engine.pytorch.quantized_tensor"] = SimpleNamespace(  # type: ignore[assignment]
+        prepare_for_saving=lambda *tensors: (tensors, None), restore_from_func_ctx=lambda ctx: ctx.saved_tensors)
 
     def row_offsets(sizes: Any, *widths: int) -> Any:
         ends = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
@@ -34,7 +39,8 @@ def plain_products(module: Any) -> None:
         return [flat[begin:begin + rows * width].view(rows, width)
                 for begin, (rows, width) in zip(begins[:count], shapes, strict=True)]
 
-    def multiply(left: Any, right: Any, out: Any, layout: str, *, accumulate: bool = False) -> None:
+    def multiply(left: Any, right: Any, out: Any, layout: str, *, accumulate: bool = False,
+                 split: bool = False) -> None:
         for one, two, result in zip(left, right, out, strict=True):
             product = (two.T if layout == "NT" else two) @ (one.T if layout == "TN" else one)
             result.copy_(result + product if accumulate else product)
