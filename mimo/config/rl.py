@@ -258,6 +258,9 @@ class RolloutConfig:
     gets all weights before it answers; one that fails to start counts, and the next is tried."""
     engine_ep: bool = False
     """Each worker of the engine holds whole experts (expert parallelism) instead of a slice of every expert."""
+    engine_share_experts: bool = False
+    """The replicas (--engine-dp) share one copy of the experts, whole ones with --engine-ep and slices otherwise, in
+    place of a copy each. They then compute every step together (vLLM's data-parallel engine)."""
     engine_max_num_seqs: int = 64
     """Largest number of completions that a replica generates at a time."""
     engine_kv_cache_mib: int = 256
@@ -353,6 +356,11 @@ class RolloutConfig:
         refuse(bool(self.engine_env) and self.engine_placement != "ray",
                f"--engine-env {self.engine_env} is for --engine-placement ray: other engines are children of the first "
                "rank and get its whole environment")
+        refuse(self.engine_share_experts and self.engine_dp == 1,
+               "--engine-share-experts with --engine-dp 1: there is no other replica to share the experts with")
+        refuse(self.engine_share_experts and nodes > 1,
+               f"--engine-share-experts with --engine-nodes {nodes} is not supported: give each replica the workers of "
+               "one node (--engine-nodes 1), and more replicas (--engine-dp)")
         restarts = self.engine_restarts
         refuse(restarts > 0 and self.engine_placement == "colocated",
                f"--engine-restarts {restarts} with --engine-placement colocated is not supported yet: a lost engine "

@@ -201,3 +201,35 @@ def start_node_workers(arguments: dict[str, Any]) -> Any:
 
     config = EngineArgs(**arguments).create_engine_config(usage_context=UsageContext.LLM_CLASS, headless=True)
     return MultiprocExecutor(config, monitor_workers=False)
+
+
+def complete_cpu_communicator() -> None:
+    """Give vLLM's communicator for CPUs the two collectives that data-parallel ranks need in order to share experts.
+
+    `CpuCommunicator.all_gatherv` and `reduce_scatterv` raise NotImplementedError in vLLM 0.32, although its all-to-all
+    for CPUs calls both.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+        if isinstance(input_, list):
+            return [all_gatherv(self, each, dim, sizes) for each in input_]
+        assert dim == 0, dim
+        if sizes is None:
+            return self.all_gather(input_, dim=0)
+        # Gloo gathers equal sizes alone.
+        padded = input_.new_zeros((max(sizes), *input_.shape[1:]))
+        padded[:len(input_)] = input_
+        gathered = self.all_gather(padded, dim=0).view(len(sizes), *padded.shape)
+        return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
+
+    def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = 0, sizes: list[int] | None = None) -> torch.Tensor:
+        assert dim == 0 and sizes is not None, (dim, sizes)
+        summed = input_.clone()
+        torch.distributed.all_reduce(summed, group=self.device_group)
+        first = sum(sizes[:self.rank_in_group])
+        return summed[first:first + sizes[self.rank_in_group]].contiguous()
+
+    for function in (all_gatherv, reduce_scatterv):
+        if function.__name__ not in vars(CpuCommunicator):  # A later version may have its own.
+            setattr(CpuCommunicator, function.__name__, function)

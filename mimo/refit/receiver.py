@@ -280,8 +280,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         self.shutdown()
         self.guard.sync = None  # another trainer counts its syncs from 1, too
-        parallel = self.parallel_config
-        self._worker = init_info.first_worker + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._worker = init_info.first_worker + self.parallel_config.rank
         place = StoreAddress(init_info.address, init_info.port, init_info.secret)
         self._rendezvous = Rendezvous.join(place, f"worker {self._worker}", init_info.timeout_s)
         # Dummy weights are never served.

@@ -129,7 +129,8 @@ class ChildEngines:
     def __init__(self, options: Sequence[EngineOptions], flags: RolloutConfig) -> None:
         self._processes = start_processes(options, flags.engine_start_timeout_s, flags.rollout_timeout_s,
                                           setup=leave_group)
-        self.client: RolloutClient = one_client([each.handle for each in self._processes], flags.rollout_timeout_s)
+        self.client: RolloutClient = one_client([each.handle for each in self._processes], flags.rollout_timeout_s,
+                                                flags.engine_share_experts)
         # Ranks of one node and their engine need no network.
         on_one_node = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
         self.address = "127.0.0.1" if on_one_node else os.environ["MASTER_ADDR"]
@@ -232,7 +233,9 @@ def engine_options(config: RlRunConfig, folder: Path, replica: int = 0, gpus: Se
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": flags.engine_kv_cache_mib << 20}
     return EngineOptions(
         str(folder), engine_dtype(config), tensor_parallel_size=flags.engine_tp, pipeline_parallel_size=flags.engine_pp,
-        num_nodes=flags.engine_nodes, enable_expert_parallel=flags.engine_ep, max_model_len=config.train.seq_length,
+        num_nodes=flags.engine_nodes, enable_expert_parallel=flags.engine_ep,
+        data_parallel_size=flags.engine_dp if flags.engine_share_experts else 1,
+        data_parallel_rank=replica if flags.engine_share_experts else 0, max_model_len=config.train.seq_length,
         # Replicas of one seed would draw the same numbers for different prompts.
         max_num_seqs=flags.engine_max_num_seqs, seed=config.train.seed + replica,
         extra=arguments, environment=environment)

@@ -64,9 +64,13 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
 
     Raises:
         ValueError: there are too few GPUs, a rank uses a chosen GPU, a flag is for the other device, Ray is missing, a
-            variable of --engine-env is not set, or the environment asks for vLLM's own data-parallel engine.
+            variable of --engine-env is not set, the environment asks for vLLM's own data-parallel engine, or replicas
+            shall share experts that the model does not have.
     """
-    flags = config.rollout
+    flags, model = config.rollout, config.model.model_provider
+    if flags.engine_share_experts and not has_experts(registry.model_provider(model).hf_config(config.model_family)):
+        raise ValueError(f"--engine-share-experts with --model-provider {model}: this model has no experts; leave it "
+                         "out, and the replicas run independently of each other")
     if flags.engine_placement == "ray" and importlib.util.find_spec("ray") is None:
         raise ValueError("--engine-placement ray needs the package ray, which the extras rl-cpu and rl-gpu bring")
     if config.train.device == "cpu":
@@ -75,11 +79,11 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
                             ("--engine-quantization", flags.engine_quantization)):
             if given and given != "none":
                 raise ValueError(f"{name} {given} is for GPUs, and this run is on the CPU (--device cpu)")
-        if flags.engine_ep and flags.engine_tp > 1:
-            raise ValueError(f"--engine-ep with --engine-tp {flags.engine_tp} is for GPUs: vLLM's experts on CPUs do "
-                             "not know on which worker an expert is; leave out --engine-ep")
-        name = config.model.model_provider
-        check_cpu_engine(name, registry.model_provider(name).hf_config(config.model_family))
+        if flags.engine_ep and (flags.engine_tp > 1 or flags.engine_share_experts):
+            other = "--engine-share-experts" if flags.engine_share_experts else f"--engine-tp {flags.engine_tp}"
+            raise ValueError(f"--engine-ep with {other} is for GPUs: vLLM's experts on CPUs do not know on which "
+                             "worker an expert is; leave out --engine-ep")
+        check_cpu_engine(model, registry.model_provider(model).hf_config(config.model_family))
     elif rank == 0:
         replica_gpus(config)
     if rank == 0:
@@ -88,6 +92,14 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
 
         forwarded(os.environ, flags.engine_env)
         refuse_data_parallel(os.environ.get(DATA_PARALLEL, 1), f"environment variable {DATA_PARALLEL}")
+
+
+def has_experts(described: Mapping[str, Any]) -> bool:
+    """Whether the decoder of a config.json is a mixture of experts."""
+    decoder = described.get("llm_config", described.get("text_config", described))
+    return (any(decoder.get(key) for key in ("num_experts", "num_local_experts"))
+            or bool(decoder.get("n_routed_experts")) and NEMOTRON_EXPERTS in decoder.get(
+                "hybrid_override_pattern", NEMOTRON_EXPERTS))
 
 
 def check_cpu_engine(name: str, described: Mapping[str, Any]) -> None:
@@ -200,6 +212,7 @@ def _engine_lines(config: RlRunConfig, layout: Layout, provider: ModelProvider) 
     lines = [f"engine: {counted(flags.engine_dp, 'replica')} of {counted(workers // flags.engine_dp, 'worker')} "
              f"(--engine-tp {flags.engine_tp} * --engine-pp {flags.engine_pp}), "
              + (f"each on {flags.engine_nodes} nodes, " if flags.engine_nodes > 1 else "")
+             + ("which share the experts, " if flags.engine_share_experts else "")
              + f"{flags.engine_placement}, "
              f"--rollout-mode {flags.rollout_mode}"]
     if config.train.device == "cpu":
@@ -225,9 +238,12 @@ def _engine_lines(config: RlRunConfig, layout: Layout, provider: ModelProvider) 
 def engine_weight_bytes(config: RlRunConfig, layout: Layout, provider: ModelProvider) -> float:
     """Estimate the bytes of weights that a worker of the engine holds."""
     flags = config.rollout
-    total = sum(total_parameters(provider.parameter_shapes(config.model_family, name)) for name in layout.grids)
+    shapes = [shape for name in layout.grids for shape in provider.parameter_shapes(config.model_family, name)]
+    experts = total_parameters(shape for shape in shapes if shape.split == "expert")
+    copies = flags.engine_dp if flags.engine_share_experts else 1
     each_bytes = 1 if flags.engine_quantization != "none" else 2 if config.model.bf16 else 4
-    return total * each_bytes / (flags.engine_tp * flags.engine_pp)
+    own = total_parameters(shapes) - experts + experts / copies
+    return own * each_bytes / (flags.engine_tp * flags.engine_pp)
 
 
 def _batch_lines(config: RlRunConfig, layout: Layout) -> list[str]:

@@ -11,7 +11,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,6 +25,8 @@ from mimo.watchdog.process_exit import write_report
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 # vLLM reads its own data-parallel size from it if its arguments give none.
 DATA_PARALLEL = "VLLM_DP_SIZE"
+# Address and first port at which replicas that share experts meet.
+MEETING_ADDRESS, MEETING_PORT = "VLLM_DP_MASTER_IP", "VLLM_DP_MASTER_PORT"
 # vLLM 0.32 normalizes pixels of Qwen-VL on the device by default. It holds mean and deviation as buffers of the model,
 # which made-up weights overwrite and no checkpoint restores, so this is off where vLLM knows it.
 DEVICE_NORMALIZE = "mm_device_do_normalize"
@@ -42,6 +44,8 @@ class EngineOptions:
         num_nodes: nodes over which the workers of one replica are divided, in order and in equal parts. More than one
             needs a `NodePlace` on each.
         enable_expert_parallel: distribute whole experts over the workers instead of cutting each.
+        data_parallel_size, data_parallel_rank: number of replicas that share the experts and compute every step
+            together, and this replica's number among them. `at_meeting_point` adds where they meet.
         max_model_len: most tokens of prompt and answer together.
         max_num_seqs: most sequences at a time.
         load_format: vLLM's load format. `dummy` makes up weights, which are never served.
@@ -56,6 +60,8 @@ class EngineOptions:
     pipeline_parallel_size: int = 1
     num_nodes: int = 1
     enable_expert_parallel: bool = False
+    data_parallel_size: int = 1
+    data_parallel_rank: int = 0
     max_model_len: int = 2048
     max_num_seqs: int = 64
     load_format: str = "dummy"
@@ -67,6 +73,11 @@ class EngineOptions:
     def num_workers(self) -> int:
         """Number of workers that take in weights."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+def at_meeting_point(options: EngineOptions, address: str, port: int) -> EngineOptions:
+    """Return the options with the address and the first port at which replicas that share experts meet."""
+    return replace(options, environment=options.environment | {MEETING_ADDRESS: address, MEETING_PORT: str(port)})
 
 
 @dataclass(frozen=True)
@@ -126,25 +137,30 @@ class Sampling:
 
 
 def refuse_data_parallel(size: str | int, name: str) -> None:
-    """Refuse an engine whose replicas vLLM itself connects. Raises ValueError.
+    """Refuse vLLM's own data-parallel size, which the engine's options give. Raises ValueError.
 
     The ranks of such an engine compute every step together. A call of one replica alone would wait for the others.
     """
     if int(size or 1) > 1:
-        raise ValueError(f"{name} {size}: vLLM's own data-parallel engines are not supported; remove it, and start "
-                         f"replicas instead (--engine-dp {size})")
+        raise ValueError(f"{name} {size}: remove it, and use replicas (--engine-dp {size}); --engine-share-experts "
+                         "connects them to vLLM's data-parallel engine")
 
 
 def prepare_vllm(options: EngineOptions, place: NodePlace | None) -> dict[str, Any]:
     """Set this process's environment, register the refit's backend, and return the arguments of `vllm.LLM`.
 
     Raises:
-        ValueError: the options or the environment ask for vLLM's own data-parallel engine.
+        ValueError: `extra` or the environment asks for vLLM's own data-parallel engine.
     """
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
     os.environ.update(options.environment)
     refuse_data_parallel(os.environ.get(DATA_PARALLEL, 1), f"environment variable {DATA_PARALLEL}")
     refuse_data_parallel(options.extra.get("data_parallel_size", 1), "data_parallel_size")
+    if options.data_parallel_size > 1:
+        # `vllm.LLM` takes these from the environment alone. The local rank is 0, because the process sees no other
+        # replica's GPUs.
+        os.environ |= {DATA_PARALLEL: str(options.data_parallel_size),
+                       "VLLM_DP_RANK": str(options.data_parallel_rank), "VLLM_DP_RANK_LOCAL": "0"}
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -295,6 +311,8 @@ class RolloutEngine:
     def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling,
                  seeds: Sequence[int] = ()) -> list[list[Rollout]]:
         """Generate completions of each prompt.
+
+        A replica that shares experts takes part in the steps of the others, even without prompts of its own.
 
         Args:
             prompts: prompts in vLLM's form: `{"prompt_token_ids": [...]}` or `{"prompt": text}`, with

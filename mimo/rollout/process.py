@@ -30,7 +30,7 @@ from typing import Any
 from mimo.platform.megatron_import import quieten_megatron
 from mimo.refit.rendezvous import RefitError
 from mimo.rollout import engine_guard
-from mimo.rollout.engine import EngineOptions, NodePlace, Rollout, RolloutEngine, Sampling
+from mimo.rollout.engine import EngineOptions, NodePlace, Rollout, RolloutEngine, Sampling, at_meeting_point
 
 # Variables that torchrun sets for its workers. In an engine's process they would make its own process group join the
 # trainer's.
@@ -201,6 +201,10 @@ def start_processes(options: Sequence[EngineOptions], start_timeout_s: float = 6
         RefitError: one did not start. The error names it, and the others are ended.
     """
     deadline = time.monotonic() + start_timeout_s
+    if options[0].data_parallel_size > 1:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        options = [at_meeting_point(each, "127.0.0.1", port) for each in options]
     processes: list[EngineProcess] = []
     try:
         for each in options:

@@ -35,7 +35,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mimo.refit.rendezvous import RefitError
-from mimo.rollout.engine import EngineNode, EngineOptions, NodePlace
+from mimo.rollout.engine import EngineNode, EngineOptions, NodePlace, at_meeting_point
 from mimo.rollout.process import EngineCalls, EngineLostError, answer_of, make_engine
 from mimo.rollout.replicas import RolloutClient, one_client
 
@@ -304,7 +304,7 @@ class RayEngines:
             handles.append(RayEngineHandle(
                 first.actor, f"the engine in {first.where} (a Ray actor)", each.num_workers, call_timeout_s,
                 tuple((part.watch, f"its {part.where}") for part in others)))
-        self.client: RolloutClient = one_client(handles, call_timeout_s)
+        self.client: RolloutClient = one_client(handles, call_timeout_s, options[0].data_parallel_size > 1)
 
     def fault(self) -> str:
         """Say which actor has ended; empty if all are there, whatever they do."""
@@ -392,6 +392,8 @@ class RayEngines:
         starts = []
         for part in self._parts:
             each = self._options[part.replica]
+            if each.data_parallel_size > 1:
+                each = at_meeting_point(each, *first[0])
             place = NodePlace(part.node, *first[part.replica]) if each.num_nodes > 1 else None
             starts.append(part.actor.start.remote(each, setup, place))
         self._results(starts, lambda result: "" if result[0] else result[1])

@@ -1,7 +1,7 @@
 """Several engines as one: all replicas take the weights at the same time, and each completes a part of the prompts.
 
-Replicas do not know of each other. A worker's number in a refit is its number in the replica plus that of the replica's
-first worker.
+Replicas do not know of each other, unless they share experts. A worker's number in a refit is its number in the replica
+plus that of the replica's first worker.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Replicas:
     Attributes:
         replicas: client of each engine.
         timeout_s: seconds that a call may take.
+        in_step: whether the replicas share experts. Each then has to take part while another one generates.
 
     Raises:
         ValueError: there is no replica, or one of them is there twice.
@@ -74,6 +75,7 @@ class Replicas:
 
     replicas: tuple[RolloutClient, ...]
     timeout_s: float = 600.0
+    in_step: bool = False
 
     def __post_init__(self) -> None:
         if not self.replicas:
@@ -109,7 +111,13 @@ class Replicas:
         self._all("finish_weight_update", weight_version)
 
     def load_from_disk(self, folder: str, version: str | None = None, timeout_s: float = 600.0) -> str:
-        """Load weights from a folder, the same in all replicas even if the newest are asked for."""
+        """Load weights from a folder, the same in all replicas even if the newest are asked for.
+
+        Raises:
+            RefitError: the replicas share experts. Each would have to take every tensor of the folder.
+        """
+        if self.in_step:
+            raise RefitError(f"load_from_disk {folder}: replicas that share experts take weights from a refit only")
         first, *others = self.replicas
         loaded: str = self._together("load_from_disk", [
             partial(first.load_from_disk, folder, version, timeout_s)], timeout_s)[0]
@@ -151,7 +159,7 @@ class Replicas:
         shares = share_out([len(text) for text in texts], len(self.replicas))
         try:
             given = self._together(method, [
-                partial(ask, each, share) if share else list
+                partial(ask, each, share) if share or self.in_step else list
                 for each, share in zip(self.replicas, shares, strict=True)])
         except RefitError as error:
             raise AnsweredError(str(error)) from error
@@ -189,9 +197,9 @@ class Replicas:
         return [answers[place] for place in range(len(calls))]
 
 
-def one_client(replicas: Sequence[RolloutClient], timeout_s: float) -> RolloutClient:
-    """Return the client of a single replica, or one client for all of them."""
-    return replicas[0] if len(replicas) == 1 else Replicas(tuple(replicas), timeout_s)
+def one_client(replicas: Sequence[RolloutClient], timeout_s: float, in_step: bool = False) -> RolloutClient:
+    """Return the client of a single replica, or one client for all of them; see `Replicas`."""
+    return replicas[0] if len(replicas) == 1 else Replicas(tuple(replicas), timeout_s, in_step)
 
 
 def _run(place: int, call: Callable[[], Any], done: queue.SimpleQueue[tuple[int, Any, BaseException | None]]) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import AutoConfig, NemotronHConfig, PreTrainedConfig
 
+from mimo.refit.compat import complete_cpu_communicator
+
 NEMOTRON_VL = "NemotronH_Nano_VL_V2"
 DEEPSEEK = "DeepseekV3ForCausalLM"
 
@@ -35,8 +37,11 @@ def register() -> None:
     vLLM calls this in each of its processes, through the entry point `vllm.general_plugins` in pyproject.toml.
     """
     from vllm import ModelRegistry
+    from vllm.platforms import current_platform
 
     AutoConfig.register(NEMOTRON_VL, NemotronVlConfig, exist_ok=True)
     # By name, because importing the classes would start CUDA in processes that only read configurations.
     ModelRegistry.register_model(NEMOTRON_VL, "mimo.rollout.nemotron_vl:NemotronVl")
     ModelRegistry.register_model(DEEPSEEK, "mimo.rollout.deepseek:DeepseekV3")
+    if current_platform.is_cpu():
+        complete_cpu_communicator()

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mimo.refit.options import RefitOptions
 from mimo.refit.rendezvous import RefitError
@@ -112,6 +113,36 @@ class Case:
     def client(self) -> Replicas:
         """Client of both replicas."""
         return Replicas(tuple(each.handle for each in self.processes))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_replicas_that_share_experts_are_one_engine(tp: int, pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(refit.save, NAME, str(tmp_path), world_size=1, timeout_s=600)
+    prompts = pool.run(refit.prompts_of, NAME, str(tmp_path), world_size=1)[0]
+    options = dataclasses.replace(refit.engine_options(tmp_path, tp), data_parallel_size=2)
+    processes = start_processes([options, dataclasses.replace(options, data_parallel_rank=1)], 900)
+    try:
+        client = Replicas(tuple(each.handle for each in processes), in_step=True)
+        steps = pool.run(refit.sync, NAME, str(tmp_path), ("--llm-tp", "2", "--sequence-parallel"), 2, client, OPTIONS,
+                         prompts, 3, world_size=2, timeout_s=600)
+        for step in range(3):
+            ours = {key: each for rank in steps for key, each in rank[step]["ours"].items()}
+            for key, mine in ours.items():
+                difference = mine - torch.tensor(steps[0][step]["theirs"][key])
+                assert float(difference.abs().max()) <= MAX_ERROR, (step, key)
+        if tp == 1:  # Both replicas take every tensor, but half of each expert.
+            sizes = {name: tensor.nbytes for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+            experts = sum(size for name, size in sizes.items() if ".experts." in name)
+            assert steps[0][-1]["report"].wire_bytes == 2 * sum(sizes.values()) - experts > 2 * experts
+        # The second replica has no prompt, and computes its part of the experts all the same.
+        key, tokens = next(iter(prompts.items()))
+        asked = [{"prompt_token_ids": tokens}]
+        assert client.prompt_logprobs(asked)[0] == pytest.approx(steps[0][-1]["theirs"][key], abs=1e-5)
+        [[one, other]] = client.generate(asked, DRAWN, [5])
+        assert (one.version, len(one.token_ids), len(other.token_ids)) == ("step 2", 8, 8)
+    finally:
+        for process in processes:
+            process.close()
 
 
 @pytest.fixture(scope="module")

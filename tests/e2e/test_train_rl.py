@@ -161,6 +161,22 @@ def test_a_run_without_a_new_engine_ends_with_the_cause_of_the_first_loss(tmp_pa
     assert wait_for_the_end(str(tmp_path)) == []
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("placement", ["separate", "ray"])
+def test_replicas_that_share_experts_draw_what_the_trainer_trains_on(tmp_path: Path, placement: str) -> None:
+    """A step has four prompts, the evaluation one, so that a replica takes part without prompts of its own, too."""
+    done = torchrun(2, *FLAGS, "--engine-dp", "2", "--engine-share-experts", "--engine-placement", placement,
+                    "--eval-prompts", "1", "--eval-interval", "1", "--reward", "tests.support.rl_rewards:digits",
+                    "--refit-verify-interval", "1", "--run-dir", str(tmp_path), script="train_rl.py", timeout_s=800,
+                    MARK=str(tmp_path))
+    assert done.returncode == 0, done.stdout[-3000:]
+    steps = [step for step in records(tmp_path) if "loss" in step]
+    assert [step["policy-version"] for step in steps] == [0, 1, 2]
+    for step in steps:
+        assert step["success"] and 0 <= step["gen-kl"] < 1e-5 and step["max-abs-dlogp"] < 1e-3
+    assert wait_for_the_end(str(tmp_path)) == []
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", ["--engine-tp 2", "--engine-pp 2"])
 def test_a_pipeline_trains_with_an_engine_of_two_workers(tmp_path: Path, engine: str) -> None:

@@ -190,6 +190,16 @@ def test_all_replicas_load_the_weights_that_the_first_one_found(three: tuple[Tol
         Replicas(three).load_from_disk("folder", "7")
 
 
+def test_replicas_that_share_experts_all_take_part(three: tuple[Told, Told, Told]) -> None:
+    for in_step, called in ((False, [1, 0, 0]), (True, [1, 1, 1])):
+        for each in three:
+            each.calls.clear()
+        Replicas(three, in_step=in_step).prompt_logprobs(prompts_of(1))
+        assert [len(each.calls) for each in three] == called
+    with pytest.raises(RefitError, match="load_from_disk here: replicas that share experts take weights from a refit"):
+        Replicas(three, in_step=True).load_from_disk("here")
+
+
 def test_the_rest_of_an_engine_reaches_every_replica(three: tuple[Told, Told, Told]) -> None:
     client = Replicas(three)
     client.sleep()

@@ -114,6 +114,9 @@ def test_help_says_which_flags_are_for_train_hetero_alone(capsys):
     ("--max-tokens-per-microbatch 63", "--max-tokens-per-microbatch 63 is below --seq-length 64"),
     ("--max-completion-tokens 64", "--max-completion-tokens 64 leaves no room for a prompt in --seq-length 64"),
     ("--engine-tp 0", "--engine-tp 0 is below 1"),
+    ("--engine-share-experts", "--engine-share-experts with --engine-dp 1: there is no other replica to share"),
+    ("--engine-share-experts --engine-dp 2 --engine-tp 2 --engine-nodes 2 --engine-placement ray --ray-address auto",
+     "--engine-share-experts with --engine-nodes 2 is not supported: give each replica the workers of one node"),
     ("--engine-tp 2 --engine-nodes 2", "--engine-nodes 2 needs a Ray cluster: give --engine-placement ray and"),
     ("--engine-tp 3 --engine-nodes 2 --engine-placement ray --ray-address auto",
      r"--engine-nodes 2 does not divide the 3 workers of a replica \(--engine-tp 3 \* --engine-pp 1\)"),
@@ -205,6 +208,9 @@ def test_the_engine_samples_from_what_it_reports(monkeypatch):
     assert options.extra["logprobs_mode"] == "processed_logprobs"
     assert options.environment["HF_HUB_OFFLINE"] == "0"
     assert refit_options(parsed("--bf16")).dtype == "bfloat16"
+    assert (options.data_parallel_size, options.data_parallel_rank) == (1, 0)
+    shared = engine_options(parsed("--engine-dp", "3", "--engine-share-experts"), Path("folder"), 2)
+    assert (shared.data_parallel_size, shared.data_parallel_rank) == (3, 2)
 
 
 def test_an_engine_is_none_of_the_launchers_workers(monkeypatch):
