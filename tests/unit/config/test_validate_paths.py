@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -117,6 +118,14 @@ def test_a_dry_run_of_reinforcement_learning_prints_grids_engine_and_batch(capsy
     assert "microbatches: up to 1 of an update on each lane" in plan
     assert train_rl.main([*RL, "--engine-placement", "colocated", "--device", "cuda"]) == 0
     assert "GPUs: 1, one for each trainer rank; the engine shares 1" in capsys.readouterr().out
+    weights = []
+    for shared in ((), ("--engine-share-experts",)):
+        assert train_rl.main([*RL, "--num-experts", "256", "--moe-ffn-hidden-size", "65536", "--engine-dp", "4",
+                              "--device", "cuda", *shared]) == 0
+        plan = capsys.readouterr().out
+        assert ("which share the experts, separate" in plan) is bool(shared)
+        weights.append(float(re.findall(r"about (\d+\.\d) GiB of weights", plan)[0]))
+    assert weights[1] < 0.5 * weights[0]
     assert not Path("runs").exists()
 
 
