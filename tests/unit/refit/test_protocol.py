@@ -569,10 +569,10 @@ def test_a_rank_that_does_not_reach_the_store_stops_all_before_their_first_colle
 ) -> None:
     ranks, join = Ranks.of(2), Rendezvous.join
 
-    def fail_on_second_rank(place: StoreAddress, who: str, limit: float) -> Rendezvous:
+    def fail_on_second_rank(place: StoreAddress, who: str, limit: float, listener: int | None = None) -> Rendezvous:
         if who == "trainer rank 1":
             raise RefitError(f"{who} cannot reach the refit store")
-        return join(place, who, limit)
+        return join(place, who, limit, listener)
 
     def locate() -> None:
         raise AssertionError("this collective of all ranks would not end")
