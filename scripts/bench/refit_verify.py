@@ -83,53 +83,47 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measure(result: dict[str, Any], config: RlRunConfig, grids: Grids, platform: Platform) -> None:
     """Train, then try one fault after the other."""
+    from mimo.refit.rendezvous import RefitError
     from mimo.rl.loop import RlLoop
 
+    shares: list[dict[str, list[float]]] = []
+    verify_s, iteration_s = [], []
+
     class Measured(RlLoop):
-        """A run with measurements in place of its iterations."""
+        """A run that verifies a refit before each iteration, and tries faults after the last one."""
 
-        def _connect(self, engine: Any) -> None:
-            self.engine = engine
-            super()._connect(engine)
+        def _iterate(self, logger: Any) -> None:
+            started = time.perf_counter()
+            self.collector.refit(self.session.progress.iteration)
+            verify_s.append(self.collector.verify_s)
+            self.collector.verify_s = 0.0
+            shares.append(shares_of_limits(self))
+            super()._iterate(logger)
+            iteration_s.append(time.perf_counter() - started - verify_s[-1])
 
-        def _train(self, logger: Any) -> str | None:
-            if train_well(self, logger, result):
+        def _train(self, logger: Any, at_end: Any) -> str | None:
+            alarms = []
+            try:
+                super()._train(logger, at_end)
+            except RefitError as error:
+                alarms.append(str(error))
+                recover(self)
+            result["good"] = {"refits": len(shares) + len(alarms), "false_alarms": alarms}
+            if shares:
+                result["good"]["largest_share_of_limit"] = {
+                    weights: [max(each[weights][place] for each in shares) for place in (0, 1)]
+                    for weights in shares[0]}
+            if iteration_s:
+                verify, iteration = statistics.median(verify_s), statistics.median(iteration_s)
+                result["seconds"] = {"verification": round(verify, 3), "iteration": round(iteration, 3),
+                                     "share_at_interval_25": round(verify / 25 / iteration, 4)}
+            if not alarms:
                 result["faults"] = {name: caught(self, fault) for name, fault in faults(self).items()}
                 result["missed"] = [name for name, found in result["faults"].items() if not found["caught"]]
             return None
 
     provider, prompts = model_provider(config.model.model_provider), config.find_dataset(config.data.dataset_provider)
     Measured(config, grids, platform, provider, prompts).run()
-
-
-def train_well(loop: Any, logger: Any, result: dict[str, Any]) -> bool:
-    """Run the iterations with a verification of every refit. Returns whether all passed."""
-    from mimo.refit.rendezvous import RefitError
-
-    shares: list[dict[str, list[float]]] = []
-    alarms: list[str] = []
-    verify_s, iteration_s = [], []
-    while not loop.session.is_done and not alarms:
-        started = time.perf_counter()
-        try:
-            loop.collector.refit(loop.session.progress.iteration)
-        except RefitError as error:
-            alarms.append(str(error))
-            recover(loop)
-            break
-        verify_s.append(loop.collector.verify_s)
-        loop.collector.verify_s = 0.0
-        shares.append(shares_of_limits(loop))
-        loop._iterate(logger)
-        iteration_s.append(time.perf_counter() - started - verify_s[-1])
-    result["good"] = {"refits": len(shares) + len(alarms), "false_alarms": alarms}
-    if shares:
-        result["good"]["largest_share_of_limit"] = {
-            weights: [max(each[weights][place] for each in shares) for place in (0, 1)] for weights in shares[0]}
-        verify, iteration = statistics.median(verify_s), statistics.median(iteration_s)
-        result["seconds"] = {"verification": round(verify, 3), "iteration": round(iteration, 3),
-                             "share_at_interval_25": round(verify / 25 / iteration, 4)}
-    return not alarms
 
 
 def shares_of_limits(loop: Any) -> dict[str, list[float]]:
@@ -169,9 +163,9 @@ def recover(loop: Any) -> None:
 
     loop.collector._finish_rollouts()
     if loop.collector.sender._wire is None:
-        client = loop.engine.client
+        client = loop._engine.client
         loop.collector.sender = connect(loop.parts.built, loop.grids, loop.provider, loop.config.model_family, client,
-                                        client.num_workers, refit_options(loop.config), loop.engine.address)
+                                        client.num_workers, refit_options(loop.config), loop._engine.address)
 
 
 def faults(loop: Any) -> dict[str, Fault]:
