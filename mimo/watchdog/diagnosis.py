@@ -382,8 +382,8 @@ def write_summary(statuses: Mapping[int, RankStatus], processes: Mapping[int, Ra
         headline = "it is not clear which rank everybody waits for"
     else:
         who = _who(verdict.suspects[0].rank, processes, places)
-        probably = "" if verdict.kind == "one" else "probably "
-        headline = f"{who} makes no progress" if len(places) == 1 else f"everybody {probably}waits for {who}"
+        waits = "everybody waits for " if verdict.kind == "one" else "everybody probably waits for "
+        headline = f"{who} makes no progress" if len(places) == 1 else waits + who
     lines = [f"stall summary [{stamp}]: {headline}"]
     if verdict.kind == "one":
         lines += _suspect(verdict.suspects[0], statuses)
