@@ -130,7 +130,7 @@ class Tracer(TracingMode):
             result = self._copy(func, args[0], kwargs)
         else:
             result = func(*args, **kwargs)
-            # Whatever else comes out of it is computed from what it read. Views share the storage of their base.
+            # New tensors among its results come from the tensors that it read. Views share the storage of their base.
             for tensor in _tensors(result):
                 key = storage_key(tensor)
                 if key not in self._sources and key not in self._targets and key not in self._computed:

@@ -105,7 +105,7 @@ def contents_of(index: Metadata, source: MegatronSource, modules: Iterable[str])
         if reason is not None:
             contents.passed_over[reason] = contents.passed_over.get(reason, 0) + 1
         elif not (absent and name.startswith(absent)):
-            # The tensors of layers and experts that are stacked in this one. A scalar may have a name that looks so.
+            # One stored tensor may stack those of layers and experts. A scalar may only have a name that looks stacked.
             size, stacked_axes = tuple(entry.size), num_stacked_axes(name)
             if stacked_axes >= len(size):
                 stacked_axes = 0
