@@ -358,6 +358,9 @@ class RolloutConfig:
                "rank and get its whole environment")
         refuse(self.engine_share_experts and self.engine_dp == 1,
                "--engine-share-experts with --engine-dp 1: there is no other replica to share the experts with")
+        refuse(self.engine_share_experts and self.engine_pp > 1,
+               f"--engine-share-experts with --engine-pp {self.engine_pp} is not supported: vLLM's steps of a replica "
+               "without prompts have not been tried with pipeline stages; use --engine-tp and --engine-dp")
         refuse(self.engine_share_experts and nodes > 1,
                f"--engine-share-experts with --engine-nodes {nodes} is not supported: give each replica the workers of "
                "one node (--engine-nodes 1), and more replicas (--engine-dp)")

@@ -211,7 +211,15 @@ def _check_engine_model(config: RlRunConfig) -> None:
                f"--model-provider {name} has no image processor for the rollout engine (check_processor)")
         provider.check_processor(config.model_family)
     check_engine_tiles(config, provider)
-    depths = provider.hf_config(config.model_family).get("num_nextn_predict_layers")
+    described = provider.hf_config(config.model_family)
+    if config.rollout.engine_share_experts:
+        decoder = described.get("llm_config", described.get("text_config", described))
+        # Configurations of Nemotron-H have a number of experts even if their pattern has no layer of experts (E).
+        has_experts = "E" in decoder.get("hybrid_override_pattern", "E") and any(
+            decoder.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+        refuse(not has_experts, f"--engine-share-experts with --model-provider {name}: this model has no experts; "
+               "leave it out, and the replicas run independently of each other")
+    depths = described.get("num_nextn_predict_layers")
     refuse(bool(depths), f"--model-provider {name}: its configuration has num_nextn_predict_layers {depths}, layers "
            "of multi-token prediction, which would get no gradient here; give --hf-config a copy of the config.json "
            "with num_nextn_predict_layers 0, and loading skips their weights")

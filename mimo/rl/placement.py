@@ -64,13 +64,9 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
 
     Raises:
         ValueError: there are too few GPUs, a rank uses a chosen GPU, a flag is for the other device, Ray is missing, a
-            variable of --engine-env is not set, the environment asks for vLLM's own data-parallel engine, or replicas
-            shall share experts that the model does not have.
+            variable of --engine-env is not set, or the environment asks for vLLM's own data-parallel engine.
     """
     flags, model = config.rollout, config.model.model_provider
-    if flags.engine_share_experts and not has_experts(registry.model_provider(model).hf_config(config.model_family)):
-        raise ValueError(f"--engine-share-experts with --model-provider {model}: this model has no experts; leave it "
-                         "out, and the replicas run independently of each other")
     if flags.engine_placement == "ray" and importlib.util.find_spec("ray") is None:
         raise ValueError("--engine-placement ray needs the package ray, which the extras rl-cpu and rl-gpu bring")
     if config.train.device == "cpu":
@@ -92,14 +88,6 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
 
         forwarded(os.environ, flags.engine_env)
         refuse_data_parallel(os.environ.get(DATA_PARALLEL, 1), f"environment variable {DATA_PARALLEL}")
-
-
-def has_experts(described: Mapping[str, Any]) -> bool:
-    """Whether the decoder of a config.json is a mixture of experts."""
-    decoder = described.get("llm_config", described.get("text_config", described))
-    return (any(decoder.get(key) for key in ("num_experts", "num_local_experts"))
-            or bool(decoder.get("n_routed_experts")) and NEMOTRON_EXPERTS in decoder.get(
-                "hybrid_override_pattern", NEMOTRON_EXPERTS))
 
 
 def check_cpu_engine(name: str, described: Mapping[str, Any]) -> None:

@@ -142,8 +142,8 @@ def refuse_data_parallel(size: str | int, name: str) -> None:
     The ranks of such an engine compute every step together. A call of one replica alone would wait for the others.
     """
     if int(size or 1) > 1:
-        raise ValueError(f"{name} {size}: remove it, and use replicas (--engine-dp {size}); --engine-share-experts "
-                         "connects them to vLLM's data-parallel engine")
+        raise ValueError(f"{name} {size}: the size of vLLM's data-parallel engine is not taken from there; remove it, "
+                         f"and use replicas (--engine-dp {size}), which --engine-share-experts makes such an engine")
 
 
 def prepare_vllm(options: EngineOptions, place: NodePlace | None) -> dict[str, Any]:

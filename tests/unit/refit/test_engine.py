@@ -81,7 +81,7 @@ def test_extra_arguments_replace_those_of_the_adapter(monkeypatch: pytest.Monkey
     assert RolloutEngine(options)._llm.others["dtype"] == "bfloat16"
     assert EngineOptions("m", "float32", tensor_parallel_size=2, pipeline_parallel_size=3).num_workers == 6
     for asked in ({"extra": {"data_parallel_size": 2}}, {"environment": {"VLLM_DP_SIZE": "2"}}):
-        with monkeypatch.context() as patch, pytest.raises(ValueError, match="2: remove it, and use replicas"):
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match="2: the size of vLLM"):
             patch.setenv("VLLM_DP_SIZE", "1")  # and undone
             RolloutEngine(dataclasses.replace(engine_options(), **asked))
 

@@ -114,6 +114,8 @@ def test_help_says_which_flags_are_for_train_hetero_alone(capsys):
     ("--max-tokens-per-microbatch 63", "--max-tokens-per-microbatch 63 is below --seq-length 64"),
     ("--max-completion-tokens 64", "--max-completion-tokens 64 leaves no room for a prompt in --seq-length 64"),
     ("--engine-tp 0", "--engine-tp 0 is below 1"),
+    ("--engine-share-experts --engine-dp 2 --engine-pp 2", "--engine-share-experts with --engine-pp 2 is not supp"),
+    ("--engine-share-experts --engine-dp 2", "--engine-share-experts with --model-provider .*: this model has no exp"),
     ("--engine-share-experts", "--engine-share-experts with --engine-dp 1: there is no other replica to share"),
     ("--engine-share-experts --engine-dp 2 --engine-tp 2 --engine-nodes 2 --engine-placement ray --ray-address auto",
      "--engine-share-experts with --engine-nodes 2 is not supported: give each replica the workers of one node"),
