@@ -97,6 +97,9 @@ def find_source(flags: CheckpointConfig, root: Path) -> Source | None:
     Args:
         flags: flags of the run.
         root: folder of --load.
+
+    Raises:
+        ValueError: --load has no checkpoint, --save has checkpoints of another run, or the latest one is not complete.
     """
     if flags.starts_elsewhere:
         assert flags.load is not None and flags.save is not None

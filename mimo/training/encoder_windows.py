@@ -237,7 +237,6 @@ class ModuleWindows:
         self._encoded[window].leaves = {
             microbatch: torch.cat(parts).requires_grad_(collects) for microbatch, parts in by_microbatch.items()}
 
-
     def features(self, window: int, microbatch: int) -> torch.Tensor:
         """Return the features `[rows, hidden]` of a microbatch of this rank's lane; no rows without images."""
         leaves = self._encoded[window].leaves
