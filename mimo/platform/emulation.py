@@ -29,7 +29,6 @@ CPU = torch.device("cpu")
 type _Calls = dict[str, Callable[[Any], Any]]
 
 
-
 # Devices, streams, events, generators and memory figures: the parts of `torch.cuda` that Megatron touches.
 
 
