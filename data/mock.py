@@ -20,6 +20,8 @@ from mimo.visual import ImageSize, VideoSize, num_pictures
 SPLITS = ("train", "valid")
 # Areas of images are clipped at this multiple of --mock-image-size squared.
 LARGEST_AREA = 4.0
+# Drawn numbers of an image or a video. Further ones repeat them, because drawing those of a long video takes minutes.
+DRAWN = 1 << 20
 SECONDS_OF_FRAME = 0.5
 
 
@@ -48,9 +50,10 @@ class Config:
     sample."""
     mock_video_fraction: float = 0.0
     """Share of images that are replaced by videos of their size."""
+    mock_video_min_frames: int = 1
+    """Smallest number of frames of a video, which has whole temporal patches and at least one."""
     mock_video_frames: int = 8
-    """Largest number of frames of a video. A video has between 1 and as many temporal patches as these frames make,
-    with half a second between frames."""
+    """Largest number of frames of a video. There is half a second between frames."""
     mock_packed_length: int = 0
     """Pack samples into rows of at most this many tokens of text and images: a row takes samples until the next one
     does not fit. It has to hold the largest sample. 0: every row is one sample."""
@@ -97,6 +100,9 @@ def _check_videos(config: Config, tokens: TokenSpec) -> None:
     if config.mock_video_frames < tokens.temporal_patch_size:
         raise ValueError(f"--mock-video-frames {config.mock_video_frames}: must be at least "
                          f"--vision-temporal-patch-size {tokens.temporal_patch_size}")
+    if not 1 <= config.mock_video_min_frames <= config.mock_video_frames:
+        raise ValueError(f"--mock-video-min-frames {config.mock_video_min_frames}: must be from 1 to "
+                         f"--mock-video-frames {config.mock_video_frames}")
 
 
 def _check_packing(config: Config, tokens: TokenSpec) -> None:
@@ -184,16 +190,21 @@ def _items(config: Config, tokens: TokenSpec, rng: np.random.Generator) -> list[
     if not config.mock_video_fraction or rng.random() >= config.mock_video_fraction:
         return [(height, width)]
     together = tokens.temporal_patch_size
-    frames = together * int(rng.integers(1, config.mock_video_frames // together + 1))
+    fewest = max(config.mock_video_min_frames // together, 1)
+    frames = together * int(rng.integers(fewest, config.mock_video_frames // together + 1))
     each = tokens.placeholder_frames or frames
     return [VideoSize(height, width, each, SECONDS_OF_FRAME)] * (frames // each)
 
 
 def _with_pixels(sample: Sample, tokens: TokenSpec, lane: Lane, rng: np.random.Generator) -> Sample:
     if lane.module != LANGUAGE:
-        sample.images = [rng.standard_normal(tokens.pixel_shape(size), dtype=np.float32)
-                         for size in sample.image_sizes]
+        sample.images = [_pixels(tokens.pixel_shape(size), rng) for size in sample.image_sizes]
     return sample
+
+
+def _pixels(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    drawn = rng.standard_normal(min(math.prod(shape), DRAWN), dtype=np.float32)
+    return np.resize(drawn, shape)
 
 
 def _number_of_images(config: Config, rng: np.random.Generator) -> int:

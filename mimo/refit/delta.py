@@ -20,6 +20,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
+
 from mimo.boxes import Box
 from mimo.refit.plan import Op, SendOp
 from mimo.refit.tensor_slices import DTYPE_BYTES, TensorMeta
@@ -66,15 +68,15 @@ class Announcement:
 
     def packed(self) -> bytes:
         """Return the checksums, 8 bytes each, and then the flags, one bit each."""
-        flags = sum(1 << place for place, each in enumerate(self.changed) if each)
-        return struct.pack(f"<{len(self.sums)}q", *self.sums) + flags.to_bytes(-(-len(self.changed) // 8), "little")
+        flags = np.packbits(np.array(self.changed, bool), bitorder="little")
+        return struct.pack(f"<{len(self.sums)}q", *self.sums) + flags.tobytes()
 
     @classmethod
     def unpacked(cls, data: bytes, count: int) -> Self:
         """Read what `packed` made of an announcement of `count` operations."""
         sums = list(struct.unpack_from(f"<{count}q", data))
-        flags = int.from_bytes(data[8 * count:], "little")
-        return cls([bool(flags >> place & 1) for place in range(count)], sums)
+        flags = np.unpackbits(np.frombuffer(data, np.uint8, offset=8 * count), count=count, bitorder="little")
+        return cls(flags.astype(bool).tolist(), sums)
 
 
 def key(rank: int, worker: int) -> str:

@@ -7,6 +7,7 @@ experts copies tens of thousands of boxes, and Python's time for each box limits
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -162,6 +163,8 @@ ROW = 4096
 WORD_BYTES = 4
 # Odd, so that different words stay different; Knuth's multiplicative hash, 2**32 over the golden ratio.
 MIXER, MIXED_BITS = 0x9E3779B1 - 2**32, 15
+# Bytes of boxes that are summed together.
+TOGETHER_BYTES = 64 << 20
 # A change of about half of the elements may by chance leave smaller tensors as they were.
 MIN_ELEMENTS = 64
 
@@ -169,27 +172,38 @@ Sums = dict[str, list[int]]
 """Number of a chunk -> checksum of each box of one message, in order."""
 
 
-def checksum(box: torch.Tensor) -> torch.Tensor:
-    """Return the checksum of a tensor's bytes, `[]` int64, on its device.
+def checksums(boxes: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the checksum of each box's bytes, `[n]` int64, on their device.
+
+    Boxes of one size are summed together, up to `TOGETHER_BYTES` of them: a delta refit has tens of thousands of blocks
+    of the same size, and a dozen launches for each would take longer than to send them.
 
     Args:
-        box: tensor of any dtype, shape and strides.
+        boxes: one or more tensors of one device, of any dtype, shape and strides.
     """
-    data = box.detach().reshape(-1).contiguous().view(torch.uint8)
-    if data.numel() % WORD_BYTES or data.storage_offset() % WORD_BYTES:
-        data = torch.nn.functional.pad(data, (0, -data.numel() % WORD_BYTES))
+    found = torch.empty(len(boxes), dtype=torch.int64, device=boxes[0].device)
+    by_size: dict[int, list[int]] = {}
+    for place, box in enumerate(boxes):
+        by_size.setdefault(box.nbytes, []).append(place)
+    for num_bytes, places in by_size.items():
+        for some in itertools.batched(places, max(1, TOGETHER_BYTES // max(1, num_bytes))):
+            rows = [boxes[place].detach().reshape(-1).contiguous().view(torch.uint8) for place in some]
+            alone = len(rows) == 1 and rows[0].storage_offset() % WORD_BYTES == 0
+            found[list(some)] = _checksums_of_rows(rows[0][None] if alone else torch.stack(rows))
+    return found
+
+
+def _checksums_of_rows(data: torch.Tensor) -> torch.Tensor:
+    """Return the checksum of each row of bytes, `[n]` int64, of `[n, bytes]`."""
+    if data.shape[1] % WORD_BYTES:
+        data = torch.nn.functional.pad(data, (0, -data.shape[1] % WORD_BYTES))
     words = data.view(torch.int32) * MIXER
     words ^= words >> MIXED_BITS
-    whole = words.numel() // ROW * ROW
-    rows, rest = words[:whole].view(-1, ROW), words[whole:]
+    whole = words.shape[1] // ROW * ROW
+    rows, rest = words[:, :whole].unflatten(1, (-1, ROW)), words[:, whole:]
     # The word in row r and column c has the weight (r * ROW + c) + 1 + ROW = (r + 1) * ROW + (c + 1).
-    return (ROW * _weighted(rows.sum(1, dtype=torch.int64)) + _weighted(rows.sum(0, dtype=torch.int64))
-            + (rows.shape[0] + 1) * ROW * rest.sum(dtype=torch.int64) + _weighted(rest))
-
-
-def checksums(boxes: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the checksum of each box, `[n]` int64, on their device."""
-    return torch.stack([checksum(box) for box in boxes])
+    return (ROW * _weighted(rows.sum(2, dtype=torch.int64)) + _weighted(rows.sum(1, dtype=torch.int64))
+            + (whole // ROW + 1) * ROW * rest.sum(1, dtype=torch.int64) + _weighted(rest))
 
 
 @dataclass(frozen=True)
@@ -264,5 +278,5 @@ class Verification:
 
 
 def _weighted(values: torch.Tensor) -> torch.Tensor:
-    """Return `sum((i + 1) * values[i])` mod 2**64."""
-    return (values.to(torch.int64) * torch.arange(1, values.numel() + 1, device=values.device)).sum()
+    """Return `sum((i + 1) * values[:, i])` mod 2**64 of each row."""
+    return (values.to(torch.int64) * torch.arange(1, values.shape[1] + 1, device=values.device)).sum(1)

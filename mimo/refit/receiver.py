@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -502,9 +503,11 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _take_in(self, scope: str, chunks: Sequence[Sequence[_Part]], live: dict[str, torch.Tensor],
                  report: dict[str, Any]) -> dict[int, Any]:
         """Receive and install every chunk. Return each sender's running digest."""
-        assert self._wire is not None
+        assert self._wire is not None and self._rendezvous is not None
         running = {sender: hashlib.sha256() for sender in self._by_sender}
         flying: list[tuple[Any, ...]] = []
+        unconfirmed: list[Any] = []
+        check = partial(self._rendezvous.check, scope)
         for number, chunk in enumerate(chunks):
             messages = {part.sender: torch.empty(part.shape.num_bytes, dtype=torch.uint8, device=self.device)
                         for part in chunk}
@@ -513,17 +516,27 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 running[part.sender].update(part.text)
             # One chunk is installed while the next one arrives.
             if len(flying) > 1:
-                self._install(scope, flying.pop(0), live, report)
+                unconfirmed.append(self._install(flying.pop(0), live, report, check))
+            # The host is at most one chunk ahead of the transfers: it would block, without a limit, if it queued too
+            # many copies behind a message that does not come.
+            if len(unconfirmed) > 1:
+                self._wire.wait(unconfirmed.pop(0), check)
         for each in flying:
-            self._install(scope, each, live, report)
+            unconfirmed.append(self._install(each, live, report, check))
+        for works in unconfirmed:
+            self._wire.wait(works, check)
         return running
 
-    def _install(self, scope: str, flying: tuple[Any, ...], live: dict[str, torch.Tensor],
-                 report: dict[str, Any]) -> None:
-        assert self._wire is not None and self._rendezvous is not None and self._loading is not None
+    def _install(self, flying: tuple[Any, ...], live: dict[str, torch.Tensor], report: dict[str, Any],
+                 check: Callable[[], None]) -> Any:
+        """Write a chunk into its targets once it has arrived, and return the transfers to wait for later."""
+        assert self._wire is not None and self._loading is not None
         works, number, chunk, messages = flying
-        rendezvous = self._rendezvous
-        self._wire.wait(works, lambda: rendezvous.check(scope))
+        works = self._wire.follow(works, check)
+        # The engine's loading may wait for the device, and checksums are many launches.
+        if self._verification is not None or any(len(part.direct) < len(part.operations) for part in chunk):
+            self._wire.wait(works, check)
+            works = []
         began = time.monotonic()
         staged: dict[str, torch.Tensor] = {}
         for part in chunk:
@@ -535,6 +548,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             report["direct_bytes"] += part.direct_bytes
         self._loading.load([(self._renamed[name], tensor) for name, tensor in staged.items()])
         report["install_s"] += time.monotonic() - began
+        return works
 
     def _targets(self, part: _Part, live: dict[str, torch.Tensor],
                  staged: dict[str, torch.Tensor]) -> list[torch.Tensor]:

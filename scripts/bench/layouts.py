@@ -134,7 +134,7 @@ def outcome_of(config: RunConfig, records: Sequence[dict[str, Any]], warmup: int
     computed = {name: statistics.fmean(record.get(f"hardware-flops/{name}", value) for record in timed)
                 for name, value in flops.items()}
     layout = config.layout
-    sizes = {"language": layout.llm_tp * layout.llm_dp * layout.llm_pp}
+    sizes = {LANGUAGE: layout.llm_tp * layout.llm_cp * layout.llm_dp * layout.llm_pp}
     busy = {}
     for name in flops:
         size = sizes.get(name, layout.encoder_tp * layout.encoder_dp * layout.encoder_pp)

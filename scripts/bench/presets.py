@@ -64,6 +64,16 @@ _UNEVEN = """--vision-image-size 672 --vision-pixel-shuffle 4 --mock-min-length 
 --vision-dynamic-resolution --no-vision-class-token --mock-images-mean 5 --mock-images-cv 0.8 --mock-images-max 16
 --mock-image-size 672 --mock-image-size-cv 0.75""".split()
 
+# The shapes of Qwen3-VL-2B with a frozen tower; a sample is one video. Two frames of 448 pixels are 196 tokens, so
+# --seq-length 32768 takes --mock-video-frames 328, 65536 takes 662, and 131072 takes 1330.
+_LONG_VIDEO = """--model-provider qwen3_vl --num-layers 28 --hidden-size 2048 --ffn-hidden-size 6144
+--num-attention-heads 16 --num-query-groups 8 --kv-channels 128 --no-untie-embeddings-and-output-weights
+--vision-hidden-size 1024 --vision-num-layers 24 --vision-ffn-hidden-size 4096 --vision-deepstack-layers 5 11 17
+--freeze vision --dataset-provider mock --mock-text-only-fraction 0 --mock-images-mean 1 --mock-images-max 1
+--mock-video-fraction 1 --mock-image-size 448 --mock-min-length 600 --mock-max-length 600 --seq-length 32768
+--mock-video-min-frames 328 --mock-video-frames 328 --logits-chunk-size 4096 --micro-batch-size 1 --global-batch-size 2
+--lr 1e-5 --lr-decay-style constant""".split()
+
 PRESETS: dict[str, list[str]] = {
     # 1024 patches and 256 tokens an image: the encoder has about a quarter of the work.
     "h200": [*_GPU, *"""--vision-image-size 448 --vision-pixel-shuffle 2 --mock-images-max 13 --mock-min-length 256
@@ -77,6 +87,7 @@ PRESETS: dict[str, list[str]] = {
     "13b-uneven": [*_GPU, *_13B, *_UNEVEN],
     "10b-share35-even": [*_GPU, *_10B, *_SHARE_35, *_EVEN],
     "10b-share35-uneven": [*_GPU, *_10B, *_SHARE_35, *_UNEVEN],
+    "long-video": _LONG_VIDEO,
     "tiny": TINY,
     "smallest": [*TINY, *SMALLEST],
     "none": [],

@@ -8,13 +8,15 @@ engine uses the next ones. With --colocated, the engine uses the trainer's GPUs,
 three ways of sending the weights, called arms, take turns, --repeats times after one round that does not count:
 
     direct     the trainer's own refit (`WeightSender` with its default options)
+    delta      as direct, but only blocks that have changed are sent (not with --colocated)
     loader     every tensor goes through the engine's own loading
     broadcast  whole tensors are gathered on the trainer's first rank and sent with vLLM's packed NCCL broadcast (CUDA
                only, not with --colocated)
 
-`bound_s` is the time that the bytes of the busiest worker take at the rate of a plain copy between two GPUs, or within
-one with --colocated. The same run measures that rate. The last line of output is JSON; above it, a Markdown table shows
-medians in seconds.
+Before each round, every tenth parameter tensor changes, so that delta sends about a tenth of what direct sends.
+`bound_s` is the time that the bytes of the busiest worker of `direct` take at the rate of a plain copy between two
+GPUs, or within one with --colocated. The same run measures that rate. The last line of output is JSON; above it, a
+Markdown table shows medians in seconds.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import shlex
@@ -79,7 +82,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
                         help="""further arguments of vllm.LLM, such as '{"quantization": "fp8_per_block"}'""")
     parser.add_argument("--colocated", action="store_true", help="the engine runs on the trainer's GPUs (CUDA only)")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--arm", action="append", choices=("direct", "loader", "broadcast"),
+    parser.add_argument("--arm", action="append", choices=("direct", "delta", "loader", "broadcast"),
                         help="default: direct, and broadcast or, on a CPU and with --colocated, loader")
     parser.add_argument("--chunk-mib", type=int, default=512, help="size of a chunk of whole tensors")
     chosen = parser.parse_args(arguments)
@@ -91,6 +94,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if chosen.colocated and workers > ranks:
         parser.error(f"--colocated: the engine's {workers} workers need as many GPUs of the trainer, and --trainer "
                      f"'{chosen.trainer}' has {ranks}")
+    if chosen.colocated and "delta" in chosen.arms:
+        parser.error("--arm delta: an engine on the trainer's GPUs takes no delta refits (--colocated)")
     if chosen.colocated and "broadcast" in chosen.arms:
         parser.error("--arm broadcast: NCCL does not connect two processes on one GPU, as --colocated has them")
     if chosen.device == "cpu" and "broadcast" in chosen.arms:
@@ -103,7 +108,7 @@ def trainer_ranks(chosen: argparse.Namespace) -> int:
     """Number of ranks of the trainer's grid."""
     flags = shlex.split(chosen.trainer)
     sizes = {flag: int(value) for flag, value in zip(flags, flags[1:], strict=False) if flag.startswith("--llm-")}
-    return sizes.get("--llm-tp", 1) * sizes.get("--llm-pp", 1) * sizes.get("--llm-dp", 1)
+    return math.prod(sizes.get(f"--llm-{axis}", 1) for axis in ("tp", "cp", "pp", "dp"))
 
 
 def engine_options(chosen: argparse.Namespace, folder: str, first_gpu: int) -> EngineOptions:
@@ -205,6 +210,9 @@ def measure(chosen: argparse.Namespace, built: Any, grids: Any, provider: Any, f
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     reports: dict[str, list[RefitReport]] = {name: [] for name in arms}
     for repeat in range(chosen.repeats + 1):
+        with torch.no_grad():
+            for parameter in list(built.model.parameters())[::10]:
+                parameter.neg_()
         for name, run in arms.items():
             use(grids, handle, "nccl" if name == "broadcast" else name)
             platform.synchronize()
@@ -259,7 +267,7 @@ def direct_arm(name: str, chosen: argparse.Namespace, built: Any, grids: Any, pr
 
     use(grids, handle, name)
     options = RefitOptions(backend, chosen.dtype, route="loader" if name == "loader" else "auto",
-                           chunk_bytes=chosen.chunk_mib << 20)
+                           chunk_bytes=chosen.chunk_mib << 20, delta=name == "delta")
     sender = connect(built, grids, provider, family_config, handle, handle.num_workers, options, "127.0.0.1")
     return sender.send
 

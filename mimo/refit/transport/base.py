@@ -23,6 +23,10 @@ class Transport(Protocol):
         """Start a chunk's messages; see `Wire.exchange`. Every rank calls it for every chunk, in order."""
         ...
 
+    def follow(self, works: Sequence[tuple[str, Any]], check: Callable[[], None]) -> list[tuple[str, Any]]:
+        """Let what this thread does next with received messages come after their transfers; see `Wire.follow`."""
+        ...
+
     def wait(self, works: Sequence[tuple[str, Any]], check: Callable[[], None], grace_s: float = 0.0) -> None:
         """Wait for a chunk's messages; see `Wire.wait`."""
         ...

@@ -92,6 +92,22 @@ class Wire:
                 self._group.recv([message], rank, 0)
         return [(f"{len(sends)} messages to and {len(receives)} from others", work) for work in works]
 
+    def follow(self, works: Sequence[tuple[str, Any]], check: Callable[[], None]) -> list[tuple[str, Any]]:
+        """Let what this thread does next with the messages of an `exchange` come after their transfers.
+
+        With NCCL the current stream waits, and not the host, which can prepare the next chunk meanwhile. Gloo's
+        messages are there when this returns.
+
+        Returns:
+            Work handles to `wait` for later, because errors are found and limits are kept there.
+        """
+        if self.backend == "gloo":
+            self.wait(works, check)
+            return []
+        for _, work in works:
+            work.wait()
+        return list(works)
+
     def wait(self, works: Sequence[tuple[str, Any]], check: Callable[[], None], grace_s: float = 0.0) -> None:
         """Wait for the transfers of an `exchange`.
 
