@@ -8,6 +8,7 @@ experts copies tens of thousands of boxes, and Python's time for each box limits
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -29,13 +30,11 @@ class BoxLayout:
     Attributes:
         dtype: dtype of its elements.
         sizes: sizes of the box.
-        strides: strides in elements.
         offset: offset of its first element, in elements of that dtype.
     """
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
-    strides: tuple[int, ...]
     offset: int
 
 
@@ -46,16 +45,21 @@ class MessageLayout:
     Attributes:
         layouts: layouts of its boxes, in order.
         num_bytes: size of the message.
+        runs: successive boxes of one dtype: the dtype, the first byte, the byte behind the last box, and the elements
+            of each box and of the gap behind it, with a flag for boxes.
     """
 
     layouts: tuple[BoxLayout, ...]
     num_bytes: int
+    runs: tuple[tuple[torch.dtype, int, int, tuple[int, ...], tuple[bool, ...]], ...]
 
     def boxes(self, message: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of a message, uint8, as the boxes that it carries."""
-        typed = {layout.dtype: message.view(layout.dtype) for layout in self.layouts}
-        return [typed[layout.dtype].as_strided(layout.sizes, layout.strides, typed[layout.dtype].storage_offset()
-                                               + layout.offset) for layout in self.layouts]
+        """Return flat views of a message, uint8, as the boxes that it carries. All views of a run are one call."""
+        found: list[torch.Tensor] = []
+        for dtype, first, stop, counts, is_box in self.runs:
+            parts = message[first:stop].view(dtype).split_with_sizes(counts)
+            found += parts if all(is_box) else itertools.compress(parts, is_box)
+        return found
 
 
 def message_layout(operations: Sequence[Op], dtypes: Sequence[str]) -> MessageLayout:
@@ -65,12 +69,18 @@ def message_layout(operations: Sequence[Op], dtypes: Sequence[str]) -> MessageLa
         operations: the operations, in order.
         dtypes: dtype on the wire of every entry of the chunk plan.
     """
-    layouts, first = [], 0
-    for operation in operations:
-        dtype, sizes = dtypes[operation.entry], operation.box.sizes
-        layouts.append(BoxLayout(torch_dtype(dtype), sizes, contiguous_strides(sizes), first // DTYPE_BYTES[dtype]))
-        first += aligned(operation.box.numel * DTYPE_BYTES[dtype])
-    return MessageLayout(tuple(layouts), first)
+    layouts, runs, first = [], [], 0
+    for name, some in itertools.groupby(operations, lambda operation: dtypes[operation.entry]):
+        dtype, start, counts, is_box = torch_dtype(name), first, [], []
+        for operation in some:
+            numel, num_bytes = operation.box.numel, operation.box.numel * DTYPE_BYTES[name]
+            layouts.append(BoxLayout(dtype, operation.box.sizes, first // DTYPE_BYTES[name]))
+            gap = (aligned(num_bytes) - num_bytes) // DTYPE_BYTES[name]
+            counts += [numel, gap] if gap else [numel]
+            is_box += [True, False] if gap else [True]
+            first += aligned(num_bytes)
+        runs.append((dtype, start, first, tuple(counts), tuple(is_box)))
+    return MessageLayout(tuple(layouts), first, tuple(runs))
 
 
 def aligned(num_bytes: int) -> int:
@@ -83,7 +93,7 @@ def pack(shape: MessageLayout, sources: Sequence[torch.Tensor], device: torch.de
 
     Args:
         shape: layout of the message.
-        sources: strided views with the values of each box, which are converted to the dtype of the wire.
+        sources: views with the values of each box, which are converted to the dtype of the wire.
         device: device of the message.
     """
     message = torch.empty(shape.num_bytes, dtype=torch.uint8, device=device)
@@ -92,21 +102,24 @@ def pack(shape: MessageLayout, sources: Sequence[torch.Tensor], device: torch.de
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into its target. Contiguous ones of equal dtypes go in few launches, the others one by one."""
+    """Copy each source into its target, in row-major order of both. Flat ones of equal dtypes go in few launches."""
     alike: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        if target.is_contiguous() and source.is_contiguous() and target.device == source.device:
+        if (target.dim() == source.dim() == 1 and target.is_contiguous() and source.is_contiguous()
+                and target.is_cuda == source.is_cuda):
             into, out = alike.setdefault((target.dtype, source.dtype), ([], []))
             into.append(target)
             out.append(source)
+        elif target.dim() == 1:
+            target.view(source.shape).copy_(source)
         else:
-            target.copy_(source)
+            target.copy_(source.view(target.shape))
     for into, out in alike.values():
         copy_together(into, out)
 
 
 class Views:
-    """Boxes of tensors, in the order of those of a message.
+    """Boxes of tensors, in the order of those of a message. Contiguous boxes are seen as flat.
 
     Args:
         addresses: address of each box.
@@ -114,13 +127,17 @@ class Views:
     """
 
     def __init__(self, addresses: Sequence[Address], sizes: Sequence[tuple[int, ...]]) -> None:
-        self._boxes = [(address.tensor, size, address.strides, address.offset)
-                       for address, size in zip(addresses, sizes, strict=True)]
-        self.tensors = tuple(dict.fromkeys(address.tensor for address in addresses))
+        self._boxes = []
+        for address, size in zip(addresses, sizes, strict=True):
+            rows = [each for each in zip(size, address.strides, contiguous_strides(size), strict=True) if each[0] != 1]
+            flat = all(stride == expected for _, stride, expected in rows)
+            seen = ((math.prod(size),), (1,)) if flat else (size, address.strides)
+            self._boxes.append((address.tensor, *seen, address.offset))
+        self._tensors = tuple(dict.fromkeys(address.tensor for address in addresses))
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return views of the boxes in these tensors, given by name. `check_inside` must have accepted the boxes."""
-        own = {name: (tensors[name].as_strided, tensors[name].storage_offset()) for name in self.tensors}
+        own = {name: (tensors[name].as_strided, tensors[name].storage_offset()) for name in self._tensors}
         return [own[name][0](size, strides, own[name][1] + offset) for name, size, strides, offset in self._boxes]
 
 

@@ -361,6 +361,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._options.delta:
             self._by_sender = {sender: delta.cut(own, self._entries, self._loader_names, self._options.block_bytes)
                                for sender, own in self._by_sender.items()}
+            self._blocks = self._blocks_of(self._by_sender)
         self._digests = {str(sender): planning.digest(self._entries, each) for sender, each in self._by_sender.items()}
         for operation in operations:
             if operation.name not in self._loader_names:
@@ -396,6 +397,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return [self._rendezvous.read(f"{key}/{worker}", SETUP, f"{key} of worker {worker}")
                 for worker in range(num_workers)]
 
+    @without_collections()
     def _receive(self, scope: str, update_info: UpdateInfo) -> None:
         rendezvous = self._rendezvous
         assert rendezvous is not None and self._wire is not None
@@ -466,16 +468,24 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _compare_blocks(self, changes: dict[int, delta.Announcement], live: dict[str, torch.Tensor]) -> None:
         """Prove that every block of live parameters is the trainer's, whether it was sent or not. Raises RefitError."""
-        for sender, operations in self._by_sender.items():
-            pairs = [(each, told) for each, told in zip(operations, changes[sender].sums, strict=True)
-                     if each.name not in self._loader_names]
-            views = Views([each.target for each, _ in pairs], [each.box.sizes for each, _ in pairs]).of(live)
-            found = checksums(views).tolist() if views else []
-            for (each, told), stands in zip(pairs, found, strict=True):
+        for sender, (numbers, views) in self._blocks.items():
+            found = checksums(views.of(live)).tolist() if numbers else []
+            for number, stands in zip(numbers, found, strict=True):
+                told = changes[sender].sums[number]
                 if stands != told:
+                    each = self._by_sender[sender][number]
                     raise RefitError(
                         f"worker {self._worker}: {each.name} {each.box} has checksum {stands} in {each.target.tensor}, "
                         f"and {told} on trainer rank {sender}, after a refit of what has changed")
+
+    def _blocks_of(self, by_sender: dict[int, list[planning.Op]]) -> dict[int, tuple[list[int], Views]]:
+        """Return, for each sender, the numbers of the operations that write into live parameters, and their targets."""
+        found = {}
+        for sender, operations in by_sender.items():
+            numbers = [number for number, each in enumerate(operations) if each.name not in self._loader_names]
+            found[sender] = numbers, Views([operations[number].target for number in numbers],
+                                           [operations[number].box.sizes for number in numbers])
+        return found
 
     def _chunks_of(self, by_sender: dict[int, list[planning.Op]]) -> list[list[_Part]]:
         """Return, for each chunk, the messages of the trainer ranks that send some of it."""
@@ -564,7 +574,8 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if operation.name not in staged:
                 entry = self._entries[operation.entry]
                 staged[operation.name] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=self.device)
-            targets.append(staged[operation.name][operation.box.slices])
+            target = staged[operation.name][operation.box.slices]
+            targets.append(target.view(-1) if target.is_contiguous() else target)
         return targets
 
     def _compare(self, scope: str, announced: list[dict[str, str]]) -> None:

@@ -88,7 +88,8 @@ class TrainerWeights(Protocol):
         """Finish what an overlapped step has left open, before a sync. Collective.
 
         Returns:
-            The live tensors by the names of addresses. They are valid for one sync, because their memory may change.
+            The live tensors by the names of addresses, parameters among them. They are valid for one sync, because
+            their memory may change.
         """
         ...
 
@@ -260,6 +261,7 @@ class WeightSender:
             self._loaders = {worker: frozenset(spec.loader) for worker, spec in specs.items()}
             self._by_worker = {worker: delta.cut(own, weights.entries, self._loaders[worker], self.options.block_bytes)
                                for worker, own in self._by_worker.items()}
+            self._blocks = self._blocks_of(self._by_worker)
             self._groups = {worker: rendezvous.read(f"groups/{worker}", SETUP, f"the loader of worker {worker}")
                             for worker in self._by_worker}
         self._chunks = self._chunks_of(self._by_worker)
@@ -294,6 +296,18 @@ class WeightSender:
                                            planning.encoded(self.weights.entries, part)))
         return found
 
+    def _blocks_of(self, by_worker: dict[int, list[planning.SendOp]]
+                   ) -> tuple[Views, list[torch.dtype], dict[int, list[int]]]:
+        """Return this rank's blocks, their dtypes on the wire, and the number of the block of each operation.
+
+        A block that goes to several workers is one block.
+        """
+        numbers: dict[tuple[Address, tuple[int, ...], int], int] = {}
+        places = {worker: [numbers.setdefault((each.source, each.box.sizes, each.entry), len(numbers))
+                           for each in operations] for worker, operations in by_worker.items()}
+        views = Views([address for address, _, _ in numbers], [sizes for _, sizes, _ in numbers])
+        return views, [torch_dtype(self._dtypes[entry]) for _, _, entry in numbers], places
+
     def _read_specs(self) -> dict[int, RecvSpec]:
         """Return what each worker wants of this rank's tensors; equal workers share one object.
 
@@ -317,6 +331,8 @@ class WeightSender:
                              f"another model: {', '.join(left[:10])}{' ...' if len(left) > 10 else ''}")
         return specs
 
+    @torch.no_grad()
+    @without_collections()
     def _sync(self, scope: str, version: str, report: RefitReport) -> None:
         started = time.monotonic()
         if self._wire is None:
@@ -357,22 +373,13 @@ class WeightSender:
         report.seconds["total"] = time.monotonic() - started
 
     def _block_sums(self, tensors: Mapping[str, torch.Tensor]) -> dict[int, list[int]] | None:
-        """Return the checksums of all blocks, in the dtype of the wire; None without delta refits.
-
-        A block that goes to several workers is read once.
-        """
+        """Return the checksums of all blocks, in the dtype of the wire; None without delta refits."""
         if not self.options.delta:
             return None
-        places: dict[tuple[Any, ...], int] = {}
-        keys = {worker: [(each.source.tensor, each.source.offset, each.box.sizes, each.source.strides, each.entry)
-                         for each in operations] for worker, operations in self._by_worker.items()}
-        for own in keys.values():
-            for key in own:
-                places.setdefault(key, len(places))
-        views = Views([Address(key[0], key[1], key[3]) for key in places], [key[2] for key in places]).of(tensors)
-        found = checksums([view.to(torch_dtype(self._dtypes[key[4]]))
-                           for view, key in zip(views, places, strict=True)]).tolist() if places else []
-        return {worker: [found[places[key]] for key in own] for worker, own in keys.items()}
+        views, dtypes, places = self._blocks
+        found = checksums([view.to(dtype) for view, dtype in zip(views.of(tensors), dtypes, strict=True)]
+                          ).tolist() if dtypes else []
+        return {worker: [found[place] for place in own] for worker, own in places.items()}
 
     def _changed_chunks(self, scope: str, before: dict[int, list[int]],
                         sums: dict[int, list[int]]) -> list[list[_Part]]:
@@ -517,7 +524,7 @@ class ModelWeights:
     def prepare(self) -> dict[str, torch.Tensor]:
         """Finish what an overlapped step left open, and return the tensors by path. Collective."""
         self._built.finish_gathers("a refit")
-        return {path: self._live.tensor(path) for path in self._paths}
+        return self._live.tensors(self._paths)
 
 
 def module_schemes(maps: Mapping[str, WeightMap], names: Sequence[str]) -> list[dict[str, Any]]:

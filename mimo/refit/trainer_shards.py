@@ -22,6 +22,7 @@ from mimo.compat import storage_key
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
 from mimo.protocols import ModelProvider
+from mimo.refit import compat
 from mimo.refit.messages import dtype_name, view_of
 from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Holder, Holders, TensorMeta, TensorSlice
 from mimo.weights.export import ExportOptions, infos_of, plan_rules
@@ -299,7 +300,7 @@ def uncovered(found: Iterable[TensorMeta], holders: Holders) -> list[str]:
 
 
 class LiveTensors:
-    """Views of a rank's parameters and buffers by address, looked up again at every call.
+    """A rank's parameters and buffers by path, looked up again at every call. A refit looks up tens of thousands.
 
     A parameter may get new memory between two syncs. Its shape and strides must stay as they were, because addresses
     depend on them.
@@ -312,30 +313,36 @@ class LiveTensors:
         self._owners = {}
         for module, part in named_modules_of(built.model):
             for prefix, owner in unwrap_model(part).named_modules():
-                for name, tensor in (*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)):
-                    path = f"{module}/{prefix}.{name}" if prefix else f"{module}/{name}"
-                    self._owners[path] = owner, name, tuple(tensor.shape), tensor.stride()
+                parameters, buffers, _ = compat.module_tables(owner)
+                for table in (parameters, buffers):
+                    for name, tensor in table.items():
+                        if tensor is not None:
+                            path = f"{module}/{prefix}.{name}" if prefix else f"{module}/{name}"
+                            self._owners[path] = table, name, tensor.shape, tensor.stride()
 
-    def tensor(self, path: str) -> torch.Tensor:
-        """Return the tensor at `MODULE/PATH`, detached. Writing into it changes the model.
+    def tensors(self, paths: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return the tensors at paths `MODULE/PATH`: the parameters and buffers themselves.
 
         Raises:
-            RuntimeError: names the tensor: it does not exist, its layout has changed, or its memory is offloaded.
+            RuntimeError: names a tensor that does not exist, whose layout has changed, or whose memory is offloaded.
         """
-        if path not in self._owners:
-            raise RuntimeError(f"{path} is not a tensor of this rank's model")
-        owner, name, shape, strides = self._owners[path]
-        tensor: torch.Tensor | None = getattr(owner, name, None)
-        if tensor is None:
-            raise RuntimeError(f"{path} was a tensor of this rank's model at set-up and is none now")
-        if (tensor.shape, tensor.stride()) != (shape, strides):
-            raise RuntimeError(f"{path} has shape and strides {(tuple(tensor.shape), tensor.stride())}; at set-up it "
-                               f"had {(shape, strides)}")
-        if tensor.untyped_storage().nbytes() == 0 and tensor.numel():
-            raise RuntimeError(f"{path} has no memory: its weights are offloaded")
-        return tensor.detach()
+        found = {}
+        for path in paths:
+            if path not in self._owners:
+                raise RuntimeError(f"{path} is not a tensor of this rank's model")
+            table, name, shape, strides = self._owners[path]
+            tensor = table.get(name)
+            if tensor is None:
+                raise RuntimeError(f"{path} was a tensor of this rank's model at set-up and is none now")
+            if tensor.shape != shape or tensor.stride() != strides:
+                raise RuntimeError(f"{path} has shape and strides {(tuple(tensor.shape), tensor.stride())}; at set-up "
+                                   f"it had {(tuple(shape), strides)}")
+            if not tensor.untyped_storage().nbytes() and tensor.numel():
+                raise RuntimeError(f"{path} has no memory: its weights are offloaded")
+            found[path] = tensor
+        return found
 
     def view(self, address: Address, sizes: Sequence[int]) -> torch.Tensor:
-        """Return the box of these sizes at an address. Raises RuntimeError as `tensor`."""
-        tensor = self.tensor(address.tensor)
+        """Return the box of these sizes at an address, detached. Raises RuntimeError as `tensors`."""
+        tensor = self.tensors([address.tensor])[address.tensor].detach()
         return torch.as_strided(tensor, tuple(sizes), address.strides, tensor.storage_offset() + address.offset)

@@ -47,7 +47,7 @@ def test_boxes_come_out_as_they_went_in() -> None:
     assert message.dtype == torch.uint8 and message.numel() == shape.num_bytes
     for box, operation in zip(shape.boxes(message), OPERATIONS, strict=True):
         assert str(box.dtype) == f"torch.{DTYPES[operation.entry]}"
-        assert torch.equal(box.float(), values_of(operation).float())
+        assert torch.equal(box.float(), values_of(operation).float().flatten())
 
 
 def test_a_message_inside_a_larger_buffer() -> None:
@@ -55,7 +55,7 @@ def test_a_message_inside_a_larger_buffer() -> None:
     buffer = torch.zeros(64 + shape.num_bytes, dtype=torch.uint8)
     buffer[64:] = pack(shape, [values_of(each).float() for each in OPERATIONS], CPU)
     for box, operation in zip(shape.boxes(buffer[64:]), OPERATIONS, strict=True):
-        assert torch.equal(box.float(), values_of(operation).float())
+        assert torch.equal(box.float(), values_of(operation).float().flatten())
 
 
 def test_sources_and_targets_of_any_strides() -> None:
@@ -75,6 +75,14 @@ def test_the_address_of_a_box() -> None:
     address = Address("weight", 7, (6, 1))
     check_inside(tensor, address, (2, 3))
     assert torch.equal(Views([address], [(2, 3)]).of({"weight": tensor})[0], tensor[1:3, 1:4])
+
+
+def test_contiguous_boxes_are_flat() -> None:
+    tensor = torch.arange(48.).view(8, 6)
+    addresses = [Address("weight", 12, (6, 1)), Address("weight", 1, (7, 6, 1)), Address("weight", 2, (6,))]
+    whole, single, column = Views(addresses, [(2, 6), (1, 1, 4), (5,)]).of({"weight": tensor})
+    assert torch.equal(whole, tensor[2:4].flatten()) and torch.equal(single, tensor[0, 1:5])
+    assert torch.equal(column, tensor[:5, 2]) and not column.is_contiguous()
 
 
 @pytest.mark.parametrize(("address", "sizes"), [
