@@ -46,7 +46,7 @@ from scripts.bench.broadcast_arm import add_broadcast, broadcast_arm, use
 from scripts.bench.harness import argument_parser, free_port, table
 from scripts.bench.presets import MODELS
 
-COPY_BYTES = 1 << 30
+COPY_BYTES = 256 << 20
 PARTS = ("pause", "pack", "wire", "install")
 
 
