@@ -156,5 +156,5 @@ def test_without_a_launcher_a_stopped_first_rank_takes_the_summary_away_but_not_
         first.communicate()
     assert done.returncode == 17
     assert "stall on rank 1 (language grid, tp 0 cp 0 dp 0 pp 0, lane 0)" in done.stdout, done.stdout[-4000:]
-    assert ("there is no answer from the process of rank 0 (vision grid, tp 0 cp 0 dp 0 pp 0, lane 0), which is "
+    assert ("no answer from the process of rank 0 (vision grid, tp 0 cp 0 dp 0 pp 0, lane 0), which is "
             "stopped or gone" in done.stdout)
