@@ -361,7 +361,8 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._options.delta:
             self._by_sender = {sender: delta.cut(own, self._entries, self._loader_names, self._options.block_bytes)
                                for sender, own in self._by_sender.items()}
-            self._blocks = self._blocks_of(self._by_sender)
+            self._blocks = {sender: [number for number, each in enumerate(own) if each.name not in self._loader_names]
+                            for sender, own in self._by_sender.items()}
         self._digests = {str(sender): planning.digest(self._entries, each) for sender, each in self._by_sender.items()}
         for operation in operations:
             if operation.name not in self._loader_names:
@@ -468,8 +469,10 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _compare_blocks(self, changes: dict[int, delta.Announcement], live: dict[str, torch.Tensor]) -> None:
         """Prove that every block of live parameters is the trainer's, whether it was sent or not. Raises RefitError."""
-        for sender, (numbers, views) in self._blocks.items():
-            found = checksums(views.of(live)).tolist() if numbers else []
+        for sender, numbers in self._blocks.items():
+            operations = [self._by_sender[sender][number] for number in numbers]
+            views = Views([each.target for each in operations], [each.box.sizes for each in operations]).of(live)
+            found = checksums(views).tolist() if views else []
             for number, stands in zip(numbers, found, strict=True):
                 told = changes[sender].sums[number]
                 if stands != told:
@@ -477,15 +480,6 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     raise RefitError(
                         f"worker {self._worker}: {each.name} {each.box} has checksum {stands} in {each.target.tensor}, "
                         f"and {told} on trainer rank {sender}, after a refit of what has changed")
-
-    def _blocks_of(self, by_sender: dict[int, list[planning.Op]]) -> dict[int, tuple[list[int], Views]]:
-        """Return, for each sender, the numbers of the operations that write into live parameters, and their targets."""
-        found = {}
-        for sender, operations in by_sender.items():
-            numbers = [number for number, each in enumerate(operations) if each.name not in self._loader_names]
-            found[sender] = numbers, Views([operations[number].target for number in numbers],
-                                           [operations[number].box.sizes for number in numbers])
-        return found
 
     def _chunks_of(self, by_sender: dict[int, list[planning.Op]]) -> list[list[_Part]]:
         """Return, for each chunk, the messages of the trainer ranks that send some of it."""
@@ -527,8 +521,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             # One chunk is installed while the next one arrives.
             if len(flying) > 1:
                 unconfirmed.append(self._install(flying.pop(0), live, report, check))
-            # The host is at most one chunk ahead of the transfers: it would block, without a limit, if it queued too
-            # many copies behind a message that does not come.
+            # The host is one chunk ahead at most. With many copies behind a lost message it would block without limit.
             if len(unconfirmed) > 1:
                 self._wire.wait(unconfirmed.pop(0), check)
         for each in flying:

@@ -60,7 +60,7 @@ OTHER_FLAGS = {
     **dict.fromkeys(("--num-samples", "--num-shards"), "scripts/prepare_photos.py"),
     "--model": "scripts/bench/refit.py",
     "--trainer": "scripts/bench/refit.py",
-    "--engine-tp": "scripts/bench/refit.py",
+    **dict.fromkeys(("--engine-tp", "--arm"), "scripts/bench/refit.py"),
     **dict.fromkeys(("--flags", "--good"), "scripts/bench/refit_verify.py"),
     "--layout": "scripts/bench/rl_sweep.py",
     "--no-variants": "scripts/bench/layouts.py",
