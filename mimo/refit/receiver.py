@@ -524,8 +524,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             # The host is one chunk ahead at most. With many copies behind a lost message it would block without limit.
             if len(unconfirmed) > 1:
                 self._wire.wait(unconfirmed.pop(0), check)
-        for each in flying:
-            unconfirmed.append(self._install(each, live, report, check))
+        unconfirmed += [self._install(each, live, report, check) for each in flying]
         for works in unconfirmed:
             self._wire.wait(works, check)
         return running
