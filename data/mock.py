@@ -100,9 +100,10 @@ def _check_videos(config: Config, tokens: TokenSpec) -> None:
     if config.mock_video_frames < tokens.temporal_patch_size:
         raise ValueError(f"--mock-video-frames {config.mock_video_frames}: must be at least "
                          f"--vision-temporal-patch-size {tokens.temporal_patch_size}")
-    if not 1 <= config.mock_video_min_frames <= config.mock_video_frames:
-        raise ValueError(f"--mock-video-min-frames {config.mock_video_min_frames}: must be from 1 to "
-                         f"--mock-video-frames {config.mock_video_frames}")
+    largest = config.mock_video_frames // tokens.temporal_patch_size * tokens.temporal_patch_size
+    if not 1 <= config.mock_video_min_frames <= largest:
+        raise ValueError(f"--mock-video-min-frames {config.mock_video_min_frames}: must be from 1 to {largest}, the "
+                         f"whole temporal patches of --mock-video-frames {config.mock_video_frames}")
 
 
 def _check_packing(config: Config, tokens: TokenSpec) -> None:
@@ -190,7 +191,7 @@ def _items(config: Config, tokens: TokenSpec, rng: np.random.Generator) -> list[
     if not config.mock_video_fraction or rng.random() >= config.mock_video_fraction:
         return [(height, width)]
     together = tokens.temporal_patch_size
-    fewest = max(config.mock_video_min_frames // together, 1)
+    fewest = -(-config.mock_video_min_frames // together)
     frames = together * int(rng.integers(fewest, config.mock_video_frames // together + 1))
     each = tokens.placeholder_frames or frames
     return [VideoSize(height, width, each, SECONDS_OF_FRAME)] * (frames // each)

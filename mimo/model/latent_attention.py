@@ -85,8 +85,8 @@ class LatentAttention(MLASelfAttention):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        # Megatron Core widens the values of packed rows to the channels of queries and keys. On H100 GPUs, cuDNN then
-        # returns wrong gradients of both (tests/gpu/test_latent_attention.py). No implementation needs it.
+        # Megatron Core widens the values of packed rows to the channels of queries and keys. On H100 GPUs the
+        # gradients of both were then wrong (tests/gpu/test_context_parallel.py -k latent-packed).
         if kwargs.get("attn_mask_type") is None:
             kwargs["attn_mask_type"] = self.attn_mask_type
         return self.core_attention(query, key, value, attention_mask, **kwargs)

@@ -1,7 +1,7 @@
 """Gradients of latent attention over packed rows with Transformer Engine's kernels, against float32 in plain PyTorch.
 
-Queries and keys have more channels than values. Megatron Core widens the values, with which cuDNN returned wrong
-gradients of queries and keys, and right outputs. The trainer calls the kernels as this test does.
+Queries and keys have more channels than values. Megatron Core widens the values, with which the gradients of
+queries and keys were wrong on H100 (`test_context_parallel.py`). The trainer calls the kernels as this test does.
 """
 
 from __future__ import annotations
