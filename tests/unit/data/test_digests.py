@@ -70,7 +70,11 @@ def test_older_checkpoints_do_not_know_newer_flags(tmp_path: Path) -> None:
     own = data_fields(parse(["--dataset-provider", "mock"]))
     assert data_differences({name: own[name] for name in OLDER["mock"]}, own) == {}
     own = data_fields(parse(["--dataset-provider", "mock", "--mock-video-fraction", "0.5"]))
-    assert "mock_video_fraction" in data_differences({name: own[name] for name in OLDER["mock"]}, own)
+    assert data_differences({name: own[name] for name in OLDER["mock"]}, own).keys() == {
+        "mock_video_fraction", "mock_video_frames"}
+    own = data_fields(parse(["--dataset-provider", "mock", "--mock-video-fraction", "0.5",
+                             "--mock-video-min-frames", "4"]))
+    assert "mock_video_min_frames" in data_differences({name: own[name] for name in OLDER["mock"]}, own)
 
 
 @pytest.mark.parametrize(("file", "text", "flag"), [
