@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -30,6 +30,22 @@ class TracingMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+@contextmanager
+def untraced(operations: Iterable[Any]) -> Iterator[None]:
+    """Context in which dispatch modes do not see these operations of torch, except for `detach` behind `Tensor.data`.
+
+    `Library._destroy`: to register kernels for the modes' dispatch key is public, but the registration only ends with
+    the library, whenever that is collected.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for operation in operations:
+            library.impl(operation, torch.library.fallthrough_kernel, "Python")
+        yield
+    finally:
+        library._destroy()
 
 
 # `aten._to_copy`: the operation behind `Tensor.to`, as a dispatch mode sees it.

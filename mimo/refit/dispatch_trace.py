@@ -26,9 +26,9 @@ FILLS = (ATEN.fill_.Scalar, ATEN.zero_.default)
 # Operations whose results always share the storage of their tensor, so that there is nothing to note about them if the
 # storage is known. Most operations of a loader are of this kind.
 VIEWS = frozenset({
-    ATEN.alias.default, ATEN.as_strided.default, ATEN.detach.default, ATEN.expand.default, ATEN.permute.default,
-    ATEN.select.int, ATEN.slice.Tensor, ATEN.split.Tensor, ATEN.squeeze.dim, ATEN.t.default, ATEN.transpose.int,
-    ATEN.unbind.int, ATEN.unsqueeze.default, ATEN.view.default,
+    ATEN.alias.default, ATEN.as_strided.default, ATEN.detach.default, ATEN.expand.default, ATEN.narrow.default,
+    ATEN.permute.default, ATEN.select.int, ATEN.slice.Tensor, ATEN.split.Tensor, ATEN.squeeze.dim, ATEN.t.default,
+    ATEN.transpose.int, ATEN.unbind.int, ATEN.unsqueeze.default, ATEN.view.default,
 })
 
 
@@ -117,6 +117,10 @@ class Tracer(TracingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._pending = args, kwargs
+        if func is ATEN.copy_.default and storage_key(args[0]) in self._targets:  # nearly all that a loader does
+            self._note(func, args[0], args, list(args[:2]))
+            self._pending = ()
+            return args[0]
         if func in VIEWS and storage_key(args[0]) in self._kept:
             result = func(*args, **kwargs)
             self._pending = ()
@@ -186,7 +190,8 @@ class Tracer(TracingMode):
         if tensor.numel() == 0:
             return
         view, known = view_of(tensor), self._targets[storage_key(tensor)]
-        target = next((one for one in known if one.whole.offset <= view.offset < one.whole.end), known[0])
+        target = known[0] if len(known) == 1 else next(
+            (one for one in known if one.whole.offset <= view.offset < one.whole.end), known[0])
         # The written part in the model's tensor. Under another dtype its elements are not those of the tensor.
         region = None if tensor.dtype != target.dtype else View(
             view.offset - target.whole.offset, view.sizes, view.strides)

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from mimo.boxes import Box, View, box_of_view, subtract
 from mimo.refit import compat
-from mimo.refit.dispatch_trace import Tracer, Write
+from mimo.refit.dispatch_trace import VIEWS, Tracer, Write
 from mimo.refit.messages import dtype_name, torch_dtype, view_of
 from mimo.refit.tensor_slices import TensorMeta, TensorSlice
 
@@ -114,10 +114,14 @@ class _Run:
             for entry in entries:
                 self.alone(entry)
             return []
-        error, last = self.load(entries)
+        # Views are seen only if that is needed to blame a name, because their calls would take half of the time.
+        with compat.untraced(VIEWS):
+            error, last = self.load(entries)
         if error is None:
             return []
         names = {entry.name for entry in entries}
+        self.tracer.forget(names)
+        error, last = self.load(entries)
         blamed = (self.tracer.failed & names) or {last}
         innocent = all([self.alone(entry) for entry in entries if entry.name in blamed])
         # Writes before the error are kept. If the blamed names load alone, some combination of names is at fault, so
