@@ -33,7 +33,8 @@ def memory_line(config: RunConfig, layout: Layout) -> str:
     needed, images, fullest = step.memory(step.batches(samples))
     part = f", {images / GIB:.3g} GiB of them for images" if images else ""
     left_out = "" if is_read or not layout.encoders else ", without activations of images"
-    return f"memory: about {needed / GIB:.3g} GiB on the fullest rank ({fullest}){part}{left_out}; see mimo plan"
+    return (f"memory: about {needed / GIB:.3g} GiB of tensors on the fullest rank ({fullest}){part}{left_out}; on a "
+            "GPU the driver and NCCL take about 5 GiB more; see mimo plan")
 
 
 def state_lines(config: RunConfig, layout: Layout) -> list[str]:

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -73,8 +74,10 @@ def message_layout(operations: Sequence[Op], dtypes: Sequence[str]) -> MessageLa
     for name, some in itertools.groupby(operations, lambda operation: dtypes[operation.entry]):
         dtype, start, counts, is_box = torch_dtype(name), first, [], []
         for operation in some:
-            numel, num_bytes = operation.box.numel, operation.box.numel * DTYPE_BYTES[name]
-            layouts.append(BoxLayout(dtype, operation.box.sizes, first // DTYPE_BYTES[name]))
+            sizes = operation.box.sizes
+            numel = math.prod(sizes)
+            num_bytes = numel * DTYPE_BYTES[name]
+            layouts.append(BoxLayout(dtype, sizes, first // DTYPE_BYTES[name]))
             gap = (aligned(num_bytes) - num_bytes) // DTYPE_BYTES[name]
             counts += [numel, gap] if gap else [numel]
             is_box += [True, False] if gap else [True]
@@ -127,18 +130,21 @@ class Views:
     """
 
     def __init__(self, addresses: Sequence[Address], sizes: Sequence[tuple[int, ...]]) -> None:
-        self._boxes = []
-        for address, size in zip(addresses, sizes, strict=True):
-            rows = [each for each in zip(size, address.strides, contiguous_strides(size), strict=True) if each[0] != 1]
-            flat = all(stride == expected for _, stride, expected in rows)
-            seen = ((math.prod(size),), (1,)) if flat else (size, address.strides)
-            self._boxes.append((address.tensor, *seen, address.offset))
+        self._boxes = [(address.tensor, *_flattened(size, address.strides), address.offset)
+                       for address, size in zip(addresses, sizes, strict=True)]
         self._tensors = tuple(dict.fromkeys(address.tensor for address in addresses))
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return views of the boxes in these tensors, given by name. `check_inside` must have accepted the boxes."""
         own = {name: (tensors[name].as_strided, tensors[name].storage_offset()) for name in self._tensors}
         return [own[name][0](size, strides, own[name][1] + offset) for name, size, strides, offset in self._boxes]
+
+
+@lru_cache(maxsize=1024)  # layers and experts are alike
+def _flattened(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return sizes and strides of a view, which becomes flat if it is contiguous."""
+    rows = [each for each in zip(sizes, strides, contiguous_strides(sizes), strict=True) if each[0] != 1]
+    return ((math.prod(sizes),), (1,)) if all(stride == expected for _, stride, expected in rows) else (sizes, strides)
 
 
 def check_inside(tensor: torch.Tensor, address: Address, sizes: Sequence[int]) -> None:

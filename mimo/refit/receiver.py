@@ -7,6 +7,7 @@ shows what the worker takes in (`mimo.refit.loader_trace`), so that no table of 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import socket
 import time
@@ -42,7 +43,7 @@ from mimo.refit.plan import check_plan, check_recv_spec
 from mimo.refit.rendezvous import NO_WEIGHTS, RefitError, Rendezvous, StoreAddress, format_error, without_collections
 from mimo.refit.sender import SETUP
 from mimo.refit.tensor_slices import holders_from_table, meta_from_json, recv_spec_table
-from mimo.refit.transport.base import Transport, open_wire
+from mimo.refit.transport.base import Opening, Transport
 from mimo.refit.worker_plan import worker_recv_spec
 
 
@@ -267,6 +268,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self._rendezvous: Rendezvous | None = None
         self._wire: Transport | None = None
+        self._opening: Opening | None = None
         self.guard = Guard(model)
         self._loading: LoaderSession | None = None
         self._verification: Verification | None = None
@@ -308,7 +310,9 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Disconnect from the trainer. The weights stay."""
         if self._wire is not None:
             self._wire.close()
-        self._wire = self._rendezvous = None
+        elif self._opening is not None:
+            self._opening.abandon()
+        self._wire = self._opening = self._rendezvous = None
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
@@ -337,6 +341,10 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._dtypes = [entry.dtype for entry in self._entries]
         self._num_trainers, num_workers = model["num_trainers"], model["num_workers"]
         self._claim_number(num_workers)
+        self._everybody = [*(f"trainer rank {rank}" for rank in range(self._num_trainers)),
+                           *(f"worker {worker}" for worker in range(num_workers))]
+        self._opening = Opening(rendezvous, SETUP, self._options, self._num_trainers + self._worker,
+                                self._num_trainers, self.device, self._everybody)
         # What this worker wants, from running its own loader; all workers choose the naming schemes together.
         taken = worker_recv_spec(self.model, self._entries, model["spellings"], self._options.route,
                                  lambda value: self._share("probes", value, num_workers))
@@ -368,16 +376,10 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if operation.name not in self._loader_names:
                 check_inside(live[operation.target.tensor], operation.target, operation.box.sizes)
         self._chunks = self._chunks_of(self._by_sender)
-        self._everybody = [*(f"trainer rank {rank}" for rank in range(self._num_trainers)),
-                           *(f"worker {worker}" for worker in range(num_workers))]
-        # Nobody opens connections to somebody who has refused.
-        rendezvous.arrive(SETUP, "planned")
-        rendezvous.wait_for(SETUP, "planned", self._everybody)
-        incoming = [{part.sender: part.shape.num_bytes for part in chunk} for chunk in self._chunks]
-        self._wire = open_wire(rendezvous, SETUP, self._options, self._num_trainers + self._worker, self._num_trainers,
-                               self.device, self._everybody, incoming)
-        rendezvous.arrive(SETUP, "wired")
-        rendezvous.wait_for(SETUP, "wired", self._everybody)
+        rendezvous.meet(SETUP, "planned", self._everybody)
+        self._wire = self._opening.finish([{part.sender: part.shape.num_bytes for part in chunk}
+                                           for chunk in self._chunks])
+        rendezvous.meet(SETUP, "wired", self._everybody)
 
     def _claim_number(self, num_workers: int) -> None:
         """Raise RefitError if the trainer counts fewer workers, or another worker has this number already."""
@@ -407,8 +409,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._verification = Verification() if update_info.verify else None
         # Looked up before reloading removes parameters of layers.
         live = self._live()
-        rendezvous.arrive(scope, "ready")
-        rendezvous.wait_for(scope, "ready", self._everybody)
+        rendezvous.meet(scope, "ready", self._everybody)
         changes: dict[int, delta.Announcement] | None = None
         chunks, layers = self._chunks, self._loader_layers
         if update_info.is_delta:
@@ -492,10 +493,9 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     continue
                 shape = message_layout(operations, self._dtypes)
                 direct = [number for number, each in enumerate(operations) if each.name not in self._loader_names]
-                live = Views([operations[number].target for number in direct],
-                             [operations[number].box.sizes for number in direct])
-                direct_bytes = sum(operations[number].box.numel * shape.layouts[number].dtype.itemsize
-                                   for number in direct)
+                boxes = [shape.layouts[number] for number in direct]
+                live = Views([operations[number].target for number in direct], [each.sizes for each in boxes])
+                direct_bytes = sum(math.prod(each.sizes) * each.dtype.itemsize for each in boxes)
                 found[-1].append(_Part(sender, operations, shape, live, frozenset(direct), direct_bytes,
                                        planning.encoded(self._entries, operations)))
         return found

@@ -231,6 +231,11 @@ class Rendezvous:
 
         self.until(scope, lambda: self.store.check(missing), absent, grace_s)
 
+    def meet(self, scope: str, stage: str, everybody: Sequence[str]) -> None:
+        """Announce that this participant has reached a stage, and wait until all have. Raises as `wait_for`."""
+        self.arrive(scope, stage)
+        self.wait_for(scope, stage, everybody)
+
     def until(self, scope: str, is_done: Callable[[], bool], waiting: Callable[[], str], grace_s: float = 0.0) -> None:
         """Wait until something is done.
 

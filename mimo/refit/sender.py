@@ -40,7 +40,7 @@ from mimo.refit.tensor_slices import (
     wanted_names,
 )
 from mimo.refit.trainer_shards import LiveTensors, TrainerShards
-from mimo.refit.transport.base import Transport, open_wire
+from mimo.refit.transport.base import Opening, Transport
 from mimo.weights.rules import WeightMap
 
 SETUP = "set-up"
@@ -161,6 +161,7 @@ class WeightSender:
         # Checksums of the boxes for each worker as they were last sent, for delta refits; None before the first sync.
         self._sums: dict[int, list[int]] | None = None
         self._wire: Transport | None = None
+        self._opening: Opening | None = None
         self._rendezvous = self._meet()
         self._guarded(SETUP, self._set_up)
 
@@ -184,6 +185,8 @@ class WeightSender:
         if self._wire is not None:
             self._wire.close()
             self._wire = None
+        elif self._opening is not None:
+            self._opening.abandon()
 
     @property
     def _engine(self) -> EngineClient:
@@ -248,6 +251,8 @@ class WeightSender:
             call = self._call(SETUP, self._engine.init_weight_transfer_engine, {
                 "address": self._place.address, "port": self._place.port, "secret": self._place.secret,
                 "timeout_s": self.options.timeout_s})
+        self._opening = Opening(rendezvous, SETUP, self.options, trainer.rank, trainer.world_size, trainer.device,
+                                self._everybody())
         # The engine's call is under way: its workers trace their loaders, and then publish what they want.
         weights.locate()
         if trainer.rank == 0:
@@ -268,13 +273,9 @@ class WeightSender:
         digests = {worker: planning.digest(weights.entries, operations)
                    for worker, operations in self._by_worker.items()}
         rendezvous.publish(f"plan/{trainer.rank}", {str(worker): digest for worker, digest in digests.items()})
-        # Nobody opens connections to somebody who has refused.
-        rendezvous.arrive(SETUP, "planned")
-        rendezvous.wait_for(SETUP, "planned", self._everybody())
-        self._wire = open_wire(rendezvous, SETUP, self.options, trainer.rank, trainer.world_size, trainer.device,
-                               self._everybody())
-        rendezvous.arrive(SETUP, "wired")
-        rendezvous.wait_for(SETUP, "wired", self._everybody())
+        rendezvous.meet(SETUP, "planned", self._everybody())
+        self._wire = self._opening.finish()
+        rendezvous.meet(SETUP, "wired", self._everybody())
         if trainer.rank == 0:
             # For each worker, the digests of what each trainer rank sends it.
             plans = [rendezvous.read(f"plan/{rank}", SETUP, f"the plan of trainer rank {rank}")
@@ -291,8 +292,9 @@ class WeightSender:
             for worker, operations in by_worker.items():
                 part = planning.within(operations, chunk)
                 if part:
-                    sources = Views([each.source for each in part], [each.box.sizes for each in part])
-                    found[-1].append(_Part(worker, message_layout(part, self._dtypes), sources,
+                    shape = message_layout(part, self._dtypes)
+                    sources = Views([each.source for each in part], [each.sizes for each in shape.layouts])
+                    found[-1].append(_Part(worker, shape, sources,
                                            planning.encoded(self.weights.entries, part)))
         return found
 
@@ -351,8 +353,7 @@ class WeightSender:
             chunks = self._changed_chunks(scope, before, sums)
         self._sums = None  # Until the sync has succeeded it is not known what the engine has.
         # Nothing is sent before every worker has stopped serving and agrees with what is to come.
-        self._rendezvous.arrive(scope, "ready")
-        self._rendezvous.wait_for(scope, "ready", self._everybody())
+        self._rendezvous.meet(scope, "ready", self._everybody())
         report.seconds["pause"] = time.monotonic() - started
         self._transfer(scope, tensors, chunks, report)
         self._wire.release(lambda: self._rendezvous.check(scope), GRACE_S)

@@ -130,10 +130,14 @@ def test_replicas_that_share_experts_are_one_engine(tp: int, pool: WorkerPool, t
             for key, mine in ours.items():
                 difference = mine - torch.tensor(steps[0][step]["theirs"][key])
                 assert float(difference.abs().max()) <= MAX_ERROR, (step, key)
-        if tp == 1:  # Both replicas take every tensor, but half of each expert.
+        if tp == 1:
+            # Both replicas take every tensor, but half of each expert. Where vLLM packs experts for this kind of CPU, its
+            # loader needs whole ones.
+            report = steps[0][-1]["report"]
             sizes = {name: tensor.nbytes for name, tensor in load_file(tmp_path / "model.safetensors").items()}
             experts = sum(size for name, size in sizes.items() if ".experts." in name)
-            assert steps[0][-1]["report"].wire_bytes == 2 * sum(sizes.values()) - experts > 2 * experts
+            halves = experts if report.direct_bytes > experts else 0
+            assert report.wire_bytes == 2 * sum(sizes.values()) - halves > 2 * experts
         # The second replica has no prompt, and computes its part of the experts all the same.
         key, tokens = next(iter(prompts.items()))
         asked = [{"prompt_token_ids": tokens}]

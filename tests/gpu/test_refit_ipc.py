@@ -57,7 +57,7 @@ def end_of(rank: int, place: StoreAddress | None, connection: Connection) -> tup
     """Return the end of this process, and its rendezvous."""
     from mimo.refit.options import RefitOptions
     from mimo.refit.rendezvous import Rendezvous
-    from mimo.refit.transport.base import open_wire
+    from mimo.refit.transport.base import Opening
 
     if rank == 0:
         rendezvous, own = Rendezvous.host("127.0.0.1", NAMES[rank], 60.0)
@@ -68,7 +68,7 @@ def end_of(rank: int, place: StoreAddress | None, connection: Connection) -> tup
     options = RefitOptions(backend="ipc", dtype="bfloat16", timeout_s=10.0)
     incoming = [{0: size} for size in CHUNKS] if rank else ()
     device = torch.device("cuda", torch.cuda.current_device())
-    return open_wire(rendezvous, "set-up", options, rank, 1, device, NAMES, incoming), rendezvous
+    return Opening(rendezvous, "set-up", options, rank, 1, device, NAMES).finish(incoming), rendezvous
 
 
 def plain_trainer(connection: Connection) -> None:

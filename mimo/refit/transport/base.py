@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, Store
 
 from mimo.refit.options import RefitOptions
 from mimo.refit.rendezvous import RefitError, Rendezvous
@@ -39,26 +41,68 @@ class Transport(Protocol):
         ...
 
 
-def open_wire(rendezvous: Rendezvous, scope: str, options: RefitOptions, rank: int, num_trainers: int,
-              device: torch.device, names: Sequence[str], incoming: Sequence[Mapping[int, int]] = ()) -> Transport:
-    """Connect one participant with all others.
+class Opening:
+    """Connections of one participant with all others, which open in the background while it plans.
+
+    With backend `ipc` they open at the end, because the plan decides what is shared.
 
     Args:
         rendezvous: rendezvous of this participant.
-        scope: scope whose failures end the wait.
+        scope: scope whose failures end a wait.
         options: options of the refit, with the backend.
         rank: rank of this participant. The trainer's ranks come first.
         num_trainers: number of ranks of the trainer.
         device: device of this participant's messages.
         names: name of each rank, for errors.
-        incoming: on a worker, for each chunk: trainer rank -> size of its message in bytes.
-
-    Raises:
-        ValueError: the backend cannot be used here.
-        RefitError: a worker has no trainer rank on its GPU, or the others did not connect in time.
     """
-    if options.backend != "ipc":
-        return Wire(rendezvous.store, "weights", rank, len(names), options.backend, options.timeout_s, names)
+
+    def __init__(self, rendezvous: Rendezvous, scope: str, options: RefitOptions, rank: int, num_trainers: int,
+                 device: torch.device, names: Sequence[str]) -> None:
+        self._rendezvous, self._scope, self._options = rendezvous, scope, options
+        self._rank, self._num_trainers, self._device, self._names = rank, num_trainers, device, names
+        self._wire: Future[Wire] = Future()
+        if options.backend != "ipc":
+            # A daemon, because a connection that never opens must not keep this process alive. The store gets a client
+            # of its own, because a wait in one holds up other calls of the same client.
+            store = rendezvous.store.clone()  # type: ignore[attr-defined]  # torch's stubs lack this method
+            threading.Thread(target=self._connect, args=(store,), name="refit-connections", daemon=True).start()
+
+    def finish(self, incoming: Sequence[Mapping[int, int]] = ()) -> Transport:
+        """Return the connections.
+
+        Args:
+            incoming: on a worker, for each chunk: trainer rank -> size of its message in bytes.
+
+        Raises:
+            ValueError: the backend cannot be used here.
+            RefitError: a participant failed, a worker has no trainer rank on its GPU, or the others did not connect in
+                time.
+        """
+        if self._options.backend == "ipc":
+            return _open_ipc(self._rendezvous, self._scope, self._options, self._rank, self._num_trainers,
+                             self._device, self._names, incoming)
+        self._rendezvous.until(self._scope, self._wire.done, lambda: f"{self._scope}: {self._names[self._rank]} "
+                                                                     "waits for connections with the others")
+        return self._wire.result()
+
+    def abandon(self) -> None:
+        """Close the connections, now or when they have opened."""
+        self._wire.add_done_callback(lambda wire: None if wire.exception() else wire.result().close())
+
+    def _connect(self, store: Store) -> None:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # each thread has its own current device
+            wire = Wire(store, "weights", self._rank, len(self._names), self._options.backend,
+                        self._options.timeout_s, self._names)
+        except BaseException as error:  # of any kind: `finish` raises it again
+            self._wire.set_exception(error)
+        else:
+            self._wire.set_result(wire)
+
+
+def _open_ipc(rendezvous: Rendezvous, scope: str, options: RefitOptions, rank: int, num_trainers: int,
+              device: torch.device, names: Sequence[str], incoming: Sequence[Mapping[int, int]]) -> Transport:
     flags = PrefixStore("ipc", rendezvous.store)
     table = Incoming([dict(each) for each in incoming])
     # From the devices of all participants, each of them chooses the same proxies.

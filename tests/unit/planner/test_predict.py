@@ -478,8 +478,9 @@ def test_the_plan_of_a_run_says_how_much_memory_it_takes() -> None:
     flags = f"{PP2} --encoder-window 1".split()
     found = predicted("10b-even", " ".join(flags), Profile(GPUS["H200"]))
     assert line("10b-even", *flags) == (
-        f"memory: about {found.memory_gib:.3g} GiB on the fullest rank (language stage 0 and vision), "
-        f"{found.encoder_gib:.3g} GiB of them for images; see mimo plan")
+        f"memory: about {found.memory_gib:.3g} GiB of tensors on the fullest rank (language stage 0 and vision), "
+        f"{found.encoder_gib:.3g} GiB of them for images; on a GPU the driver and NCCL take about 5 GiB more; see mimo "
+        "plan")
     assert line("10b-even", "--recompute", "selective") != line("10b-even", "--recompute", "selective",
                                                                 "--recompute-modules", "mlp")
 

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from mimo.refit.options import RefitOptions
 from mimo.refit.rendezvous import RefitError, Rendezvous
 from mimo.refit.transport import ipc
-from mimo.refit.transport.base import Transport, open_wire, proxies
+from mimo.refit.transport.base import Opening, Transport, proxies
 from mimo.refit.transport.ipc import SLOTS, Incoming, TrainerEnd, WorkerEnd
 from mimo.refit.transport.shared_memory import HOST_NAME, make_staging, open_staging
 from tests.support.spawn import forkserver_context
@@ -61,7 +61,7 @@ def ends(timeout_s: float = 20.0) -> list[Transport]:
     def connect(rank: int) -> Transport:
         incoming = TABLES[rank - TRAINERS] if rank >= TRAINERS else ()
         rendezvous = Rendezvous(store, NAMES[rank], timeout_s)
-        return open_wire(rendezvous, "set-up", options, rank, TRAINERS, CPU, NAMES, incoming)
+        return Opening(rendezvous, "set-up", options, rank, TRAINERS, CPU, NAMES).finish(incoming)
 
     with ThreadPoolExecutor(len(NAMES)) as threads:
         return list(threads.map(connect, range(len(NAMES))))
