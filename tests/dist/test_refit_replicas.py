@@ -131,8 +131,8 @@ def test_replicas_that_share_experts_are_one_engine(tp: int, pool: WorkerPool, t
                 difference = mine - torch.tensor(steps[0][step]["theirs"][key])
                 assert float(difference.abs().max()) <= MAX_ERROR, (step, key)
         if tp == 1:
-            # Both replicas take every tensor, but half of each expert. Where vLLM packs experts for this kind of CPU, its
-            # loader needs whole ones.
+            # Both replicas take every tensor, but half of each expert. Where vLLM packs experts for this kind of CPU,
+            # its loader needs whole ones.
             report = steps[0][-1]["report"]
             sizes = {name: tensor.nbytes for name, tensor in load_file(tmp_path / "model.safetensors").items()}
             experts = sum(size for name, size in sizes.items() if ".experts." in name)
