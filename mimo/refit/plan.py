@@ -507,24 +507,22 @@ def _slice_problems(part: TensorSlice, entry: TensorMeta, tensors: Mapping[str, 
         0 <= start < stop <= size
         for start, stop, size in zip(part.box.starts, part.box.stops, entry.shape, strict=True))
     is_placed = len(address.strides) == dimensions and address.offset >= 0 <= min(address.strides, default=0)
-    if is_inside and is_placed and tensors is None:
-        return []
-    what = f"{part.name} {part.box}"
-    if not is_inside:
-        return [f"shape: {what} is not a part of {list(entry.shape)}"]
-    if not is_placed:
-        return [f"target: {what} at element {address.offset} of {address.tensor} with strides {list(address.strides)}"]
-    assert tensors is not None
-    if address.tensor not in tensors:
-        return [f"target: {what} goes to {address.tensor}, which is not there"]
-    dtype, numel = tensors[address.tensor]
     problems = []
-    if dtype != entry.dtype:
-        problems.append(f"dtype: {what} comes as {entry.dtype}, {address.tensor} is {dtype}")
-    end = View(address.offset, part.box.sizes, address.strides).end
-    if end > numel:
-        problems.append(f"target: {what} ends at element {end} of {address.tensor}, which has {numel}")
-    return problems
+    if not is_inside:
+        problems.append(("shape", f"is not a part of {list(entry.shape)}"))
+    elif not is_placed:
+        problems.append(("target", f"at element {address.offset} of {address.tensor} with strides "
+                                   f"{list(address.strides)}"))
+    elif tensors is not None and address.tensor not in tensors:
+        problems.append(("target", f"goes to {address.tensor}, which is not there"))
+    elif tensors is not None:
+        dtype, numel = tensors[address.tensor]
+        if dtype != entry.dtype:
+            problems.append(("dtype", f"comes as {entry.dtype}, {address.tensor} is {dtype}"))
+        end = View(address.offset, part.box.sizes, address.strides).end
+        if end > numel:
+            problems.append(("target", f"ends at element {end} of {address.tensor}, which has {numel}"))
+    return [f"{kind}: {part.name} {part.box} {fault}" for kind, fault in problems]
 
 
 def _targets_that_overlap(slices: Iterable[TensorSlice]) -> list[str]:

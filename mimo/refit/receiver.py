@@ -42,7 +42,7 @@ from mimo.refit.options import RefitOptions
 from mimo.refit.plan import check_plan, check_recv_spec
 from mimo.refit.rendezvous import NO_WEIGHTS, RefitError, Rendezvous, StoreAddress, format_error, without_collections
 from mimo.refit.sender import SETUP
-from mimo.refit.tensor_slices import holders_from_table, meta_from_json, recv_spec_table
+from mimo.refit.tensor_slices import holders_from_table, meta_from_json, recv_spec_table, table_digest
 from mimo.refit.transport.base import Opening, Transport
 from mimo.refit.worker_plan import worker_recv_spec
 
@@ -354,9 +354,9 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._options.delta:
             rendezvous.publish(f"groups/{self._worker}", [numbers for numbers, _ in self._groups])
         # Equal workers, such as replicas, publish the same table once.
-        digest = spec.digest()
-        rendezvous.publish(f"wants/{digest}", recv_spec_table(spec))
-        rendezvous.publish(f"worker/{self._worker}", {"wants": digest})
+        table = recv_spec_table(spec)
+        rendezvous.publish(f"wants/{table_digest(table)}", table)
+        rendezvous.publish(f"worker/{self._worker}", {"wants": table_digest(table)})
         # The plan, which the senders make for themselves from the same tables meanwhile.
         live = self._live()
         check_recv_spec(self._entries, spec, {name: (dtype_name(tensor.dtype), tensor.numel())

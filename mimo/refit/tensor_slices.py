@@ -106,11 +106,6 @@ class RecvSpec:
     direct: tuple[TensorSlice, ...]
     loader: tuple[str, ...]
 
-    def digest(self) -> str:
-        """Return a checksum that is equal for workers that take in the same."""
-        packed = json.dumps([list(map(slice_as_json, self.direct)), self.loader])
-        return hashlib.sha256(packed.encode()).hexdigest()[:32]
-
 
 def slice_as_json(part: TensorSlice) -> list[Any]:
     """Return a slice as plain lists."""
@@ -149,6 +144,11 @@ def recv_spec_table(spec: RecvSpec) -> dict[str, Any]:
     """Pack what a worker takes in, to send."""
     return {"direct": folded([slice_as_json(part) for part in spec.direct]),
             "loader": folded([[name] for name in spec.loader])}
+
+
+def table_digest(table: dict[str, Any]) -> str:
+    """Return a checksum of a table, which is equal for workers that take in the same."""
+    return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:32]
 
 
 def recv_spec_from_table(table: dict[str, Any], names: Collection[str] | None = None) -> RecvSpec:

@@ -151,7 +151,7 @@ Probes = Mapping[str, Mapping[str, Probe]]
 
 
 def probe_schemes(model: torch.nn.Module, candidates: Candidates) -> dict[str, dict[str, Probe]]:
-    """Try every naming scheme of every module on a live model, without any effect on it.
+    """Try the naming schemes of every module on a live model, without any effect on it, up to one that fits.
 
     Of names that differ in their first number alone, which is the layer's, only the first and the last are tried: a
     mixture of experts has tens of thousands of names. `record` sees all names of the scheme that is chosen.
@@ -165,6 +165,8 @@ def probe_schemes(model: torch.nn.Module, candidates: Candidates) -> dict[str, d
             ends = sorted({index for group in alike.values() for index in (group[0], group[-1])})
             recording = record(model, [entries[index] for index in ends], max_refused=NAMED)
             probes.setdefault(module, {})[scheme] = Probe(recording.refused, recording.untaken)
+            if not recording.refused and not recording.untaken:
+                break
     return probes
 
 
@@ -182,8 +184,12 @@ def choose_scheme(probes: Sequence[Probes]) -> dict[str, str]:
         ValueError: a module has no such naming scheme; for each naming scheme what was refused or silently ignored.
     """
     chosen = {}
-    for module, schemes in probes[0].items():
-        faults = {scheme: _fault([worker[module][scheme] for worker in probes]) for scheme in schemes}
+    for module in probes[0]:
+        # A worker on which a scheme fits has not tried those after it. If another worker refuses that scheme, the trace
+        # of all names shows whether the next one fits here, too.
+        tried = dict.fromkeys(scheme for worker in probes for scheme in worker[module])
+        faults = {scheme: _fault([worker[module][scheme] for worker in probes if scheme in worker[module]])
+                  for scheme in tried}
         fitting = [scheme for scheme, fault in faults.items() if not fault]
         if not fitting:
             told = "; ".join(f"as {scheme}, {fault}" for scheme, fault in faults.items())
