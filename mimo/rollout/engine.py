@@ -7,6 +7,7 @@ answer, and refuses to generate while weights are missing.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import threading
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mimo.refit.compat import NODE_WORKERS, allocate_stage_inputs, forget_weight_update, worker_processes
-from mimo.refit.rendezvous import NO_WEIGHTS, RefitError
+from mimo.refit.rendezvous import NO_WEIGHTS, RefitError, without_collections
 from mimo.watchdog.process_exit import write_report
 
 # vLLM reads these variables when it is imported or when its engine starts.
@@ -223,8 +224,12 @@ class RolloutEngine:
     """
 
     def __init__(self, options: EngineOptions, place: NodePlace | None = None) -> None:
-        arguments = prepare_vllm(options, place)
-        from vllm import LLM
+        with without_collections():
+            arguments = prepare_vllm(options, place)
+            from vllm import LLM
+        # vLLM collects garbage several times while it starts. It would visit half a million objects of modules each
+        # time, for a fifth of the start of a small model.
+        gc.freeze()
 
         self.options = options
         # A trainer may give up a call and begin another while the first still runs.
