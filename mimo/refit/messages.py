@@ -205,14 +205,19 @@ def checksums(boxes: Sequence[torch.Tensor]) -> torch.Tensor:
         boxes: one or more tensors of one device, of any dtype, shape and strides.
     """
     found = torch.empty(len(boxes), dtype=torch.int64, device=boxes[0].device)
-    by_size: dict[int, list[int]] = {}
+    alike: dict[tuple[torch.dtype, int], list[int]] = {}
     for place, box in enumerate(boxes):
-        by_size.setdefault(box.nbytes, []).append(place)
-    for num_bytes, places in by_size.items():
-        for some in itertools.batched(places, max(1, TOGETHER_BYTES // max(1, num_bytes))):
-            rows = [boxes[place].detach().reshape(-1).contiguous().view(torch.uint8) for place in some]
-            alone = len(rows) == 1 and rows[0].storage_offset() % WORD_BYTES == 0
-            found[list(some)] = _checksums_of_rows(rows[0][None] if alone else torch.stack(rows))
+        alike.setdefault((box.dtype, box.numel()), []).append(place)
+    for (dtype, numel), places in alike.items():
+        for some in itertools.batched(places, max(1, TOGETHER_BYTES // max(1, numel * dtype.itemsize))):
+            # As few operations for each box as possible, because their launches take most of the time.
+            rows = [boxes[place] if boxes[place].dim() == 1 else boxes[place].reshape(-1) for place in some]
+            if dtype.itemsize == 1:
+                rows = [row.view(torch.uint8) for row in rows]  # not every operation knows 8-bit floats
+            alone = (len(rows) == 1 and rows[0].is_contiguous()
+                     and rows[0].storage_offset() * dtype.itemsize % WORD_BYTES == 0)
+            data = rows[0][None] if alone else torch.stack(rows)
+            found[list(some)] = _checksums_of_rows(data.detach().view(torch.uint8))
     return found
 
 

@@ -37,7 +37,7 @@ class RefitOptions:
     timeout_s: float = 300.0
     verify: bool = False
     delta: bool = False
-    block_bytes: int = 1 << 20
+    block_bytes: int = 4 << 20
 
     def __post_init__(self) -> None:
         problems = [f"refit {what} {value!r}: known are {', '.join(known)}" for what, value, known in (
