@@ -99,13 +99,19 @@ class Wire:
         messages are there when this returns.
 
         Returns:
-            Work handles to `wait` for later, because errors are found and limits are kept there.
+            Work handles to `wait` for later, because limits are kept there, and most errors are found there.
+
+        Raises:
+            RefitError: a transfer has failed already, as in `wait`.
         """
         if self.backend == "gloo":
             self.wait(works, check)
             return []
-        for _, work in works:
-            work.wait()
+        try:
+            for _, work in works:
+                work.wait()
+        except RuntimeError:
+            self.wait(works, check)  # raises it again, with the cause or the name of the transfer
         return list(works)
 
     def wait(self, works: Sequence[tuple[str, Any]], check: Callable[[], None], grace_s: float = 0.0) -> None:

@@ -75,6 +75,32 @@ def test_a_broken_transfer_tells_the_cause_where_somebody_gave_it() -> None:
         worker.wait(worker.exchange([], [(0, message(0))]), failed)
 
 
+class BrokenWork:
+    """Work of NCCL of which the watchdog has seen an error: it is over, and every wait raises the error."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        raise RuntimeError("NCCL communicator was aborted on rank 2")
+
+
+def test_following_a_broken_transfer_tells_the_cause_or_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mimo.refit.transport.p2p.REASON_S", 0.1)
+    *_, worker = wires()
+    worker.backend = "nccl"
+
+    def failed() -> None:
+        raise RefitError("sync 1 failed: trainer rank 0: out of memory")
+
+    works = [("0 messages to and 2 from others", BrokenWork())]
+    with pytest.raises(RefitError, match="out of memory"):
+        worker.follow(works, failed)
+    with pytest.raises(RefitError, match="0 messages to and 2 from others: NCCL communicator was aborted"):
+        worker.follow(works, nothing_failed)
+    worker.backend = "gloo"
+
+
 def test_the_others_never_come() -> None:
     with pytest.raises(RefitError, match=r"the gloo group of 3 trainer ranks and workers did not form within 0\.5 s"):
         Wire(HashStore(), "weights", 0, 3, "gloo", 0.5)
