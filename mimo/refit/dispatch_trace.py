@@ -175,14 +175,17 @@ class Tracer(TracingMode):
         return result
 
     def _write(self, func: Any, args: Any, kwargs: Any, read: list[torch.Tensor], written: list[torch.Tensor]) -> Any:
+        is_known = True
         for tensor in written:
             key = storage_key(tensor)
             if key in self._targets:
                 self._note(func, tensor, args, read)
-            elif key in self._sources or key in self._computed:
-                self._computed[key] = self._names(read)
-                self._sources.pop(key, None)
-        if all(storage_key(tensor) in self._computed and not tensor.is_meta for tensor in written):
+                continue
+            # A tensor of unknown storage was there before the trace, such as a work space that a loader keeps.
+            is_known &= key in self._kept
+            self._computed[self._keep(tensor)] = self._names(read)
+            self._sources.pop(key, None)
+        if is_known and all(storage_key(tensor) in self._computed and not tensor.is_meta for tensor in written):
             return func(*args, **kwargs)  # These are the loader's own temporary tensors.
         return written[0] if returns_something(func) else None
 

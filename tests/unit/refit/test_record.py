@@ -191,10 +191,11 @@ def test_a_processed_model_is_recorded_as_it_was_and_stays_as_it_is(
 
 
 class Loader(torch.nn.Module):
-    """A loader with the habits of several: reads values, puts off, ignores, pads, erases, raises."""
+    """A loader with the habits of several: reads values, puts off, ignores, pads, erases, keeps work spaces, raises."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.space = torch.full((8, 3), 7.0)
         self.a, self.b, self.c = (torch.nn.Linear(3, 4) for _ in range(3))
         self.register_buffer("e_score_correction_bias", torch.zeros(4))
 
@@ -209,6 +210,9 @@ class Loader(torch.nn.Module):
             elif name.startswith("erased."):
                 own[name.removeprefix("erased.")].data.copy_(tensor)
                 own[name.removeprefix("erased.")].data[1:].zero_()
+            elif name.startswith("staged."):
+                self.space[:4].copy_(tensor)
+                own[name.removeprefix("staged.")].data.copy_(self.space[:4])
             elif not name.startswith("other."):
                 own[name].data[tensor.shape[0]:].zero_()
                 own[name].data[:tensor.shape[0]].copy_(tensor)
@@ -239,6 +243,13 @@ def test_a_loader_that_reads_values_or_raises_loses_no_other_name() -> None:
     assert recording.refused.keys() == {"b.odd", "later.c.odd", "c.bias"}
     with pytest.raises(ValueError, match="c.bias: 4 of 4 elements are never written"):
         loader_trace.check_coverage(model, recording)
+
+
+def test_a_work_space_that_a_loader_keeps_loses_no_name() -> None:
+    model, recording = recorded(a__bias=BIAS, staged__a__weight=WEIGHT, b__weight=WEIGHT)
+    assert recording.computed.keys() == {"staged.a.weight"} and not recording.untaken and not recording.refused
+    assert recording.slices.keys() == {"a.bias", "b.weight"}
+    assert torch.equal(model.space, torch.full((8, 3), 7.0))
 
 
 def test_a_buffer_that_a_checkpoint_may_hold_has_to_be_filled() -> None:
