@@ -155,7 +155,7 @@ def data_differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Differ
     # A checkpoint of an older version does not know newer flags. They count only where they change samples.
     unused = {"image_grid_pinpoints": not own.get("image_grid_pinpoints"),
               **dict.fromkeys(("mock_video_fraction", "mock_video_frames"), not own.get("mock_video_fraction")),
-              "mock_video_min_frames": own.get("mock_video_min_frames") == 1}
+              "mock_video_min_frames": not own.get("mock_video_fraction") or own.get("mock_video_min_frames") == 1}
     own = {name: value for name, value in own.items()
            if name in saved or not (name.startswith("video_") or unused.get(name, False))}
     return {name: (own.get(name, "not set"), saved.get(name, "not set")) for name in {**own, **saved}

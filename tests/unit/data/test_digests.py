@@ -75,6 +75,8 @@ def test_older_checkpoints_do_not_know_newer_flags(tmp_path: Path) -> None:
     own = data_fields(parse(["--dataset-provider", "mock", "--mock-video-fraction", "0.5",
                              "--mock-video-min-frames", "4"]))
     assert "mock_video_min_frames" in data_differences({name: own[name] for name in OLDER["mock"]}, own)
+    own = data_fields(parse(["--dataset-provider", "mock", "--mock-video-min-frames", "4"]))  # and no videos
+    assert data_differences({name: own[name] for name in OLDER["mock"]}, own) == {}
 
 
 @pytest.mark.parametrize(("file", "text", "flag"), [
