@@ -64,7 +64,8 @@ class RefitReport:
         direct_bytes: the part of `wire_bytes` that was written directly into live parameters.
         is_delta: whether only what had changed was sent.
         seconds: seconds by part: `pause` (until the engine has stopped taking requests), `pack`, `wire` (waiting for
-            transfers), `install` (the slowest worker's unpacking and loading), `total`.
+            transfers), `install` (the slowest worker's unpacking and loading; with NCCL, the time in which its host
+            launches them), `total`.
     """
 
     version: str
