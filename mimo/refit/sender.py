@@ -27,6 +27,7 @@ from mimo.refit import plan as planning
 from mimo.refit.messages import MessageLayout, Views, checksums, message_layout, pack, torch_dtype
 from mimo.refit.options import RefitOptions, RefitReport
 from mimo.refit.plan import check_holders
+from mimo.refit.protocol import SETUP, EngineClient
 from mimo.refit.rendezvous import RefitError, Rendezvous, StoreAddress, format_error, without_collections
 from mimo.refit.tensor_slices import (
     Address,
@@ -43,33 +44,12 @@ from mimo.refit.trainer_shards import LiveTensors, TrainerShards
 from mimo.refit.transport.base import Opening, Transport
 from mimo.weights.rules import WeightMap
 
-SETUP = "set-up"
 # Number of chunks whose messages may be under way while the next one is packed.
 WINDOW = 2
 # Extra seconds for those who wait for somebody that may be waiting, too, so that the process closest to the failure
 # reports it: ranks that wait for the first rank, which waits for the engine, and senders that wait for workers, which
 # wait for other senders.
 GRACE_S = 3.0
-
-
-class EngineClient(Protocol):
-    """vLLM's weight-transfer calls; all block until every worker has done its part."""
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Meet the trainer and agree on the plan."""
-        ...
-
-    def start_weight_update(self) -> None:
-        """Stop serving."""
-        ...
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive the weights that the trainer's ranks send meanwhile."""
-        ...
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Serve the new weights."""
-        ...
 
 
 class TrainerWeights(Protocol):

@@ -304,7 +304,7 @@ def _answer(engine: RolloutEngine, call: _Call) -> None:
 def make_engine(options: EngineOptions, setup: Callable[[], None] | None,
                 place: NodePlace | None = None) -> RolloutEngine:
     """Make an engine in this process, after calling `setup`. `place` is its first node if it spreads over several."""
-    # The refit's receiver imports parts of Megatron Core.
+    # Loading weights from a disk imports parts of Megatron Core.
     quieten_megatron()
     if setup is not None:
         setup()

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from mimo.refit.protocol import EngineClient
 from mimo.refit.rendezvous import RefitError, format_error
-from mimo.refit.sender import EngineClient
 from mimo.rollout.engine import Rollout, Sampling
 
 # Extra seconds to wait for an answer, so that a replica can report by itself that it has reached its own limit.
