@@ -9,7 +9,10 @@ COPY scripts/requirements scripts/requirements
 COPY mimo mimo
 COPY providers providers
 COPY data data
-RUN bash scripts/setup.sh rl-cpu && rm -rf /root/.cache
+# Whoever runs the image cannot write bytecode into .venv. Without it, every process would compile what it imports again,
+# which doubles the time of its start.
+ENV UV_COMPILE_BYTECODE=1
+RUN bash scripts/setup.sh rl-cpu && .venv/bin/python -m compileall -q mimo providers data && rm -rf /root/.cache
 
 FROM python:3.12.11-slim-bookworm
 # vLLM compiles small functions for the CPU that it finds.

@@ -17,7 +17,10 @@ COPY mimo mimo
 COPY providers providers
 COPY data data
 ENV CUDA_HOME=/usr/local/cuda
-RUN bash scripts/setup.sh rl-gpu && rm -rf /root/.cache
+# Whoever runs the image cannot write bytecode into .venv. Without it, every process would compile what it imports again,
+# which doubles the time of its start.
+ENV UV_COMPILE_BYTECODE=1
+RUN bash scripts/setup.sh rl-gpu && .venv/bin/python -m compileall -q mimo providers data && rm -rf /root/.cache
 
 FROM ubuntu:24.04
 # Triton and vLLM compile kernels when they first run, with a C compiler and Python's headers.
