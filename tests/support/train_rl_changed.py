@@ -20,7 +20,9 @@ def send_changed(self: WeightSender, version: str) -> RefitReport:
     """Send it, then have the weight back."""
     if version != os.environ["CHANGED"]:
         return send(self, version)
-    weight = next(tensor for name, tensor in self.weights.prepare().items() if name.endswith("final_layernorm.weight"))
+    tensors = self.weights.prepare()
+    # Parameters require gradients, and a view of one cannot be written in place.
+    weight = next(tensor for name, tensor in tensors.items() if name.endswith("final_layernorm.weight")).detach()
     weight[0] += 4
     try:
         return send(self, version)
