@@ -94,6 +94,7 @@ class Tracer(TracingMode):
         self._targets: dict[int, list[Target]] = {}
         self._sources: dict[int, _Source] = {}
         self._computed: dict[int, frozenset[str]] = {}
+        self._made: set[int] = set()  # storages of the checkpoint's tensors, and of those that the loader has made
         self._pending: Any = ()  # arguments of the operation that is under way
         for path, tensor in targets:
             self._targets.setdefault(self._keep(tensor), []).append(Target(path, view_of(tensor), tensor.dtype))
@@ -107,6 +108,7 @@ class Tracer(TracingMode):
         """Register a tensor as the checkpoint's tensor of this name."""
         key = self._keep(tensor)
         self._computed.pop(key, None)
+        self._made.add(key)
         self._sources[key] = _Source(view_of(tensor), tensor.dtype, name)
 
     def forget(self, names: Iterable[str]) -> None:
@@ -139,6 +141,8 @@ class Tracer(TracingMode):
                 key = storage_key(tensor)
                 if key not in self._sources and key not in self._targets and key not in self._computed:
                     self._computed[self._keep(tensor)] = self._names(tensors)
+                    if func is ATEN.lift_fresh.default or all(storage_key(each) != key for each in tensors):
+                        self._made.add(key)
         self._pending = ()
         return result
 
@@ -165,28 +169,27 @@ class Tracer(TracingMode):
             kwargs = {name: tensor.device if name == "device" else value for name, value in kwargs.items()
                       if name not in ("pin_memory", "non_blocking")}
         result = func(tensor, **kwargs)
+        self._made.add(self._keep(result))
         parent = self._sources[storage_key(tensor)]
         is_dense = view_of(result).end - result.storage_offset() == result.numel()
         if tensor.dtype != parent.dtype or not is_dense:
-            self._computed[self._keep(result)] = frozenset([parent.name])
+            self._computed[storage_key(result)] = frozenset([parent.name])
         else:
-            self._sources[self._keep(result)] = _Source(
+            self._sources[storage_key(result)] = _Source(
                 view_of(result), result.dtype, parent.name, storage_key(tensor), view_of(tensor))
         return result
 
     def _write(self, func: Any, args: Any, kwargs: Any, read: list[torch.Tensor], written: list[torch.Tensor]) -> Any:
-        is_known = True
         for tensor in written:
             key = storage_key(tensor)
             if key in self._targets:
                 self._note(func, tensor, args, read)
                 continue
-            # A tensor of unknown storage was there before the trace, such as a work space that a loader keeps.
-            is_known &= key in self._kept
             self._computed[self._keep(tensor)] = self._names(read)
             self._sources.pop(key, None)
-        if is_known and all(storage_key(tensor) in self._computed and not tensor.is_meta for tensor in written):
-            return func(*args, **kwargs)  # These are the loader's own temporary tensors.
+        # Others were there before the trace, such as a work space that a loader keeps.
+        if all(storage_key(tensor) in self._made and not tensor.is_meta for tensor in written):
+            return func(*args, **kwargs)
         return written[0] if returns_something(func) else None
 
     def _note(self, func: Any, tensor: torch.Tensor, args: Any, read: list[torch.Tensor]) -> None:

@@ -246,8 +246,9 @@ def test_a_loader_that_reads_values_or_raises_loses_no_other_name() -> None:
 
 
 def test_a_work_space_that_a_loader_keeps_loses_no_name() -> None:
-    model, recording = recorded(a__bias=BIAS, staged__a__weight=WEIGHT, b__weight=WEIGHT)
-    assert recording.computed.keys() == {"staged.a.weight"} and not recording.untaken and not recording.refused
+    model, recording = recorded(a__bias=BIAS, staged__a__weight=WEIGHT, b__weight=WEIGHT, staged__c__weight=WEIGHT)
+    assert recording.computed.keys() == {"staged.a.weight", "staged.c.weight"}
+    assert not recording.untaken and not recording.refused
     assert recording.slices.keys() == {"a.bias", "b.weight"}
     assert torch.equal(model.space, torch.full((8, 3), 7.0))
 
