@@ -34,10 +34,10 @@ class TracingMode(TorchDispatchMode):
 
 @contextmanager
 def untraced(operations: Iterable[Any]) -> Iterator[None]:
-    """Context in which dispatch modes do not see these operations of torch, except for `detach` behind `Tensor.data`.
+    """Context in which no dispatch mode sees these operations, except for `detach` behind `Tensor.data`.
 
-    `Library._destroy`: to register kernels for the modes' dispatch key is public, but the registration only ends with
-    the library, whenever that is collected.
+    `Library._destroy`: registering kernels for the modes' dispatch key is public, but the registration only ends when
+    the library is collected.
     """
     library = torch.library.Library("aten", "IMPL")
     try:

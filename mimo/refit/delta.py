@@ -23,6 +23,7 @@ from typing import Self
 import numpy as np
 
 from mimo.boxes import Box
+from mimo.refit.messages import Views
 from mimo.refit.plan import Op, SendOp
 from mimo.refit.tensor_slices import DTYPE_BYTES, TensorMeta
 
@@ -52,6 +53,13 @@ def cut[Planned: Op](operations: Iterable[Planned], entries: Sequence[TensorMeta
                 part = dataclasses.replace(part, source=part.source.inside(box, block))
             found.append(part)
     return found
+
+
+def live_blocks(operations: Sequence[Op], loader: frozenset[str]) -> tuple[list[int], Views]:
+    """Return the numbers of the operations that write into live parameters, and views of their targets."""
+    numbers = [number for number, each in enumerate(operations) if each.name not in loader]
+    return numbers, Views([operations[number].target for number in numbers],
+                          [operations[number].box.sizes for number in numbers])
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,7 @@ class Tracer(TracingMode):
                 key = storage_key(tensor)
                 if key not in self._sources and key not in self._targets and key not in self._computed:
                     self._computed[self._keep(tensor)] = self._names(tensors)
+                    # `lift_fresh` returns a tensor that the loader has just made from numbers.
                     if func is ATEN.lift_fresh.default or all(storage_key(each) != key for each in tensors):
                         self._made.add(key)
         self._pending = ()

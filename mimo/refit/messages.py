@@ -210,11 +210,11 @@ def checksums(boxes: Sequence[torch.Tensor]) -> torch.Tensor:
         alike.setdefault((box.dtype, box.numel()), []).append(place)
     for (dtype, numel), places in alike.items():
         for some in itertools.batched(places, max(1, TOGETHER_BYTES // max(1, numel * dtype.itemsize))):
-            # As few operations for each box as possible, because their launches take most of the time.
+            # There are as few operations for each box as possible: the host needs longer for them than the GPU.
             rows = [boxes[place] if boxes[place].dim() == 1 else boxes[place].reshape(-1) for place in some]
             if dtype.itemsize == 1:
                 rows = [row.view(torch.uint8) for row in rows]  # not every operation knows 8-bit floats
-            alone = (len(rows) == 1 and rows[0].is_contiguous()
+            alone = (len(rows) == 1 and rows[0].stride(0) == 1
                      and rows[0].storage_offset() * dtype.itemsize % WORD_BYTES == 0)
             data = rows[0][None] if alone else torch.stack(rows)
             found[list(some)] = _checksums_of_rows(data.detach().view(torch.uint8))

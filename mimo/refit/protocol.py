@@ -1,4 +1,4 @@
-"""Names that both ends of a refit share. They are here because importing an engine's end imports no Megatron Core."""
+"""Names that both ends of a refit share. An engine's worker imports them from here, and so without Megatron Core."""
 
 from __future__ import annotations
 

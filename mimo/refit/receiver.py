@@ -369,7 +369,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._options.delta:
             self._by_sender = {sender: delta.cut(own, self._entries, self._loader_names, self._options.block_bytes)
                                for sender, own in self._by_sender.items()}
-            self._blocks = {sender: [number for number, each in enumerate(own) if each.name not in self._loader_names]
+            self._blocks = {sender: delta.live_blocks(own, self._loader_names)
                             for sender, own in self._by_sender.items()}
         self._digests = {str(sender): planning.digest(self._entries, each) for sender, each in self._by_sender.items()}
         for operation in operations:
@@ -470,10 +470,8 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _compare_blocks(self, changes: dict[int, delta.Announcement], live: dict[str, torch.Tensor]) -> None:
         """Prove that every block of live parameters is the trainer's, whether it was sent or not. Raises RefitError."""
-        for sender, numbers in self._blocks.items():
-            operations = [self._by_sender[sender][number] for number in numbers]
-            views = Views([each.target for each in operations], [each.box.sizes for each in operations]).of(live)
-            found = checksums(views).tolist() if views else []
+        for sender, (numbers, views) in self._blocks.items():
+            found = checksums(views.of(live)).tolist() if numbers else []
             for number, stands in zip(numbers, found, strict=True):
                 told = changes[sender].sums[number]
                 if stands != told:

@@ -294,7 +294,7 @@ def _distinct_names(offered: Sequence[Mapping[str, Any]]) -> dict[str, dict[str,
 
 
 def _renamed(entries: Sequence[TensorMeta], names: Sequence[str]) -> list[TensorMeta]:
-    # `dataclasses.replace` would take three times as long.
+    # `dataclasses.replace` would take almost three times as long.
     return [entry if entry.name == name else TensorMeta(name, entry.dtype, entry.shape, entry.keep_fp32)
             for entry, name in zip(entries, names, strict=True)]
 

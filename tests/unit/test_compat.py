@@ -80,6 +80,24 @@ def test_the_compiler_is_not_told_of_every_traced_operation():
     assert not hasattr(Mode.__torch_dispatch__, "__wrapped__")
 
 
+def test_operations_are_untraced_only_within_the_context():
+    seen = []
+
+    class Mode(refit.TracingMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **kwargs or {})
+
+    select, fill = torch.ops.aten.select.int, torch.ops.aten.fill_.Scalar
+    tensor = torch.zeros(2, 2)
+    with Mode():
+        with refit.untraced([select, torch.ops.aten.as_strided.default]):  # which `select` calls
+            tensor[0].fill_(1.0)
+        tensor[1].fill_(2.0)
+    assert seen == [fill, select, fill]
+    assert tensor.tolist() == [[1.0, 1.0], [2.0, 2.0]]
+
+
 def test_operations_say_what_they_change():
     assert refit.changed_arguments(torch.ops.aten.copy_.default) == ((0, "self"),)
     assert refit.changed_arguments(refit.TO_COPY) == ()

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore
 
 from mimo.refit.options import RefitOptions
 from mimo.refit.rendezvous import RefitError, Rendezvous
@@ -62,10 +62,11 @@ class Opening:
         self._rank, self._num_trainers, self._device, self._names = rank, num_trainers, device, names
         self._wire: Future[Wire] = Future()
         if options.backend != "ipc":
-            # A daemon, because a connection that never opens must not keep this process alive. The store gets a client
-            # of its own, because a wait in one holds up other calls of the same client.
+            # The store gets a client of its own, because a wait in one holds up other calls of the same client.
             store = rendezvous.store.clone()  # type: ignore[attr-defined]  # torch's stubs lack this method
-            threading.Thread(target=self._connect, args=(store,), name="refit-connections", daemon=True).start()
+            own = Rendezvous(store, rendezvous.who, rendezvous.timeout_s)
+            # A daemon, because a connection that never opens must not keep this process alive.
+            threading.Thread(target=self._connect, args=(own,), name="refit-connections", daemon=True).start()
 
     def finish(self, incoming: Sequence[Mapping[int, int]] = ()) -> Transport:
         """Return the connections.
@@ -89,11 +90,13 @@ class Opening:
         """Close the connections, now or when they have opened."""
         self._wire.add_done_callback(lambda wire: None if wire.exception() else wire.result().close())
 
-    def _connect(self, store: Store) -> None:
+    def _connect(self, own: Rendezvous) -> None:
         try:
+            # NCCL would wait without a limit for a participant that refuses or dies before it gets here.
+            own.meet(self._scope, "connecting", self._names)
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # each thread has its own current device
-            wire = Wire(store, "weights", self._rank, len(self._names), self._options.backend,
+            wire = Wire(own.store, "weights", self._rank, len(self._names), self._options.backend,
                         self._options.timeout_s, self._names)
         except BaseException as error:  # of any kind: `finish` raises it again
             self._wire.set_exception(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from mimo.refit.rendezvous import RefitError
+from mimo.refit.options import RefitOptions
+from mimo.refit.rendezvous import RefitError, Rendezvous
+from mimo.refit.transport.base import Opening
 from mimo.refit.transport.p2p import Wire
 
 NAMES = ("trainer rank 0", "trainer rank 1", "worker 0")
@@ -99,6 +102,18 @@ def test_following_a_broken_transfer_tells_the_cause_or_the_transfer(monkeypatch
     with pytest.raises(RefitError, match="0 messages to and 2 from others: NCCL communicator was aborted"):
         worker.follow(works, nothing_failed)
     worker.backend = "gloo"
+
+
+def test_nobody_connects_before_all_are_there() -> None:
+    store, names = HashStore(), ["trainer rank 0", "worker 0"]
+    options = RefitOptions(backend="gloo", dtype="float32", timeout_s=60)
+    opening = Opening(Rendezvous(store, names[0], 60), "set-up", options, 0, 1, torch.device("cpu"), names)
+    (thread,) = [each for each in threading.enumerate() if each.name == "refit-connections"]
+    Rendezvous(store, names[1], 60).fail("set-up", "another model")
+    with pytest.raises(RefitError, match="set-up failed: worker 0: another model"):
+        opening.finish()
+    thread.join(5)  # connections of gloo alone would wait for 60 s, and those of NCCL without a limit
+    assert not thread.is_alive()
 
 
 def test_the_others_never_come() -> None:
