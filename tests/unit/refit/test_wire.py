@@ -107,8 +107,9 @@ def test_following_a_broken_transfer_tells_the_cause_or_the_transfer(monkeypatch
 def test_nobody_connects_before_all_are_there() -> None:
     store, names = HashStore(), ["trainer rank 0", "worker 0"]
     options = RefitOptions(backend="gloo", dtype="float32", timeout_s=60)
+    before = threading.enumerate()
     opening = Opening(Rendezvous(store, names[0], 60), "set-up", options, 0, 1, torch.device("cpu"), names)
-    (thread,) = [each for each in threading.enumerate() if each.name == "refit-connections"]
+    (thread,) = [each for each in threading.enumerate() if each not in before]
     Rendezvous(store, names[1], 60).fail("set-up", "another model")
     with pytest.raises(RefitError, match="set-up failed: worker 0: another model"):
         opening.finish()
