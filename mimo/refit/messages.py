@@ -133,11 +133,28 @@ class Views:
         self._boxes = [(address.tensor, *_flattened(size, address.strides), address.offset)
                        for address, size in zip(addresses, sizes, strict=True)]
         self._tensors = tuple(dict.fromkeys(address.tensor for address in addresses))
+        self._owners: tuple[torch.Tensor, ...] = ()
+        self._views: list[torch.Tensor] = []
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return views of the boxes in these tensors, given by name. `check_inside` must have accepted the boxes."""
-        own = {name: (tensors[name].as_strided, tensors[name].storage_offset()) for name in self._tensors}
-        return [own[name][0](size, strides, own[name][1] + offset) for name, size, strides, offset in self._boxes]
+        """Return views of the boxes in these tensors, given by name. `check_inside` must have accepted the boxes.
+
+        Views are kept for the next call, because making tens of thousands of them takes the host as long as sending
+        the weights of a model of experts takes between two GPUs. They are made again if a tensor has other memory.
+        """
+        now = [tensors[name] for name in self._tensors]
+        if len(self._owners) != len(now) or not all(map(_share_memory, self._owners, now)):
+            self._owners = tuple(tensor.detach() for tensor in now)
+            own = {name: (tensor.as_strided, tensor.storage_offset())
+                   for name, tensor in zip(self._tensors, self._owners, strict=True)}
+            self._views = [own[name][0](size, strides, own[name][1] + offset)
+                           for name, size, strides, offset in self._boxes]
+        return self._views
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of equal shape and strides are the same elements. Never true without memory of their own."""
+    return one.data_ptr() == other.data_ptr() != 0 and one.dtype == other.dtype
 
 
 @lru_cache(maxsize=1024)  # layers and experts are alike

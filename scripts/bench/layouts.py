@@ -151,7 +151,8 @@ def outcome_of(config: RunConfig, records: Sequence[dict[str, Any]], warmup: int
 
 
 def run_all(configs: Sequence[RunConfig], names: Sequence[str], folder: Path, ranks: int, warmup: int,
-            num_batches: int, memory_limit_gib: float | None, *, fresh: bool = False) -> list[Outcome]:
+            num_batches: int, memory_limit_gib: float | None, *, fresh: bool = False,
+            until_failure: bool = False) -> list[Outcome]:
     """Run all configurations in order.
 
     One launch runs them one after the other in the same processes, so that there is one start. If a run fails, another
@@ -166,6 +167,7 @@ def run_all(configs: Sequence[RunConfig], names: Sequence[str], folder: Path, ra
         num_batches: number of global batches that a run repeats.
         memory_limit_gib: memory that a rank may use; None for all there is.
         fresh: whether each run has a launch of its own.
+        until_failure: whether the first run that fails is the last one.
     """
     folders, runs = [], []
     for config, name in zip(configs, names, strict=True):
@@ -179,7 +181,7 @@ def run_all(configs: Sequence[RunConfig], names: Sequence[str], folder: Path, ra
         folders.append(place)
         runs.append({"flags": str(flags), "folder": str(place), "num_batches": num_batches})
     outcomes: list[Outcome] = []
-    while len(outcomes) < len(runs):
+    while len(outcomes) < len(runs) and not (until_failure and outcomes and outcomes[-1].error):
         first, last = len(outcomes), len(outcomes) + 1 if fresh else len(runs)
         more = f" and {last - first - 1} more" if last - first > 1 else ""
         print(f"{names[first]}{more}", file=sys.stderr, flush=True)

@@ -135,7 +135,7 @@ def test_killed_at_random_and_resumed(tmp_path: Path, placement: str) -> None:
     generator, engine = random.Random(SEED), ["--engine-placement", placement]
     if placement == "separate":
         engine += ["--engine-tp", "2"]
-    flags = [*RUN_FLAGS, *engine, "--train-iters", str(8 * NUM_KILLS + 5)]
+    flags = [*RUN_FLAGS, *engine, "--train-iters", str(16 * NUM_KILLS + 5)]
     print(f"\n{placement}: {NUM_KILLS} kills, KILL_SEED={SEED}", flush=True)
     run = KilledRun(tmp_path / "killed", flags)
     run.folder.mkdir()

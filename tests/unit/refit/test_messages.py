@@ -85,6 +85,23 @@ def test_contiguous_boxes_are_flat() -> None:
     assert torch.equal(column, tensor[:5, 2]) and not column.is_contiguous()
 
 
+def test_views_are_kept_and_follow_their_tensor() -> None:
+    """A parameter changes in place, loses its memory to an offload and gets it back, or becomes another tensor."""
+    tensor = torch.arange(12.)
+    views = Views([Address("weight", 4, (1,))], [(2,)])
+    first = views.of({"weight": tensor})[0]
+    tensor += 1
+    assert views.of({"weight": tensor})[0] is first and first.tolist() == [5., 6.]
+    storage, kept = tensor.untyped_storage(), tensor.clone()
+    storage.resize_(0)
+    storage.resize_(kept.untyped_storage().nbytes())
+    tensor.copy_(kept + 1)
+    assert views.of({"weight": tensor})[0].tolist() == [6., 7.]
+    for other in (torch.arange(12.) * 2, torch.arange(12., dtype=torch.float64) * 2):
+        found = views.of({"weight": other})[0]
+        assert found.tolist() == [8., 10.] and found.dtype == other.dtype
+
+
 @pytest.mark.parametrize(("address", "sizes"), [
     (Address("weight", 34, (6, 1)), (1, 3)),
     (Address("weight", -1, (6, 1)), (1, 3)),

@@ -1,0 +1,241 @@
+"""Compare context parallelism with tensor parallelism on rows of one long video each.
+
+    python scripts/bench/long_rows.py --device cuda --lengths 32768 65536 131072
+    python scripts/bench/long_rows.py --device cuda --part longest
+
+The model and its data are those of --preset long-video; further flags go to train_hetero.py and override it. A step is
+one row, which --gpus ranks share by `--llm-cp` or by `--llm-tp` with sequence parallelism. In both, the layout is
+colocated and all ranks share the video's frames. There are two parts:
+
+    speed    tokens/s of both layouts at each of --lengths, in turns. Each recomputes as many layers as
+             --context-recomputed and --tensor-recomputed say for that length, or as few as fit, according to the
+             planner and --memory-limit-gib. One that runs out of memory recomputes one layer more. With --frames, at
+             the first length there is a third, homogeneous layout, in which every context-parallel rank encodes all
+             frames. The time of its encoder, divided by that of the first layout, is `frames`.
+    longest  the longest row that trains with one GPU, and with --gpus context-parallel ranks, at equal recomputation.
+             Rows grow until the memory is full, from the longest one that the planner expects to fit into
+             --memory-limit-gib on. `longest` is the longest row of context parallelism, divided by the shortest one
+             for which one GPU had no room.
+
+The last line of output is JSON; above it, a Markdown table shows the same.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from mimo.config.cli import parse
+from mimo.config.trainer import RunConfig
+from mimo.config.validate import validate
+from mimo.planner.costs import GIB, GPUS, Costs, Profile
+from mimo.planner.predict import Step
+from mimo.planner.workload import SampleSize, draw_samples
+from scripts.bench import presets
+from scripts.bench.harness import argument_parser, check_gpus, check_least, device_name, table_of
+from scripts.bench.layouts import FULL, Outcome, memory_gib, run_all
+from scripts.training_runs import quiet
+
+COLUMNS = {"tokens of a row": "length", "layout": "layout", "GPUs": "gpus", "recomputed layers": "recomputed",
+           "ms a step": "step_ms", "tokens/s a GPU": "tokens_per_s", "encoder ms": "encoder_ms",
+           "peak GiB": "peak_gib", "planned GiB": "planned_gib"}
+ERROR_CELL = 4
+ONE, CONTEXT, TENSOR, REPEATED = "one GPU", "context parallel", "tensor parallel", "context parallel, frames on each"
+# Rows of `longest`, as shares of the longest one that the planner expects to fit. Context parallelism continues from
+# what one GPU had no room for.
+GROWTH = (1.0, 1.08, 1.16, 1.24, 1.32, 1.4)
+MULTIPLES = (1.8, 2.0, 2.2, 2.4, 2.6)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout with rows of one length.
+
+    Attributes:
+        layout: one of the names above.
+        length: `--seq-length`.
+        recomputed: number of language layers that are recomputed.
+        config: the run.
+        planned_gib: memory of tensors that the planner expects.
+    """
+
+    layout: str
+    length: int
+    recomputed: int
+    config: RunConfig
+    planned_gib: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.layout} {self.length} {self.recomputed}"
+
+
+class Bench:
+    """One invocation.
+
+    Args:
+        arguments: the command line; None for that of the process.
+    """
+
+    def __init__(self, arguments: list[str] | None) -> None:
+        parser = argument_parser(__doc__)
+        parser.add_argument("--part", choices=("speed", "longest"), default="speed")
+        parser.add_argument("--gpus", type=int, default=2, help="ranks that share a row (2)")
+        parser.add_argument("--preset", choices=presets.PRESETS, default="long-video")
+        parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 65536, 131072],
+                            help="tokens of a row for `speed`")
+        parser.add_argument("--text-tokens", type=int, default=600, help="tokens of a row that are not the video's")
+        parser.add_argument("--pair-tokens", type=int, default=196, help="tokens of two frames")
+        parser.add_argument("--steps", type=int, default=4, help="timed steps; one less from each length to the next")
+        parser.add_argument("--warmup-steps", type=int, default=1)
+        parser.add_argument("--memory-limit-gib", type=float,
+                            help="GiB of tensors to plan for (default: those of the GPU without 8)")
+        parser.add_argument("--context", default="", metavar="FLAGS", help="further flags of context parallelism")
+        parser.add_argument("--tensor", default="", metavar="FLAGS", help="further flags of tensor parallelism")
+        for name in ("context", "tensor"):
+            parser.add_argument(f"--{name}-recomputed", type=int, nargs="+", metavar="N",
+                                help=f"recomputed layers of {name} parallelism at each length")
+        parser.add_argument("--frames", action="store_true", help="run the third layout")
+        parser.add_argument("--recomputed", type=int, default=0, help="recomputed layers for `longest`")
+        self.chosen, self.further = parser.parse_known_args(arguments)
+        for name in ("context", "tensor"):
+            given = vars(self.chosen)[f"{name}_recomputed"]
+            if given is not None and len(given) != len(self.chosen.lengths):
+                parser.error(f"--{name}-recomputed {' '.join(map(str, given))}: give a number for each of "
+                             f"{len(self.chosen.lengths)} --lengths")
+        check_least(parser, self.chosen, gpus=2, steps=1, warmup_steps=1, recomputed=0)
+        check_gpus(self.chosen.device, self.chosen.gpus)
+        self._samples: dict[int, list[SampleSize]] = {}
+        found = memory_gib(self.chosen.device)
+        self.limit: float = self.chosen.memory_limit_gib or (found - 8 if found else float("inf"))
+
+    def row(self, layout: str, length: int, recomputed: int, steps: int) -> Row:
+        """Plan a run."""
+        chosen = self.chosen
+        step = 2 * chosen.gpus * chosen.gpus  # rows are cut into chunks for each context- and tensor-parallel rank
+        length = length // step * step
+        frames = 2 * max((length - chosen.text_tokens) // chosen.pair_tokens, 1)
+        ranks = 1 if layout == ONE else chosen.gpus
+        words = {ONE: ["colocated", "--encoder-dp", "1"],
+                 CONTEXT: ["colocated", "--encoder-dp", str(ranks), "--llm-cp", str(ranks)],
+                 TENSOR: ["colocated", "--encoder-dp", str(ranks), "--llm-tp", str(ranks), "--sequence-parallel"],
+                 REPEATED: ["homogeneous", "--llm-cp", str(ranks)]}[layout]
+        flags = [*presets.flags(chosen.device, chosen.preset), "--seq-length", str(length), "--global-batch-size", "1",
+                 "--mock-video-min-frames", str(frames), "--mock-video-frames", str(frames),
+                 "--train-iters", str(chosen.warmup_steps + steps), *self.further, "--layout", *words,
+                 *shlex.split({CONTEXT: chosen.context, TENSOR: chosen.tensor}.get(layout, ""))]
+        if layout != REPEATED:
+            flags += ["--encoder-window", "1"]
+        if recomputed:
+            flags += ["--recompute", "full", "--recompute-num-layers", str(recomputed)]
+        config = quiet(parse(flags))
+        plan = Step(config, validate(config, ranks), Costs(config, Profile(GPUS["H200"])))
+        if length not in self._samples:
+            self._samples[length] = draw_samples(config, plan.costs.provider, 1)
+        needed, _, _ = plan.memory(plan.batches(self._samples[length]))
+        return Row(layout, length, recomputed, config, needed / GIB)
+
+    def least_recomputed(self, layout: str, length: int, steps: int) -> Row:
+        """Plan a run that recomputes as few layers as fit."""
+        low, high = 0, self.layers
+        while low < high:
+            middle = (low + high) // 2
+            if self.row(layout, length, middle, steps).planned_gib <= self.limit:
+                high = middle
+            else:
+                low = middle + 1
+        return self.row(layout, length, low, steps)
+
+    @property
+    def layers(self) -> int:
+        """Layers of the language model."""
+        count: int = self.row(ONE, self.chosen.lengths[0], 0, 1).config.model_family.num_layers
+        return count
+
+    def run(self, rows: list[Row], folder: Path, *, until_failure: bool = False) -> list[dict[str, Any]]:
+        """Run rows of as many GPUs in one launch, and return their figures."""
+        ranks = 1 if rows[0].layout == ONE else self.chosen.gpus
+        outcomes = run_all([each.config for each in rows], [each.name for each in rows], folder, ranks,
+                           self.chosen.warmup_steps, 1, None, until_failure=until_failure)
+        return [self.figures(row, outcome) for row, outcome in zip(rows, outcomes, strict=False)]
+
+    def figures(self, row: Row, outcome: Outcome) -> dict[str, Any]:
+        """Return a row of the table."""
+        ranks = 1 if row.layout == ONE else self.chosen.gpus
+        replicas = ranks if row.layout != REPEATED else 1
+        busy = [seconds for name, seconds in outcome.busy_s.items() if name != "language"]
+        return {"length": row.length, "layout": row.layout, "gpus": ranks, "recomputed": row.recomputed,
+                "step_ms": outcome.step_ms, "tokens_per_s": outcome.tokens_per_s, "tflops": outcome.tflops,
+                "encoder_ms": 1000 * busy[0] / replicas if busy else None, "peak_gib": outcome.peak_gib,
+                "planned_gib": row.planned_gib, "losses": outcome.losses, "error": outcome.error}
+
+    def speed(self, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Compare tokens/s."""
+        rows = []
+        for number, length in enumerate(self.chosen.lengths):
+            steps = max(self.chosen.steps - number, 1)
+            for layout, given in ((CONTEXT, self.chosen.context_recomputed), (TENSOR, self.chosen.tensor_recomputed)):
+                rows.append(self.least_recomputed(layout, length, steps) if given is None
+                            else self.row(layout, length, given[number], steps))
+            if number == 0 and self.chosen.frames:
+                rows.append(self.row(REPEATED, length, rows[0].recomputed, steps))
+        found = self.run(rows, folder)
+        for row, figures in zip(list(rows), list(found), strict=True):
+            steps = row.config.train.train_iters - self.chosen.warmup_steps
+            while figures["error"] in FULL and row.layout != REPEATED and row.recomputed < self.layers:
+                row = self.row(row.layout, row.length, row.recomputed + 1, steps)
+                found += [figures := self.run([row], folder)[0]]
+        ended = {(each["layout"], each["length"]): each for each in found if not each["error"]}
+        ratios = {str(length): ended[CONTEXT, length]["tokens_per_s"] / ended[TENSOR, length]["tokens_per_s"]
+                  for length in dict.fromkeys(row.length for row in rows)
+                  if (CONTEXT, length) in ended and (TENSOR, length) in ended}
+        summary: dict[str, Any] = {"context_over_tensor": ratios}
+        pair = [ended.get((layout, rows[0].length), {}).get("encoder_ms") for layout in (REPEATED, CONTEXT)]
+        if pair[0] is not None and pair[1] is not None:
+            summary["frames"] = pair[0] / pair[1]
+        return found, summary
+
+    def longest(self, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Let rows grow until there is no room."""
+        recomputed = self.chosen.recomputed
+        low, high = 1024, self.row(ONE, 1024, 0, 1).config.model_family.max_position_embeddings
+        while high - low > 512:
+            middle = (low + high) // 2
+            if self.row(ONE, middle, recomputed, 1).planned_gib <= self.limit:
+                low = middle
+            else:
+                high = middle
+        found = self.run([self.row(ONE, int(low * factor), recomputed, 1) for factor in GROWTH], folder,
+                         until_failure=True)
+        full = [each["length"] for each in found if each["error"] in FULL]
+        summary: dict[str, Any] = {"one_gpu_fits": max((each["length"] for each in found if not each["error"]),
+                                                       default=None)}
+        if full:
+            found += self.run([self.row(CONTEXT, int(full[0] * factor), recomputed, 1) for factor in MULTIPLES],
+                              folder, until_failure=True)
+            most = max((each["length"] for each in found if each["layout"] == CONTEXT and not each["error"]),
+                       default=0)
+            summary |= {"one_gpu_does_not_fit": full[0], "context_fits": most, "longest": most / full[0]}
+        return found, summary
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print, and return the exit code."""
+    bench = Bench(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        found, summary = vars(Bench)[bench.chosen.part](bench, Path(folder))
+    print(table_of(COLUMNS, found, ERROR_CELL))
+    print(json.dumps({"device": device_name(bench.chosen.device), "part": bench.chosen.part,
+                      "limit_gib": bench.limit, "rows": found, **summary}))
+    return 0 if any(not each["error"] for each in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
