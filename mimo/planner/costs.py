@@ -348,6 +348,22 @@ class Costs:
         return max((component.tokens_per_token * tokens + component.extra_tokens
                     for component in self.counter.components if component.module == name), default=float(tokens))
 
+    def projector_bytes(self, name: str) -> tuple[float, float]:
+        """Return the bytes that an encoder's projectors keep for one patch if they train, and those of its features.
+
+        Each product keeps its input and its output, and the norm before it keeps its own input. Features are the rows
+        for the language model, of all levels.
+        """
+        last = [shape for shape in self.shapes[name] if shape.stage == "last" and len(shape.shape) == 2]
+        floats = 2.0 if self.config.model.bf16 else 4.0
+        kept = sum(shape.count * (max(shape.shape) + (shape.shape[1] if shape.shape[0] != self.hidden_size else 0))
+                   for shape in last)
+        width = sum(shape.count for shape in last if shape.shape[0] == self.hidden_size) * self.hidden_size
+        patches = max((component.tokens_per_token for component in self.counter.components
+                       if component.module == name), default=1.0)
+        return (floats * kept / patches if "projector" not in self._frozen else 0.0,
+                floats * (width or self.hidden_size) / patches)
+
     def trains(self, module: str) -> bool:
         """Return whether the module's own weights train. A projector may train while its encoder does not."""
         return module not in self._frozen
@@ -395,13 +411,17 @@ class Costs:
         """Return the bytes that all layers of a module keep for one token, without full recomputation.
 
         Each product keeps its input, and a layer keeps the outputs of its products until they have been used. Norms and
-        residuals keep four times the width. For a Llama layer this is 34 bytes per token and channel. Recomputed parts
-        keep nothing of their own, and neither does the core of attention, which is taken as fused.
+        residuals keep four times the width. For a Llama layer this is 34 bytes per token and channel. Norms of queries
+        and keys keep their inputs, and attention then gets copies. Recomputed parts keep nothing of their own, and
+        neither does the core of attention, which is taken as fused.
         """
         parts = self.config.model.recomputed_modules(module)
         layers = self.num_layers if module == LANGUAGE else _num_layers(self.shapes[module])
         per_token = 4.0 * width * layers
+        has_norms = any(shape.name == "self_attention.q_layernorm.weight" for shape in self.shapes[module])
         for shape in self.shapes[module]:
+            if has_norms and shape.name == "self_attention.linear_qkv.weight":
+                per_token += shape.count * shape.shape[0]
             if shape.stage == "layer" and len(shape.shape) == 2:
                 kept = 0.0 if _is_in(shape, parts) else float(max(shape.shape))
                 if "moe_act" in parts and shape.name == "mlp.experts.linear_fc2.weight":

@@ -21,7 +21,7 @@ from mimo.grid.lanes import has_eight_bit_pixels
 from mimo.grid.spec import GridSpec, Layout, lane_shares
 from mimo.grid.windows import BACKWARD_COST, WindowSchedule, deal_in_order, deal_iteration
 from mimo.planner.costs import GIB, LATENCY_S, Costs
-from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, Timeline, simulate
+from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, Timeline, links_of, simulate
 from mimo.planner.workload import Microbatches, SampleSize, iterations
 from mimo.protocols import LANGUAGE
 
@@ -213,7 +213,7 @@ class Step:
         if count not in self._pipeline_s:
             alone: dict[Hashable, list[Action]] = {
                 stage: Stage(stage, stages, count, partial(self._stage_s, stage),
-                             *_links(LANGUAGE, stage, stages)).program() for stage in range(stages)}
+                             *links_of(LANGUAGE, stage, stages)).program() for stage in range(stages)}
             self._pipeline_s[count] = simulate(alone).seconds
         busiest = count * max(self.language_s(FORWARD, stage) + self.language_s(BACKWARD, stage)
                               for stage in range(stages))
@@ -283,7 +283,7 @@ class Step:
                     return self.language_s(kind, stage) + images
 
                 programs[lane, stage] = Stage(stage, stages, len(batch), seconds,
-                                              *_links(lane, stage, stages)).program()
+                                              *links_of(lane, stage, stages)).program()
         return programs
 
     def _colocated(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
@@ -339,7 +339,7 @@ class Step:
                 return lambda microbatch: take(due(microbatch))
 
             passes = Stage(
-                stage, stages, len(batch), partial(self._stage_s, stage), *_links(0, stage, stages), label=LANGUAGE,
+                stage, stages, len(batch), partial(self._stage_s, stage), *links_of(0, stage, stages), label=LANGUAGE,
                 before_forward=at(schedule.before), after_forward=at(schedule.after),
                 after_backward=at(schedule.after_backward), before_backward=at(schedule.before_backward)).program()
             programs[stage] = [*turn(([], schedule.at_start())), *passes, *turn((schedule.at_end(), []))]
@@ -391,14 +391,14 @@ class Step:
                     def encode(kind: str, microbatch: int, replica: int = replica) -> float:
                         return self._replica_s(kind, encoder, replica, batch[microbatch])
 
-                    before, after = _links(("encoder", replica), stage, encoder.pp)
+                    before, after = links_of(("encoder", replica), stage, encoder.pp)
                     out = tuple(links[replica, lane] for lane in members) if stage == encoder.pp - 1 else after
                     programs["encoder", replica, stage] = Stage(
                         stage, stages, count, encode, before, out, label=ENCODING, takes_gradients=trains,
                         run_ahead=ahead, buffered=out if ahead and stage == encoder.pp - 1 else ()).program()
             for lane in members:
                 for stage in range(language.pp):
-                    before, after = _links(lane, stage, language.pp)
+                    before, after = links_of(lane, stage, language.pp)
                     into = tuple(links[replica, lane] for replica in replicas) if stage == 0 else before
                     programs[lane, stage] = Stage(
                         encoder.pp + stage, stages, count, partial(self._stage_s, stage), into, after, label=LANGUAGE,
@@ -433,8 +433,8 @@ class Step:
                 if self.costs.trains(module):
                     seconds = sum(self.costs.reduction_s(count, replicas, grid.tp * grid.dp * grid.cp)
                                   for count, replicas in self.parameters(module, grid, stage))
-                    flags = self.config.ddp
-                    overlaps = flags.overlap_grad_reduce if module == LANGUAGE else flags.encoder_ddp_overlap
+                    overlaps = (self.config.ddp.overlap_grad_reduce if module == LANGUAGE
+                                else self.config.ddp.encoder_ddp_overlap)
                     # The last bucket and the gather of parameters remain.
                     total += seconds / 2 if overlaps else seconds
             most = max(most, total)
@@ -446,20 +446,19 @@ class Step:
         """Return the peak bytes of the fullest rank, how many of them are for images, and the name of that rank."""
         found = []
         known: dict[tuple[str, int], float] = {}
-        sent, received = self._pixel_bytes(batches)
+        sent, received, features = self._image_bytes(batches)
         for name, modules in self.places():
             total, images = self.costs.profile.base_gib * GIB, 0.0
             for module, grid, stage in modules:
                 total += self.state_bytes(module, grid, stage)
                 if module == LANGUAGE:
                     total += self._language_bytes(stage)
-                else:
-                    if (module, stage) not in known:
-                        known[module, stage] = max(self._encoder_bytes(grid, stage, batches), default=0.0)
-                    images += known[module, stage]
-            if self.layout.encoder_window is not None:
-                # Only the first stage reads lanes, but every rank encodes.
-                images += (sent if modules[0][2] == 0 else 0.0) + received
+                    continue
+                if (module, stage) not in known:
+                    known[module, stage] = max(self._encoder_bytes(grid, stage, batches), default=0.0)
+                images += known[module, stage]
+            # Only the first stage reads lanes, but every rank encodes.
+            images += (sent + features if modules[0][2] == 0 else 0.0) + received
             found.append((total + images, images, name))
         return max(found)
 
@@ -514,39 +513,45 @@ class Step:
         cost, gib = self.costs.encoder(grid.name, grid.tp), self.config.layout.encoder_activation_gib
         for patches in self._kept_patches(grid, stage, batches):
             kept, inputs = (max(patches) * each / grid.pp for each in (cost.layer_bytes, cost.recomputed_bytes))
-            if self.config.model.encoder_recompute == "full":
+            if not self.costs.trains(grid.name):
+                yield max(patches) * self.costs.projector_bytes(grid.name)[0]
+            elif self.config.model.encoder_recompute == "full":
                 yield inputs
             else:
                 yield kept if gib is None else min(kept, gib * GIB + inputs)
 
-    def _pixel_bytes(self, batches: Sequence[Microbatches]) -> tuple[float, float]:
-        """Return the most bytes of pixels that a lane's reader sends, and that a replica receives, at a step's start.
+    def _image_bytes(self, batches: Sequence[Microbatches]) -> tuple[float, float, float]:
+        """Return the most bytes of the first windows: pixels of a lane's reader and of a replica, features of a lane.
 
-        They are the pixels of the first windows.
+        Context-parallel ranks divide the features, tensor-parallel ones do not.
         """
         if self.layout.encoder_window is None:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         (encoder,), tokens = self.sampled.encoders, self.costs.provider.token_spec(self.config.model_family)
         floats = 2 if self.config.model.bf16 else 4
         each = (1 if has_eight_bit_pixels(self.config, self.costs.provider) else floats) * tokens.num_channels
-        sent = received = 0.0
+        _, width = self.costs.projector_bytes(encoder.name)
+        sent, received, features, cp = 0.0, 0.0, 0.0, self.layout.language.cp
         for batch in batches:
             schedule = self._window_schedule(len(batch))
             first = [microbatch for window in schedule.first_windows for microbatch in schedule.windows[window]]
             # With a shortened iteration, the whole one has more pixels if all its images travel at the start.
             longer = self.num_microbatches / len(batch) if len(first) == len(batch) else 1.0
-            lanes = [sum(each * (math.prod(tokens.image_shape) if tokens.image_size else size * tokens.size_multiple**2)
-                         for microbatch in first for size in self._images(batch[microbatch][lane])) * longer
+            sizes = [[size for microbatch in first for size in self._images(batch[microbatch][lane])]
                      for lane in range(self.sampled.num_lanes)]
+            lanes = [sum(each * (math.prod(tokens.image_shape) if tokens.image_size else size * tokens.size_multiple**2)
+                         for size in own) * longer for own in sizes]
             sent, received = max(sent, *lanes), max(received, sum(lanes) / encoder.dp)
-        return sent, received
+            features = max(features, *(sum(self.costs.image_patches(encoder.name, size) for size in own)
+                                       * longer * width / cp for own in sizes))
+        return sent, received, features
 
     def recomputed_images(self, batches: Sequence[Microbatches]) -> float:
         """Return the share of the encoder's layers that is recomputed because of --encoder-activation-gib."""
         gib = self.config.layout.encoder_activation_gib
-        if gib is None or self.config.model.encoder_recompute == "full":
-            return 0.0
         (encoder,) = self.layout.encoders
+        if gib is None or self.config.model.encoder_recompute == "full" or not self.costs.trains(encoder.name):
+            return 0.0
         each = self.costs.encoder(encoder.name, encoder.tp).layer_bytes
         over = [max(1 - gib * GIB / (kept * each), 0.0) for patches in self._kept_patches(encoder, 0, batches)
                 for kept in patches if kept]
@@ -554,7 +559,7 @@ class Step:
 
     def _kept_patches(self, grid: GridSpec, stage: int, batches: Sequence[Microbatches]) -> Iterator[list[float]]:
         """Yield the patches whose activations a rank keeps at each moment of each iteration, on its fullest replica."""
-        if not self.costs.trains(grid.name):
+        if not self.costs.trains(grid.name) and not self.costs.projector_bytes(grid.name)[0]:
             return
         stages = self.layout.language.pp
         window, lanes, rows = self.layout.encoder_window, self.sampled.num_lanes, self.config.train.micro_batch_size
@@ -592,8 +597,3 @@ class Step:
                             for sample in lane for image in sample.whole_images), default=0.0) / 2
                 moments = [each / dp + half for each in moments]
             yield moments
-
-
-def _links(name: Hashable, stage: int, num_stages: int) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
-    """Return the links of a stage to those before and after it."""
-    return (((name, stage - 1),) if stage else (), ((name, stage),) if stage < num_stages - 1 else ())

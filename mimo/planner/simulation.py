@@ -205,3 +205,8 @@ class Stage:
                 posts += keys
                 awaits += [key for key in keys if transfer is received or key[0] not in self.buffered]
         return Action(posts=tuple(posts), awaits=tuple(awaits))
+
+
+def links_of(name: Hashable, stage: int, num_stages: int) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
+    """Return the links of a stage to those before and after it."""
+    return (((name, stage - 1),) if stage else (), ((name, stage),) if stage < num_stages - 1 else ())
