@@ -46,6 +46,8 @@ OTHER_FLAGS = {
     **dict.fromkeys(("--image-size", "--llava"), "scripts/prepare_digits.py"),
     "--nproc": "scripts/run_hetero_mock.sh",
     "--run": "scripts/bench/train.py",
+    **dict.fromkeys(("--lengths", "--frames", "--part", "--context", "--tensor"), "scripts/bench/long_rows.py"),
+    **dict.fromkeys(("--context-recomputed", "--tensor-recomputed")),
     "--repeats": "scripts/bench/startup.py",
     "--warmup-runs": "scripts/bench/startup.py",
     "--case": "scripts/bench/bridge.py",
