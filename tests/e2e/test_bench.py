@@ -230,3 +230,34 @@ def test_a_layout_without_room_is_a_row_and_the_next_one_runs() -> None:
     assert "out-of-memory-rank1: " in done.stderr and "allocate" in done.stderr
     assert (trained["layout"], trained["error"], trained["rounds"]) == (small, "", 1) and trained["tokens_per_s"] > 0
     assert found["loss_difference"] < 1e-6 and trained["over_homogeneous"] is None
+
+
+# Long rows
+
+VIDEOS = """--device cpu --text-tokens 24 --pair-tokens 4 --num-layers 2 --hidden-size 64 --ffn-hidden-size 128
+--num-attention-heads 4 --num-query-groups 2 --kv-channels 16 --mrope-section 4 2 2 --logits-chunk-size 64
+--vision-hidden-size 32 --vision-num-layers 2 --vision-ffn-hidden-size 64 --vision-deepstack-layers 0 1
+--vision-num-attention-heads 4 --mock-image-size 64 --mock-min-length 20 --mock-max-length 20""".split()
+
+
+@pytest.mark.timeout(600)
+def test_every_way_to_share_a_row_trains_alike() -> None:
+    found = bench("long_rows", *VIDEOS, "--lengths", "64", "128", "--steps", "2", "--frames",
+                  "--context-recomputed", "0", "1")
+    assert [(row["layout"], row["length"], row["recomputed"]) for row in found["rows"]] == [
+        ("context parallel", 64, 0), ("tensor parallel", 64, 0), ("context parallel, frames on each", 64, 0),
+        ("context parallel", 128, 1), ("tensor parallel", 128, 0)]
+    for row in found["rows"]:
+        assert min(row["tokens_per_s"], row["step_ms"], row["peak_gib"], row["encoder_ms"]) > 0 and not row["error"]
+        alike = next(each for each in found["rows"] if each["length"] == row["length"])
+        assert row["losses"] == pytest.approx(alike["losses"], rel=1e-6)
+    assert set(found["context_over_tensor"]) == {"64", "128"} and found["frames"] > 0
+
+
+@pytest.mark.timeout(600)
+def test_rows_grow_from_what_the_plan_allows() -> None:
+    found = bench("long_rows", *VIDEOS, "--part", "longest", "--memory-limit-gib", "1.24")
+    lengths = [row["length"] for row in found["rows"]]
+    assert len(lengths) > 1 and lengths == sorted(lengths) and {row["gpus"] for row in found["rows"]} == {1}
+    # A CPU has no limit, so nothing runs out of memory and there is nothing to compare with.
+    assert found["one_gpu_fits"] == lengths[-1] and "longest" not in found
