@@ -247,7 +247,8 @@ class TrainerEnd:
                            lambda: f"{self._listed(self._late())} taken an earlier one out")
                 self._begin()
             if self._among is not None:
-                self._among.wait(chunk.works, check, grace_s)
+                # Longer than the other rank waits for its worker, so that the error names the worker.
+                self._among.wait(chunk.works, check, 1.5 * grace_s)
             if chunk.event is not None:
                 chunk.event.synchronize()
             for worker in self._receivers(chunk.number):
