@@ -7,7 +7,7 @@ The model and its data are those of --preset long-video; further flags go to tra
 one row, which --gpus ranks share by `--llm-cp` or by `--llm-tp` with sequence parallelism. In both, the layout is
 colocated and all ranks share the video's frames. There are two parts:
 
-    speed    tokens/s of both layouts at each of --lengths, in turns. Each recomputes as many layers as
+    speed    tokens/s of both layouts at each of --lengths, once each. Each recomputes as many layers as
              --context-recomputed and --tensor-recomputed say for that length, or as few as fit, according to the
              planner and --memory-limit-gib. One that runs out of memory recomputes one layer more. With --frames, at
              the first length there is a third, homogeneous layout, in which every context-parallel rank encodes all
@@ -52,6 +52,11 @@ ONE, CONTEXT, TENSOR, REPEATED = "one GPU", "context parallel", "tensor parallel
 # what one GPU had no room for.
 GROWTH = (1.0, 1.08, 1.16, 1.24, 1.32, 1.4)
 MULTIPLES = (1.8, 2.0, 2.2, 2.4, 2.6)
+LEAST = 1024
+# Flags of the trainer that rows differ in.
+FIXED = {"--seq-length", "--global-batch-size", "--train-iters", "--mock-video-min-frames", "--mock-video-frames",
+         "--layout", "--encoder-dp", "--encoder-window", "--llm-cp", "--llm-tp", "--llm-dp", "--llm-pp", "--recompute",
+         "--recompute-num-layers"}
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,14 @@ class Bench:
         parser.add_argument("--frames", action="store_true", help="run the third layout")
         parser.add_argument("--recomputed", type=int, default=0, help="recomputed layers for `longest`")
         self.chosen, self.further = parser.parse_known_args(arguments)
+        fixed = {word.partition("=")[0] for word in self.further} & FIXED
+        if fixed:
+            parser.error(f"{', '.join(sorted(fixed))}: this program chooses the value for each row")
+        other = {"speed": ("recomputed",), "longest": ("context", "tensor", "context_recomputed", "tensor_recomputed",
+                                                       "frames")}[self.chosen.part]
+        for name in other:
+            if vars(self.chosen)[name]:
+                parser.error(f"--{name.replace('_', '-')} has no effect with --part {self.chosen.part}")
         for name in ("context", "tensor"):
             given = vars(self.chosen)[f"{name}_recomputed"]
             if given is not None and len(given) != len(self.chosen.lengths):
@@ -205,7 +218,11 @@ class Bench:
     def longest(self, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Let rows grow until there is no room."""
         recomputed = self.chosen.recomputed
-        low, high = 1024, self.row(ONE, 1024, 0, 1).config.model_family.max_position_embeddings
+        least = self.row(ONE, LEAST, recomputed, 1)
+        if least.planned_gib > self.limit:
+            raise SystemExit(f"--memory-limit-gib {self.limit:g}: a row of {LEAST} tokens needs "
+                             f"{least.planned_gib:.3g} GiB")
+        low, high = LEAST, least.config.model_family.max_position_embeddings
         while high - low > 512:
             middle = (low + high) // 2
             if self.row(ONE, middle, recomputed, 1).planned_gib <= self.limit:
