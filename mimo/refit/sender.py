@@ -473,7 +473,7 @@ class WeightSender:
 
 
 class ModelWeights:
-    """A model's weights for `WeightSender`. The construction is collective.
+    """A model's weights for `WeightSender`, and for others that follow it. The construction is collective.
 
     Args:
         built: this rank's model.
@@ -490,14 +490,17 @@ class ModelWeights:
     @without_collections()
     def __init__(self, built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,
                  dtype: str) -> None:
-        self._built = built
+        self._built, self._is_located = built, False
         self._shards = TrainerShards(built, grids, provider, family_config, dtype)
         self.entries = self._shards.entries
         self.schemes = module_schemes(self._shards.maps, [entry.name for entry in self.entries])
 
     def locate(self) -> None:
-        """Find which rank holds which boxes. Collective; raises as the construction."""
+        """Find which rank holds which boxes, once. Collective; raises as the construction."""
+        if self._is_located:
+            return
         self._shards.locate()
+        self._is_located = True
         self.holders, self.slices = self._shards.holders, self._shards.slices
         self._live = LiveTensors(self._built)
         self._paths = tuple(dict.fromkeys(part.address.tensor for part in self.slices))
@@ -534,7 +537,8 @@ def module_schemes(maps: Mapping[str, WeightMap], names: Sequence[str]) -> list[
 
 
 def connect(built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,
-            client: EngineClient | None, num_workers: int, options: RefitOptions, address: str = "") -> WeightSender:
+            client: EngineClient | None, num_workers: int, options: RefitOptions, address: str = "",
+            weights: ModelWeights | None = None) -> WeightSender:
     """Connect a trainer with an engine. Collective over the trainer's world.
 
     Args:
@@ -546,11 +550,12 @@ def connect(built: BuiltModel, grids: Grids, provider: ModelProvider, family_con
         num_workers: number of workers of the engine.
         options: options of the refits.
         address: name or address under which workers reach the first rank; empty: this machine's name.
+        weights: the model's weights, if they were found before, such as while the engine started.
 
     Raises:
         ValueError, RefitError: trainer and engine do not fit each other, or one of them did not answer.
     """
-    weights = ModelWeights(built, grids, provider, family_config, options.dtype)
+    weights = weights or ModelWeights(built, grids, provider, family_config, options.dtype)
     on_gpu = options.backend == "nccl" or (options.backend == "ipc" and current_platform().name == "cuda")
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     trainer = Trainer(grids.rank, grids.layout.world_size, lambda value: broadcast_object(grids, value),

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -124,11 +124,13 @@ class ChildEngines:
     Args:
         options: options of each replica.
         flags: the timeouts of starts and calls.
+        meanwhile: see `start_engine`.
     """
 
-    def __init__(self, options: Sequence[EngineOptions], flags: RolloutConfig) -> None:
+    def __init__(self, options: Sequence[EngineOptions], flags: RolloutConfig,
+                 meanwhile: Callable[[], None] | None = None) -> None:
         self._processes = start_processes(options, flags.engine_start_timeout_s, flags.rollout_timeout_s,
-                                          setup=leave_group)
+                                          setup=leave_group, meanwhile=meanwhile)
         self.client: RolloutClient = one_client([each.handle for each in self._processes], flags.rollout_timeout_s,
                                                 flags.engine_share_experts)
         # Ranks of one node and their engine need no network.
@@ -248,13 +250,15 @@ def engine_memory(flags: RolloutConfig) -> float:
     return COLOCATED_MEMORY if flags.engine_placement == "colocated" else SEPARATE_MEMORY
 
 
-def start_engine(config: RlRunConfig, provider: ModelProvider, has_videos: bool) -> Engine:
+def start_engine(config: RlRunConfig, provider: ModelProvider, has_videos: bool,
+                 meanwhile: Callable[[], None] | None = None) -> Engine:
     """Describe the model in the run's folder and start its engine where `--engine-placement` says; on the first rank.
 
     Args:
         config: the run.
         provider: the model family.
         has_videos: whether prompts have videos.
+        meanwhile: called once in this process, while the processes of the engine start. What it raises ends them.
 
     Raises:
         ValueError: the model has no Hugging Face counterpart, the folder cannot be written, there are too few GPUs, or
@@ -265,7 +269,7 @@ def start_engine(config: RlRunConfig, provider: ModelProvider, has_videos: bool)
     flags, gpus = config.rollout, replica_gpus(config)
     if flags.engine_placement != "ray":
         return ChildEngines([engine_options(config, folder, replica, gpus[replica] if gpus else ())
-                             for replica in range(flags.engine_dp)], flags)
+                             for replica in range(flags.engine_dp)], flags, meanwhile)
     # Imported here because other placements work without Ray.
     from mimo.rollout.ray_actors import RayCluster, RayEngines
 
@@ -273,7 +277,7 @@ def start_engine(config: RlRunConfig, provider: ModelProvider, has_videos: bool)
     return RayEngines([engine_options(config, folder, replica) for replica in range(flags.engine_dp)], cluster,
                       "GPU" if config.train.device == "cuda" else "CPU", flags.engine_start_timeout_s,
                       flags.rollout_timeout_s, forwarded(os.environ, flags.engine_env), leave_launcher,
-                      os.environ["MASTER_ADDR"])
+                      os.environ["MASTER_ADDR"], meanwhile)
 
 
 def describe_model(config: RlRunConfig, provider: ModelProvider, has_videos: bool) -> Path:

@@ -24,10 +24,18 @@ from mimo.platform.base import Platform
 from mimo.protocols import ModelProvider, TokenGridProvider
 from mimo.refit.options import RefitReport
 from mimo.refit.rendezvous import RefitError, format_error
-from mimo.refit.sender import connect
+from mimo.refit.sender import ModelWeights, connect
 from mimo.rl.collector import FIRST_RANK_SPEAKS_S, Collector, PromptCursor
 from mimo.rl.images import ImageTokens, needs_pixels
-from mimo.rl.launch_engine import CLOSING_S, Engine, engine_memory, lost_by, refit_options, start_engine
+from mimo.rl.launch_engine import (
+    CLOSING_S,
+    Engine,
+    engine_dtype,
+    engine_memory,
+    lost_by,
+    refit_options,
+    start_engine,
+)
 from mimo.rl.offload import Devices, Offload, SharedDevices
 from mimo.rl.placement import engine_weight_bytes
 from mimo.rl.policy import PolicyResult, PolicyTrainer
@@ -68,6 +76,7 @@ class RlLoop:
         self.watchdog = self.session.watchdog
         self.cursor = PromptCursor()
         self._engine: Engine | None = None
+        self._weights: ModelWeights | None = None
         self._num_restarts = 0
         self._leaving: set[str] | None = None  # from shared devices in the last rollout
         # The summary at the end of the run has the last ones.
@@ -133,25 +142,38 @@ class RlLoop:
         return lines if note is None else [*lines, note]
 
     def _start_engine(self) -> Engine | None:
-        """Start the engine, on the first rank. The others make room for it where they share devices."""
+        """Start the engine, on the first rank. The others make room for it where they share devices.
+
+        While its processes start, all ranks find the weights that it will get.
+        """
+        flags = self.config.rollout
         self.devices: Devices = Devices()
-        if self.config.rollout.engine_placement == "colocated":
+        if flags.engine_placement == "colocated":
+            self._find_weights()  # before they make room
             self.devices = SharedDevices(
                 self.grids, Offload(self.parts.built, self.parts.optimizer), self.platform,
-                engine_memory(self.config.rollout) if self.platform.name == "cuda" else None,
+                engine_memory(flags) if self.platform.name == "cuda" else None,
                 engine_weight_bytes(self.config, self.grids.layout, self.provider))
         self.devices.for_engine_start()
+        limit_s = flags.engine_start_timeout_s + CLOSING_S * flags.engine_dp  # of replicas that did not start in time
         if self.grids.rank != 0:
+            with (self.watchdog.limit(limit_s + 2 * FIRST_RANK_SPEAKS_S),
+                  self.watchdog.waiting("the first rank, which starts the rollout engine")):
+                self._find_weights()
             return None
         STARTUP.say("starting vLLM, which loads its model and prepares its kernels")
-        limit_s = self.config.rollout.engine_start_timeout_s
-        closing_s = CLOSING_S * self.config.rollout.engine_dp  # of replicas that did not start in time
-        with (self.watchdog.limit(limit_s + closing_s + FIRST_RANK_SPEAKS_S),
-              self.watchdog.waiting("start of the rollout engine")):
-            engine = start_engine(self.config, self.provider, self._has_videos)
+        with self.watchdog.limit(limit_s + FIRST_RANK_SPEAKS_S), self.watchdog.waiting("start of the rollout engine"):
+            engine = start_engine(self.config, self.provider, self._has_videos, self._find_weights)
         if isinstance(self.devices, SharedDevices):
             self.devices.client = engine.client
         return engine
+
+    def _find_weights(self) -> None:
+        """Find the tensors for refits and the ranks that hold them. Collective the first time; nothing later."""
+        if self._weights is None:
+            self._weights = ModelWeights(self.parts.built, self.grids, self.provider, self.config.model_family,
+                                         engine_dtype(self.config))
+            self._weights.locate()
 
     def _connect(self) -> None:
         """Agree with the engine on weights, which every rank sends, and make what collects completions."""
@@ -167,7 +189,7 @@ class RlLoop:
               self.watchdog.waiting("the rollout engine's agreement on weights")):
             sender = connect(self.parts.built, self.grids, self.provider, self.config.model_family,
                              engine.client if engine is not None else None, num_workers,
-                             refit_options(self.config), engine.address if engine is not None else "")
+                             refit_options(self.config), engine.address if engine is not None else "", self._weights)
         source: RolloutSource | None = None
         held_out: RolloutSource | None = None
         if engine is not None:

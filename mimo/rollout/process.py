@@ -188,7 +188,8 @@ class EngineProcess:
 
 
 def start_processes(options: Sequence[EngineOptions], start_timeout_s: float = 600.0, call_timeout_s: float = 600.0,
-                    setup: Callable[[], None] | None = None) -> list[EngineProcess]:
+                    setup: Callable[[], None] | None = None,
+                    meanwhile: Callable[[], None] | None = None) -> list[EngineProcess]:
     """Start replicas of an engine at the same time.
 
     Args:
@@ -196,6 +197,7 @@ def start_processes(options: Sequence[EngineOptions], start_timeout_s: float = 6
         start_timeout_s: seconds that the start of all of them may take.
         call_timeout_s: seconds that a call may take.
         setup: see `EngineProcess`.
+        meanwhile: called once in this process, while the replicas start.
 
     Raises:
         RefitError: one did not start. The error names it, and the others are ended.
@@ -209,6 +211,8 @@ def start_processes(options: Sequence[EngineOptions], start_timeout_s: float = 6
     try:
         for each in options:
             processes.append(EngineProcess(each, start_timeout_s, call_timeout_s, setup, is_awaited=False))
+        if meanwhile is not None:
+            meanwhile()
         left = set(range(len(processes)))
         while left:
             spoke = wait([processes[number].starter for number in left], max(0.0, deadline - time.monotonic()))

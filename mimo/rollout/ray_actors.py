@@ -268,6 +268,7 @@ class RayEngines:
         environment: variables of the actors' processes. Those of `options` take precedence.
         setup: importable function that each actor calls before it makes its engine.
         trainer_address: address of the first rank among the trainer's ranks.
+        meanwhile: called once in this process, while the engines start.
 
     Attributes:
         client: calls all replicas.
@@ -280,7 +281,7 @@ class RayEngines:
 
     def __init__(self, options: Sequence[EngineOptions], cluster: RayCluster, resource: str, start_timeout_s: float,
                  call_timeout_s: float, environment: Mapping[str, str], setup: Callable[[], None] | None,
-                 trainer_address: str) -> None:
+                 trainer_address: str, meanwhile: Callable[[], None] | None = None) -> None:
         self._deadline, self._start_timeout_s = time.monotonic() + start_timeout_s, start_timeout_s
         self._options, self._resource = options, resource
         self._groups: list[PlacementGroup] = []
@@ -291,7 +292,7 @@ class RayEngines:
                 cluster.connect(sum(int(self._bundle(each)["CPU"]) * each.num_nodes for each in options),
                                 start_timeout_s)
             self._place()
-            self._start(dict(environment), setup)
+            self._start(dict(environment), setup, meanwhile)
             self.address = _reachable(trainer_address) if cluster.address else trainer_address
         except BaseException:  # No actor is left behind, whatever ends the start, Ctrl-C included.
             self.close()
@@ -368,7 +369,8 @@ class RayEngines:
             f"{asked:g} {self._resource}s, {max(bundle[self._resource] for bundle in bundles):g} of them on {each_of}; "
             f"the cluster has {there:g}, {free:g} of them free, on {sum(node['Alive'] for node in ray.nodes())} nodes")
 
-    def _start(self, environment: dict[str, str], setup: Callable[[], None] | None) -> None:
+    def _start(self, environment: dict[str, str], setup: Callable[[], None] | None,
+               meanwhile: Callable[[], None] | None) -> None:
         remote: Any = ray.remote(EngineActor)
         names = {node["NodeID"]: f"node {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
                  for node in ray.nodes()}
@@ -396,6 +398,8 @@ class RayEngines:
                 each = at_meeting_point(each, *first[0])
             place = NodePlace(part.node, *first[part.replica]) if each.num_nodes > 1 else None
             starts.append(part.actor.start.remote(each, setup, place))
+        if meanwhile is not None:
+            meanwhile()
         self._results(starts, lambda result: "" if result[0] else result[1])
 
     def _results(self, calls: Sequence[Any], fault: Callable[[Any], str] = lambda result: "") -> list[Any]:

@@ -7,15 +7,16 @@ The model and its data are those of --preset long-video; further flags go to tra
 one row, which --gpus ranks share by `--llm-cp` or by `--llm-tp` with sequence parallelism. In both, the layout is
 colocated and all ranks share the video's frames. There are two parts:
 
-    speed    tokens/s of both layouts at each of --lengths, once each. Each recomputes as many layers as
+    speed    tokens/s of both layouts at each of --lengths. A length that is given several times is repeated in turns,
+             and `context_over_tensor` compares the medians. Each layout recomputes as many layers as
              --context-recomputed and --tensor-recomputed say for that length, or as few as fit, according to the
              planner and --memory-limit-gib. One that runs out of memory recomputes one layer more. With --frames, at
              the first length there is a third, homogeneous layout, in which every context-parallel rank encodes all
              frames. The time of its encoder, divided by that of the first layout, is `frames`.
-    longest  the longest row that trains with one GPU, and with --gpus context-parallel ranks, at equal recomputation.
-             Rows grow until the memory is full, from the longest one that the planner expects to fit into
-             --memory-limit-gib on. `longest` is the longest row of context parallelism, divided by the shortest one
-             for which one GPU had no room.
+    longest  the longest row that trains with one GPU, and with --gpus context-parallel and then tensor-parallel ranks,
+             at equal recomputation. Rows grow until the memory is full, from the longest one that the planner expects
+             to fit into --memory-limit-gib on. `longest` is the longest row of context parallelism, divided by the
+             shortest one for which one GPU had no room, and `longest_tensor` that of tensor parallelism.
 
 The last line of output is JSON; above it, a Markdown table shows the same.
 """
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -48,10 +50,10 @@ COLUMNS = {"tokens of a row": "length", "layout": "layout", "GPUs": "gpus", "rec
            "peak GiB": "peak_gib", "planned GiB": "planned_gib"}
 ERROR_CELL = 4
 ONE, CONTEXT, TENSOR, REPEATED = "one GPU", "context parallel", "tensor parallel", "context parallel, frames on each"
-# Rows of `longest`, as shares of the longest one that the planner expects to fit. Context parallelism continues from
-# what one GPU had no room for.
+# Rows of `longest`, as shares of the longest one that the planner expects to fit. The other layouts continue from what
+# one GPU had no room for; tensor parallelism needs less memory and begins where context parallelism ended.
 GROWTH = (1.0, 1.08, 1.16, 1.24, 1.32, 1.4)
-MULTIPLES = (1.8, 2.0, 2.2, 2.4, 2.6)
+MULTIPLES = (1.8, 2.0, 2.2, 2.4, 2.6, 2.8, 3.0, 3.2)
 LEAST = 1024
 # Flags of the trainer that rows differ in.
 FIXED = {"--seq-length", "--global-batch-size", "--train-iters", "--mock-video-min-frames", "--mock-video-frames",
@@ -98,7 +100,7 @@ class Bench:
                             help="tokens of a row for `speed`")
         parser.add_argument("--text-tokens", type=int, default=600, help="tokens of a row that are not the video's")
         parser.add_argument("--pair-tokens", type=int, default=196, help="tokens of two frames")
-        parser.add_argument("--steps", type=int, default=4, help="timed steps; one less from each length to the next")
+        parser.add_argument("--steps", type=int, default=4, help="timed steps; one less for each further length")
         parser.add_argument("--warmup-steps", type=int, default=1)
         parser.add_argument("--memory-limit-gib", type=float,
                             help="GiB of tensors to plan for (default: those of the GPU without 8)")
@@ -175,8 +177,10 @@ class Bench:
     def run(self, rows: list[Row], folder: Path, *, until_failure: bool = False) -> list[dict[str, Any]]:
         """Run rows of as many GPUs in one launch, and return their figures."""
         ranks = 1 if rows[0].layout == ONE else self.chosen.gpus
-        outcomes = run_all([each.config for each in rows], [each.name for each in rows], folder, ranks,
-                           self.chosen.warmup_steps, 1, None, until_failure=until_failure)
+        # A length may be there several times, and each run has a folder of its own.
+        names = [f"{number} {each.name}" for number, each in enumerate(rows)]
+        outcomes = run_all([each.config for each in rows], names, folder, ranks, self.chosen.warmup_steps, 1, None,
+                           until_failure=until_failure)
         return [self.figures(row, outcome) for row, outcome in zip(rows, outcomes, strict=False)]
 
     def figures(self, row: Row, outcome: Outcome) -> dict[str, Any]:
@@ -192,8 +196,9 @@ class Bench:
     def speed(self, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Compare tokens/s."""
         rows = []
+        distinct = list(dict.fromkeys(self.chosen.lengths))
         for number, length in enumerate(self.chosen.lengths):
-            steps = max(self.chosen.steps - number, 1)
+            steps = max(self.chosen.steps - distinct.index(length), 1)
             for layout, given in ((CONTEXT, self.chosen.context_recomputed), (TENSOR, self.chosen.tensor_recomputed)):
                 rows.append(self.least_recomputed(layout, length, steps) if given is None
                             else self.row(layout, length, given[number], steps))
@@ -205,12 +210,16 @@ class Bench:
             while figures["error"] in FULL and row.layout != REPEATED and row.recomputed < self.layers:
                 row = self.row(row.layout, row.length, row.recomputed + 1, steps)
                 found += [figures := self.run([row], folder)[0]]
-        ended = {(each["layout"], each["length"]): each for each in found if not each["error"]}
-        ratios = {str(length): ended[CONTEXT, length]["tokens_per_s"] / ended[TENSOR, length]["tokens_per_s"]
+        ended: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        for each in found:
+            if not each["error"]:
+                ended.setdefault((each["layout"], each["length"]), []).append(each)
+        medians = {key: statistics.median(each["tokens_per_s"] for each in turns) for key, turns in ended.items()}
+        ratios = {str(length): medians[CONTEXT, length] / medians[TENSOR, length]
                   for length in dict.fromkeys(row.length for row in rows)
                   if (CONTEXT, length) in ended and (TENSOR, length) in ended}
         summary: dict[str, Any] = {"context_over_tensor": ratios}
-        pair = [ended.get((layout, rows[0].length), {}).get("encoder_ms") for layout in (REPEATED, CONTEXT)]
+        pair = [ended.get((layout, rows[0].length), [{}])[0].get("encoder_ms") for layout in (REPEATED, CONTEXT)]
         if pair[0] is not None and pair[1] is not None:
             summary["frames"] = pair[0] / pair[1]
         return found, summary
@@ -235,11 +244,15 @@ class Bench:
         summary: dict[str, Any] = {"one_gpu_fits": max((each["length"] for each in found if not each["error"]),
                                                        default=None)}
         if full:
-            found += self.run([self.row(CONTEXT, int(full[0] * factor), recomputed, 1) for factor in MULTIPLES],
-                              folder, until_failure=True)
-            most = max((each["length"] for each in found if each["layout"] == CONTEXT and not each["error"]),
-                       default=0)
-            summary |= {"one_gpu_does_not_fit": full[0], "context_fits": most, "longest": most / full[0]}
+            summary["one_gpu_does_not_fit"] = full[0]
+            multiples = list(MULTIPLES)
+            for layout, key in ((CONTEXT, "longest"), (TENSOR, "longest_tensor")):
+                own = self.run([self.row(layout, int(full[0] * factor), recomputed, 1) for factor in multiples],
+                               folder, until_failure=True)
+                ended = [each["length"] for each in own if not each["error"]]
+                summary[key] = max(ended, default=0) / full[0]
+                multiples = multiples[max(len(ended) - 1, 0):]
+                found += own
         return found, summary
 
 

@@ -15,8 +15,11 @@ three ways of sending the weights, called arms, take turns, --repeats times afte
 
 Before each round, every tenth parameter tensor changes, so that delta sends about a tenth of what direct sends.
 `bound_s` is the time that the bytes of the busiest worker of `direct` take at the rate of a plain copy between two
-GPUs, or within one with --colocated. The same run measures that rate. The last line of output is JSON; above it, a
-Markdown table shows medians in seconds.
+GPUs, or within one with --colocated. The same run measures that rate.
+
+`weights_s` is the time in which the trainer finds its tensors, once for all arms; train_rl.py does so while the engine
+starts. The set-up of an arm follows: trainer and engine agree on where each tensor goes. The last line of output is
+JSON; above it, a Markdown table shows medians in seconds.
 """
 
 from __future__ import annotations
@@ -195,6 +198,12 @@ def measure(chosen: argparse.Namespace, built: Any, grids: Any, provider: Any, f
     import torch
     import torch.distributed as dist
 
+    from mimo.refit.sender import ModelWeights
+
+    started = time.monotonic()
+    weights = ModelWeights(built, grids, provider, family_config, chosen.dtype)
+    weights.locate()
+    weights_s = time.monotonic() - started
     backend = "ipc" if chosen.colocated else "nccl" if chosen.device == "cuda" else "gloo"
     arms: dict[str, Callable[[str], RefitReport | None]] = {}
     plan_s: dict[str, float] = {}
@@ -205,7 +214,7 @@ def measure(chosen: argparse.Namespace, built: Any, grids: Any, provider: Any, f
             arms[name] = broadcast_arm(built, grids, provider, family_config, handle, chosen.dtype)
         else:
             use(grids, handle, "mimo")
-            arms[name] = direct_arm(name, chosen, built, grids, provider, family_config, handle, backend)
+            arms[name] = direct_arm(name, chosen, built, grids, provider, family_config, handle, backend, weights)
         plan_s[name] = time.monotonic() - started
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     reports: dict[str, list[RefitReport]] = {name: [] for name in arms}
@@ -233,7 +242,7 @@ def measure(chosen: argparse.Namespace, built: Any, grids: Any, provider: Any, f
     if grids.rank != 0:
         return {}
     result = summary(chosen, grids, seconds, reports, plan_s, copy_rate, int(total))
-    return result | {"largest_difference_between_arms": answers}
+    return result | {"weights_s": weights_s, "largest_difference_between_arms": answers}
 
 
 def agreement(chosen: argparse.Namespace, built: Any, grids: Any, handle: EngineHandle,
@@ -261,14 +270,15 @@ def agreement(chosen: argparse.Namespace, built: Any, grids: Any, handle: Engine
 
 
 def direct_arm(name: str, chosen: argparse.Namespace, built: Any, grids: Any, provider: Any, family_config: Any,
-               handle: EngineHandle, backend: str) -> Callable[[str], RefitReport]:
+               handle: EngineHandle, backend: str, weights: Any) -> Callable[[str], RefitReport]:
     """Connect an arm of this project. Each arm has a weight-transfer engine of its own in the workers."""
     from mimo.refit.sender import connect
 
     use(grids, handle, name)
     options = RefitOptions(backend, chosen.dtype, route="loader" if name == "loader" else "auto",
                            chunk_bytes=chosen.chunk_mib << 20, delta=name == "delta")
-    sender = connect(built, grids, provider, family_config, handle, handle.num_workers, options, "127.0.0.1")
+    sender = connect(built, grids, provider, family_config, handle, handle.num_workers, options, "127.0.0.1",
+                     weights)
     return sender.send
 
 

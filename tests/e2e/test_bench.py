@@ -242,11 +242,15 @@ VIDEOS = """--device cpu --text-tokens 24 --pair-tokens 4 --num-layers 2 --hidde
 
 @pytest.mark.timeout(600)
 def test_every_way_to_share_a_row_trains_alike() -> None:
-    found = bench("long_rows", *VIDEOS, "--lengths", "64", "128", "--steps", "2", "--frames",
-                  "--context-recomputed", "0", "1")
+    found = bench("long_rows", *VIDEOS, "--lengths", "64", "128", "128", "--steps", "2", "--frames",
+                  "--context-recomputed", "0", "1", "0")
     assert [(row["layout"], row["length"], row["recomputed"]) for row in found["rows"]] == [
         ("context parallel", 64, 0), ("tensor parallel", 64, 0), ("context parallel, frames on each", 64, 0),
-        ("context parallel", 128, 1), ("tensor parallel", 128, 0)]
+        ("context parallel", 128, 1), ("tensor parallel", 128, 0),
+        ("context parallel", 128, 0), ("tensor parallel", 128, 0)]
+    turns = [row["tokens_per_s"] for row in found["rows"][3:]]
+    assert len(set(turns)) == 4, "two turns are one run"
+    assert found["context_over_tensor"]["128"] == pytest.approx((turns[0] + turns[2]) / (turns[1] + turns[3]))
     for row in found["rows"]:
         assert min(row["tokens_per_s"], row["step_ms"], row["peak_gib"], row["encoder_ms"]) > 0 and not row["error"]
         alike = next(each for each in found["rows"] if each["length"] == row["length"])

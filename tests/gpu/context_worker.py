@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ def main(folder: str, *names: str) -> None:
                  for exchange in exchanges}
         losses, errors, exact = {}, {}, None
         for kind, words in runs.items():
+            started = time.monotonic()
             try:
                 outcome = train(words)
             except Exception:  # reported by the test; the next run may still work
@@ -97,6 +99,8 @@ def main(folder: str, *names: str) -> None:
             by_rank = gathered(outcome.gradients)
             exact = exact or assemble([piece for pieces in by_rank for piece in pieces])
             losses[kind], errors[kind] = outcome.losses, worst_errors(exact, by_rank)
+            if rank == 0:
+                print(f"{name} {kind}: {time.monotonic() - started:.0f} s", flush=True)
         if rank == 0:
             (Path(folder) / f"{name}.json").write_text(json.dumps({"losses": losses, "errors": errors}))
     dist.destroy_process_group()

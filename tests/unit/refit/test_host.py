@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import signal
 import socket
@@ -22,7 +23,7 @@ from mimo.refit.rendezvous import RefitError
 from mimo.rl import launch_engine
 from mimo.rollout.process import EngineHandle, EngineProcess, start_processes
 from mimo.rollout.replicas import AnsweredError
-from tests.support.echo_engine import engine_options, fail_to_start, use_breaking_engine, use_echo_engine
+from tests.support.echo_engine import engine_options, fail_to_start, sleep_long, use_breaking_engine, use_echo_engine
 from tests.support.launch import ROOT
 
 
@@ -154,6 +155,19 @@ def test_replicas_start_together_and_answer_alone() -> None:
     finally:
         for process in processes:
             process.close()
+
+
+def test_the_caller_works_while_an_engine_starts_and_its_error_ends_the_engine() -> None:
+    before, seen = set(multiprocessing.active_children()), []
+
+    def work() -> None:
+        (engine,) = set(multiprocessing.active_children()) - before
+        seen.append(engine)
+        raise ValueError("no rule for a tensor")
+
+    with pytest.raises(ValueError, match="no rule for a tensor"):
+        start_processes([dataclasses.replace(engine_options(), model="slow")], 120, 60, sleep_long, work)
+    assert len(seen) == 1 and not seen[0].is_alive()
 
 
 @pytest.mark.slow

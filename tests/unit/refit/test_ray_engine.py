@@ -149,6 +149,16 @@ def test_an_engine_that_does_not_start_says_why_and_leaves_its_place(tmp_path: P
     wait_for(lambda: ray.available_resources().get("GPU") == 2)
 
 
+def test_an_error_of_the_caller_while_actors_start_ends_them(tmp_path: Path) -> None:
+    def work() -> None:
+        raise ValueError("no rule for a tensor")
+
+    options = [dataclasses.replace(engine_options(), model=str(tmp_path))]
+    with pytest.raises(ValueError, match="no rule for a tensor"):
+        RayEngines(options, RayCluster(""), "GPU", 600, 300, {}, sleep_long, "here", work)
+    wait_for(lambda: ray.available_resources().get("GPU") == 2)
+
+
 def test_an_engine_that_takes_too_long_to_start_is_ended_in_time(tmp_path: Path) -> None:
     with pytest.raises(RefitError, match="replica 0: the engine, a Ray actor, did not start within 30 s"):
         with engines(tmp_path, 1, start_timeout_s=30, setup=sleep_long):
