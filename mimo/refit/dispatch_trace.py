@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mimo.boxes import View, box_of_view
+from mimo.boxes import Box, View, box_of_view
 from mimo.compat import storage_key
 from mimo.refit.compat import TO_COPY, TracingMode, changed_arguments, returns_something
 from mimo.refit.messages import view_of
@@ -148,8 +148,10 @@ class Tracer(TracingMode):
         return result
 
     def _keep(self, tensor: torch.Tensor) -> int:
-        self._kept[storage_key(tensor)] = tensor.untyped_storage()
-        return storage_key(tensor)
+        storage = tensor.untyped_storage()
+        key = storage_key(storage)
+        self._kept[key] = storage
+        return key
 
     def _names(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
         """Return the checkpoint tensors from which the values of tensors come."""
@@ -221,7 +223,7 @@ class Tracer(TracingMode):
         if origin is None or origin.dtype != source.dtype:
             return None
         while True:
-            found = box_of_view(origin.whole, view, View(0, region.sizes, region.strides))
+            found = _box(origin.whole, view, region.sizes, region.strides)
             if found is None:
                 return None
             dtypes.append(origin.dtype)
@@ -237,6 +239,11 @@ class Tracer(TracingMode):
         if not _exact(tuple(dtypes), dtypes[-1], target.dtype):
             return None
         return TensorSlice(origin.name, box, Address(target.path, region.offset, region.strides))
+
+
+@lru_cache(maxsize=4096)  # layers and experts are alike
+def _box(whole: View, view: View, sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Box, View] | None:
+    return box_of_view(whole, view, View(0, sizes, strides))
 
 
 @lru_cache(maxsize=4096)

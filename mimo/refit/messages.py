@@ -174,7 +174,7 @@ def check_inside(tensor: torch.Tensor, address: Address, sizes: Sequence[int]) -
 
 def view_of(tensor: torch.Tensor) -> View:
     """Return a tensor's layout in its storage."""
-    return View(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+    return View(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -122,6 +122,7 @@ def _keeps(module: Any) -> bool:
 
 
 NAMED = 3  # names in an error message
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert
 Candidates = Mapping[str, Mapping[str, Sequence[TensorMeta]]]
 """Module -> name of a naming scheme -> its entries."""
 
@@ -153,15 +154,15 @@ Probes = Mapping[str, Mapping[str, Probe]]
 def probe_schemes(model: torch.nn.Module, candidates: Candidates) -> dict[str, dict[str, Probe]]:
     """Try the naming schemes of every module on a live model, without any effect on it, up to one that fits.
 
-    Of names that differ in their first number alone, which is the layer's, only the first and the last are tried: a
-    mixture of experts has tens of thousands of names. `record` sees all names of the scheme that is chosen.
+    Of names that differ only in the numbers of their layer and expert, the first and the last are tried: a mixture of
+    experts has tens of thousands of names. `record` sees all names of the scheme that is chosen.
     """
     probes: dict[str, dict[str, Probe]] = {}
     for module, schemes in candidates.items():
         for scheme, entries in schemes.items():
             alike: dict[str, list[int]] = {}
             for index, entry in enumerate(entries):
-                alike.setdefault(re.sub(r"\d+", "#", entry.name, count=1), []).append(index)
+                alike.setdefault(NUMBER.sub("#", entry.name), []).append(index)
             ends = sorted({index for group in alike.values() for index in (group[0], group[-1])})
             recording = record(model, [entries[index] for index in ends], max_refused=NAMED)
             probes.setdefault(module, {})[scheme] = Probe(recording.refused, recording.untaken)
