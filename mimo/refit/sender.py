@@ -473,7 +473,7 @@ class WeightSender:
 
 
 class ModelWeights:
-    """A model's weights for `WeightSender`, and for others that follow it. The construction is collective.
+    """A model's weights for one `WeightSender`, or for several one after another. The construction is collective.
 
     Args:
         built: this rank's model.
@@ -490,7 +490,7 @@ class ModelWeights:
     @without_collections()
     def __init__(self, built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,
                  dtype: str) -> None:
-        self._built, self._is_located = built, False
+        self._built, self._is_located, self.dtype = built, False, dtype
         self._shards = TrainerShards(built, grids, provider, family_config, dtype)
         self.entries = self._shards.entries
         self.schemes = module_schemes(self._shards.maps, [entry.name for entry in self.entries])
@@ -553,8 +553,11 @@ def connect(built: BuiltModel, grids: Grids, provider: ModelProvider, family_con
         weights: the model's weights, if they were found before, such as while the engine started.
 
     Raises:
-        ValueError, RefitError: trainer and engine do not fit each other, or one of them did not answer.
+        ValueError, RefitError: trainer and engine do not fit each other, or one of them did not answer. Or `weights`
+            are of another dtype than the options.
     """
+    if weights is not None and weights.dtype != options.dtype:
+        raise ValueError(f"the weights were found to travel as {weights.dtype}, and the options say {options.dtype}")
     weights = weights or ModelWeights(built, grids, provider, family_config, options.dtype)
     on_gpu = options.backend == "nccl" or (options.backend == "ipc" and current_platform().name == "cuda")
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

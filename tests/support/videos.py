@@ -62,7 +62,7 @@ def _usual_priority() -> Iterator[None]:
     """Context after which this thread is scheduled as before.
 
     In a process of root, the encoder SVT-AV1 gives the thread that calls it the highest real-time priority. Every
-    process that it starts would inherit that, and would leave no processor time to any other.
+    process that it starts would inherit that, and leave hardly any processor time to others.
     """
     policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
     try:
