@@ -38,6 +38,7 @@ class Box:
         """Return the box that begins at `offsets` and has `sizes`, as checkpoints describe their pieces."""
         return cls(tuple(offsets), tuple(start + size for start, size in zip(offsets, sizes, strict=True)))
 
+    @lru_cache(maxsize=4096)  # layers and experts are alike  # noqa: B019
     def __str__(self) -> str:
         return f"[{', '.join(f'{start}:{stop}' for start, stop in zip(self.starts, self.stops, strict=True))}]"
 

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import attrgetter
 
 from mimo.boxes import Box, View, consecutive_runs, contiguous_strides, moved_offset, partition_problems
@@ -502,11 +503,8 @@ def _known(entries: Sequence[TensorMeta]) -> tuple[dict[str, TensorMeta], list[s
 
 def _slice_problems(part: TensorSlice, entry: TensorMeta, tensors: Mapping[str, tuple[str, int]] | None) -> list[str]:
     """Say why a slice cannot take its box; empty if it can."""
-    address, dimensions = part.address, len(entry.shape)
-    is_inside = len(part.box.starts) == len(part.box.stops) == dimensions and all(
-        0 <= start < stop <= size
-        for start, stop, size in zip(part.box.starts, part.box.stops, entry.shape, strict=True))
-    is_placed = len(address.strides) == dimensions and address.offset >= 0 <= min(address.strides, default=0)
+    address = part.address
+    is_inside, is_placed, end = _fit(part.box, entry.shape, address.offset, address.strides)
     problems = []
     if not is_inside:
         problems.append(("shape", f"is not a part of {list(entry.shape)}"))
@@ -519,10 +517,18 @@ def _slice_problems(part: TensorSlice, entry: TensorMeta, tensors: Mapping[str, 
         dtype, numel = tensors[address.tensor]
         if dtype != entry.dtype:
             problems.append(("dtype", f"comes as {entry.dtype}, {address.tensor} is {dtype}"))
-        end = View(address.offset, part.box.sizes, address.strides).end
         if end > numel:
             problems.append(("target", f"ends at element {end} of {address.tensor}, which has {numel}"))
     return [f"{kind}: {part.name} {part.box} {fault}" for kind, fault in problems]
+
+
+@lru_cache(maxsize=4096)  # layers are alike
+def _fit(box: Box, shape: tuple[int, ...], offset: int, strides: tuple[int, ...]) -> tuple[bool, bool, int]:
+    """Return whether a box is a part of a tensor, whether it is placed well, and one past its last element there."""
+    is_inside = len(box.starts) == len(box.stops) == len(shape) and all(
+        0 <= start < stop <= size for start, stop, size in zip(box.starts, box.stops, shape, strict=True))
+    is_placed = len(strides) == len(shape) and offset >= 0 <= min(strides, default=0)
+    return is_inside, is_placed, View(offset, box.sizes, strides).end if is_inside and is_placed else 0
 
 
 def _targets_that_overlap(slices: Iterable[TensorSlice]) -> list[str]:
