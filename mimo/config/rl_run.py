@@ -117,6 +117,8 @@ class PromptDataConfig(DataConfig):
     """Prompt data set: a name (arithmetic, conversations, digits, gsm8k) or pkg.module:attr."""
     lane_loader: Literal["routed", "per-lane"] = "routed"
     """train_hetero.py only."""
+    microbatch_order: Literal["images", "read"] = "images"
+    """train_hetero.py only."""
     skip_long_prompts: bool = False
     """Leave out the prompts of files to which --seq-length leaves no room for --max-completion-tokens; without it they
     are refused before the run begins."""
@@ -254,6 +256,8 @@ def _check_batch(config: RlRunConfig) -> None:
            f"{train.seq_length}, the longest prompt with its completion")
     refuse(config.data.lane_loader != DataConfig().lane_loader,
            f"--lane-loader {config.data.lane_loader}: the first rank reads the prompts; leave it out")
+    refuse(config.data.microbatch_order != DataConfig().microbatch_order,
+           f"--microbatch-order {config.data.microbatch_order}: an update orders its microbatches itself; leave it out")
 
 
 def _check_evaluation(config: RlRunConfig) -> None:

@@ -140,6 +140,10 @@ class DataConfig:
     lane_loader: Literal["routed", "per-lane"] = "routed"
     """Which ranks read data that is costly to read. routed: one rank reads each lane and sends the samples to the
     others. per-lane: every rank opens the lanes that it needs. Both give the same batches."""
+    microbatch_order: Literal["images", "read"] = "images"
+    """Order of a lane's microbatches within an iteration, in disjoint layouts and in homogeneous pipelines. images:
+    those with the fewest pixels come first and last, because the language model waits for the first of them to be
+    encoded, and nothing hides the encoder's last backward pass. read: as the data set gives them."""
 
 
 @dataclass(frozen=True)

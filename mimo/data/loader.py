@@ -18,7 +18,7 @@ from mimo.data.batch import Microbatch
 from mimo.data.collate import Placeholders, collate_encoder, collate_text
 from mimo.data.context import with_part
 from mimo.data.sources import ReaderSource, RoutedSource, Source, StreamSource
-from mimo.grid.lanes import Need, data_request, lanes_read_by, needs_of, sequence_multiple
+from mimo.grid.lanes import Need, data_request, lanes_read_by, needs_of, orders_by_images, sequence_multiple
 from mimo.grid.spec import Layout
 from mimo.protocols import (
     LANGUAGE,
@@ -235,8 +235,8 @@ class StepLoader:
 
 
 def open_source(layout: Layout, rank: int, data_provider: DataProvider | RoutedDataProvider, data_config: Any,
-                request: DataRequest, *, lane_loader: str, num_microbatches: int, host: dist.ProcessGroup | None,
-                tag: int) -> Source:
+                request: DataRequest, *, lane_loader: str, microbatch_order: str, num_microbatches: int,
+                host: dist.ProcessGroup | None, tag: int) -> Source:
     """Open the data of one rank. Collective over the world where lanes are routed.
 
     Args:
@@ -246,6 +246,7 @@ def open_source(layout: Layout, rank: int, data_provider: DataProvider | RoutedD
         data_config: its flags.
         request: the run's request to the data set.
         lane_loader: `routed` or `per-lane`, for a data set that is costly to read.
+        microbatch_order: `images` or `read`; see `mimo.grid.lanes.orders_by_images`.
         num_microbatches: microbatches of an iteration.
         host: gloo group of the whole world, needed where lanes are routed over several ranks.
         tag: distinguishes this source's messages from those of other open sources of the group.
@@ -253,7 +254,8 @@ def open_source(layout: Layout, rank: int, data_provider: DataProvider | RoutedD
     Raises:
         ValueError: the data set refuses the configuration.
     """
-    sizes = {"micro_batch_size": request.micro_batch_size, "num_microbatches": num_microbatches}
+    sizes: dict[str, Any] = {"micro_batch_size": request.micro_batch_size, "num_microbatches": num_microbatches,
+                             "by_images": orders_by_images(microbatch_order, layout, data_provider)}
     needs = needs_of(layout, rank, request.micro_batch_size)
     if not isinstance(data_provider, RoutedDataProvider):
         return StreamSource(data_provider, data_config, request.tokens, needs, lanes=request.num_lanes,
@@ -271,8 +273,8 @@ def open_source(layout: Layout, rank: int, data_provider: DataProvider | RoutedD
 def open_loader(layout: Layout, rank: int, *, model_provider: ModelProvider, model_config: Any,
                 data_provider: DataProvider | RoutedDataProvider, data_config: Any, micro_batch_size: int,
                 num_microbatches: int, seq_length: int, seed: int, split: str = "train",
-                lane_loader: str = DataConfig.lane_loader, host: dist.ProcessGroup | None = None, tag: int = 0,
-                **loader: Any) -> StepLoader:
+                lane_loader: str = DataConfig.lane_loader, microbatch_order: str = DataConfig.microbatch_order,
+                host: dist.ProcessGroup | None = None, tag: int = 0, **loader: Any) -> StepLoader:
     """Open the data of one rank as microbatches. Collective over the world where lanes are routed.
 
     Args:
@@ -288,6 +290,7 @@ def open_loader(layout: Layout, rank: int, *, model_provider: ModelProvider, mod
         seed: seed of the sample order.
         split: `train` or `valid`.
         lane_loader: see `open_source`.
+        microbatch_order: see `open_source`.
         host: see `open_source`.
         tag: see `open_source`.
         loader: more arguments of `StepLoader`.
@@ -298,7 +301,7 @@ def open_loader(layout: Layout, rank: int, *, model_provider: ModelProvider, mod
     request = data_request(layout, model_provider, model_config, micro_batch_size=micro_batch_size,
                            seq_length=seq_length, seed=seed, split=split)
     source = open_source(layout, rank, data_provider, data_config, request, lane_loader=lane_loader,
-                         num_microbatches=num_microbatches, host=host, tag=tag)
+                         microbatch_order=microbatch_order, num_microbatches=num_microbatches, host=host, tag=tag)
     return StepLoader(layout, rank, source, model_provider=model_provider, model_config=model_config,
                       micro_batch_size=micro_batch_size, num_microbatches=num_microbatches, seq_length=seq_length,
                       **loader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -80,6 +81,33 @@ def needs_from(layout: Layout, reader: int, rank: int, micro_batch_size: int) ->
     """Select what `rank` needs of the lanes that `reader` reads, in the order of `needs_of`."""
     return tuple(need for need in needs_of(layout, rank, micro_batch_size)
                  if reader_of(layout, need.share.lane) == reader)
+
+
+def orders_by_images(microbatch_order: str, layout: Layout, data_provider: object) -> bool:
+    """Whether a lane's microbatches are put into the order of `order_by_images`; all ranks of a run agree.
+
+    The order matters where ranks wait for the first microbatch to be encoded: on disjoint grids and in pipelines that
+    begin with an encoder. With encoder windows, all ranks encode, and do so while the pipeline fills and drains.
+
+    A rank that reads only its share of a lane does not know the images of the others. This is so with an indexed data
+    set where several replicas of an encoder share a lane, whose order then stays as it is.
+    """
+    waits = layout.kind == "disjoint" or (layout.kind == "homogeneous" and layout.language.pp > 1)
+    whole = all(encoder.dp <= layout.num_lanes for encoder in layout.encoders)
+    return microbatch_order == "images" and waits and (whole or isinstance(data_provider, RoutedDataProvider))
+
+
+def order_by_images(costs: Sequence[float]) -> list[int]:
+    """Return the order of a lane's microbatches, given the cost of encoding each: the cheapest one is last.
+
+    The next cheapest one is first. A backward pass takes about twice as long as a forward pass, so together these two
+    leave the language model the least to wait for. All others keep their order, and equal costs change nothing.
+    """
+    last = min(reversed(range(len(costs))), key=costs.__getitem__)
+    others = [number for number in range(len(costs)) if number != last]
+    if others:
+        others.insert(0, others.pop(others.index(min(others, key=costs.__getitem__))))
+    return [*others, last]
 
 
 def sequence_multiple(layout: Layout) -> int:

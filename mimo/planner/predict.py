@@ -131,7 +131,7 @@ class Step:
         lanes, rows, stages = self.sampled.num_lanes, self.config.train.micro_batch_size, self.layout.language.pp
         count = min(self.num_microbatches, max(4 * stages, SHORT_ITERATION))
         samples = list(islice(cycle(samples), max(lanes * count * rows, len(samples))))
-        found = iterations(samples, num_lanes=lanes, micro_batch_size=rows, num_microbatches=count)
+        found = iterations(samples, self.config, self.layout, num_lanes=lanes, num_microbatches=count)
         most = MAX_PASSES // (min(lanes, MAX_LANES) * stages * count)
         return list(islice(found, min(max(most, 1), MAX_ITERATIONS)))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from mimo.config.trainer import RunConfig
-from mimo.grid.lanes import data_request
+from mimo.grid.lanes import data_request, order_by_images, orders_by_images
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE, CheckedDataProvider, Lane, ModelProvider, RoutedDataProvider, Sample
 from mimo.visual import count_tokens, num_pictures
@@ -96,11 +96,25 @@ def _stream(config: RunConfig, provider: ModelProvider, module: str) -> Iterator
         reader.close()
 
 
-def iterations(samples: Sequence[SampleSize], *, num_lanes: int, micro_batch_size: int, num_microbatches: int
-               ) -> Iterator[Microbatches]:
-    """Yield the samples of each whole iteration. Lane l of n lanes has the samples l, l + n, l + 2 n and so on."""
+def iterations(samples: Sequence[SampleSize], config: RunConfig, layout: Layout, *, num_lanes: int,
+               num_microbatches: int) -> Iterator[Microbatches]:
+    """Yield the samples of each whole iteration. Lane l of n lanes has the samples l, l + n, l + 2 n and so on.
+
+    Args:
+        samples: in the order of the data set.
+        config: the run.
+        layout: its grids; with `config` they say whether a lane's microbatches are ordered by their images.
+        num_lanes: lanes here; the run may have more.
+        num_microbatches: microbatches of an iteration here; the run may have more.
+    """
+    micro_batch_size, data = config.train.micro_batch_size, config.data
     rows = micro_batch_size * num_microbatches
+    by_images = orders_by_images(data.microbatch_order, layout, config.find_dataset(data.dataset_provider))
     for start in range(0, len(samples) - rows * num_lanes + 1, rows * num_lanes):
-        yield [[[samples[start + (microbatch * micro_batch_size + row) * num_lanes + lane]
-                 for row in range(micro_batch_size)] for lane in range(num_lanes)]
-               for microbatch in range(num_microbatches)]
+        lanes = [[[samples[start + (microbatch * micro_batch_size + row) * num_lanes + lane]
+                   for row in range(micro_batch_size)] for microbatch in range(num_microbatches)]
+                 for lane in range(num_lanes)]
+        if by_images:
+            lanes = [[lane[number] for number in order_by_images(
+                [sum(sum(sample.images) for sample in batch) for batch in lane])] for lane in lanes]
+        yield [list(batch) for batch in zip(*lanes, strict=True)]

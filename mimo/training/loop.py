@@ -226,6 +226,7 @@ class TrainingLoop:
             seed=train.seed,
             split=split,
             lane_loader=self.config.data.lane_loader,
+            microbatch_order=self.config.data.microbatch_order,
             host=self.grids.host,
             tag=self._opened,
             prefetch=prefetch,

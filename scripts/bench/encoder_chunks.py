@@ -108,7 +108,7 @@ def read_images(config: RunConfig, grids: Any, platform: Platform, least: int) -
         model_config=config.model_family, data_provider=config.find_dataset(config.data.dataset_provider),
         data_config=config.dataset, micro_batch_size=config.train.micro_batch_size,
         num_microbatches=num_microbatches(config), seq_length=config.train.seq_length, seed=config.train.seed,
-        prefetch=False)
+        microbatch_order=config.data.microbatch_order, prefetch=False)
     (name,) = (encoder.name for encoder in grids.layout.encoders)
     while len(images) < least:
         for batch in loader.next_step():

@@ -55,20 +55,21 @@ def prefetch_bound_of_step(encoder: float, language: float, num_microbatches: in
     return serial / max(num_microbatches * encoder, (num_microbatches - 1 + num_stages) * language)
 
 
-def bound_of_eta(encoder: float, language: float, num_microbatches: int, num_stages: int = 1) -> float:
+def bound_of_eta(encoder: float, ends: float, language: float, num_microbatches: int, num_stages: int = 1) -> float:
     """Bound of eta for a trained encoder, however far it runs ahead.
 
     The first microbatch has to be encoded before the language model begins, and the encoder's last backward pass comes
     after it, as do the passes through its other stages. Hence a step takes at least
-    max(M t_enc, t_enc + (M - 1 + p) t_lm), and eta is at most M max(t_enc, t_lm) over that.
+    max(M t_enc, t_ends + (M - 1 + p) t_lm), and eta is at most M max(t_enc, t_lm) over that.
 
     Args:
-        encoder: time of a microbatch.
+        encoder: time of a microbatch, the mean.
+        ends: time of the encoder's first forward and last backward pass.
         language: time of a microbatch on one stage.
         num_microbatches: M.
         num_stages: p.
     """
-    step = max(num_microbatches * encoder, encoder + (num_microbatches - 1 + num_stages) * language)
+    step = max(num_microbatches * encoder, ends + (num_microbatches - 1 + num_stages) * language)
     return num_microbatches * max(encoder, language) / step
 
 
@@ -191,6 +192,23 @@ def microbatch_seconds(steps: Sequence[RankStep], module: str) -> list[list[floa
                     times = found.setdefault(each.label.microbatch, dict.fromkeys(lanes, 0.0))
                     times[lane] += (each.end_s - each.begin_s) / len(ranks)
     return [list(found[microbatch].values()) for microbatch in sorted(found)]
+
+
+def end_seconds(steps: Sequence[RankStep], module: str) -> float:
+    """Seconds of the first forward and the last backward pass of a module, of the lane where they are shortest.
+
+    For a module of several stages, this is the mean over its ranks, less than the pass takes through all of them.
+    """
+    lanes: dict[int, list[float]] = {}
+    for step in steps:
+        if step.module == module:
+            passes = [each for each in step.intervals if each.label.kind in PASSES]
+            first = min((each.label.microbatch or 0 for each in passes), default=0)
+            last = max((each.label.microbatch or 0 for each in passes), default=0)
+            lanes.setdefault(step.lane, []).append(sum(
+                each.end_s - each.begin_s for each in passes if (each.label.kind, each.label.microbatch or 0) in (
+                    (Kind.FORWARD, first), (Kind.BACKWARD, last))))
+    return min(statistics.fmean(ranks) for ranks in lanes.values())
 
 
 def steady_window(lane: Sequence[RankStep], module: str) -> Span:
@@ -346,6 +364,8 @@ def grid_figures(blocks: Sequence[Block], layout: Layout, module: str, num_micro
                                              for block in blocks),
         "alone_ms": 1000 * statistics.median(
             statistics.fmean(alone_seconds(step, module) for step in block[module].steps) for block in blocks),
+        "ends_ms": 1000 * statistics.median(
+            statistics.fmean(end_seconds(step, module) for step in block[module].steps) for block in blocks),
         "microbatch_ms": 1000 * statistics.median(
             statistics.fmean(statistics.fmean(lanes) for lanes in each) for each in times),
         "straggler_factor": statistics.median(straggler_factor(each) for each in times),
@@ -429,7 +449,8 @@ def figures(blocks: Sequence[Block], layout: Layout, num_microbatches: int) -> d
             f"the parts of the {critical} grid's step sum to {1000 * sum(parts.values()):.2f} ms, the step took "
             f"{1000 * seconds[chosen]:.2f} ms: {100 * gaps[chosen]:.1f} % are unexplained, more than "
             f"{100 * TOLERANCE:.0f} %")
-    encoder_ms = max(grid["microbatch_ms"] for name, grid in grids.items() if name != LANGUAGE)
+    encoder_ms, ends_ms = (max(grid[name] for module, grid in grids.items() if module != LANGUAGE)
+                           for name in ("microbatch_ms", "ends_ms"))
     return {
         "step_ms": 1000 * seconds[chosen], "ideal_ms": 1000 * parts["ideal"], "critical": critical,
         "eta": statistics.median(statistics.fmean(ideal_seconds(block[critical], critical)) / each
@@ -439,7 +460,7 @@ def figures(blocks: Sequence[Block], layout: Layout, num_microbatches: int) -> d
         "unexplained_shares": gaps, "step_all_ms": [1000 * each for each in seconds], "grids": grids,
         "eta_split": split_efficiency({name: grid["ranks"] for name, grid in grids.items()},
                                              {name: grid["ranks"] * grid["ideal_ms"] for name, grid in grids.items()}),
-        "bound_of_eta": bound_of_eta(encoder_ms, grids[LANGUAGE]["microbatch_ms"], num_microbatches,
+        "bound_of_eta": bound_of_eta(encoder_ms, ends_ms, grids[LANGUAGE]["microbatch_ms"], num_microbatches,
                                      layout.language.pp),
         "run_ahead": run_ahead_figures(blocks, critical),
         "prefetch": prefetch_figures(blocks, encoder_ms / 1000, grids[LANGUAGE]["microbatch_ms"] / 1000,

@@ -61,11 +61,28 @@ def predicted(preset: str, flags: str, profile: Profile, gpus: int = 2) -> Predi
 def test_what_was_measured_on_two_h200() -> None:
     profile, times, memory = Profile.load(PROFILE), [], []
     for (preset, flags), (step_ms, peak_gib) in MEASURED.items():
-        found = predicted(preset, flags, profile)
+        found = predicted(preset, f"{flags} --microbatch-order read", profile)
         times.append(abs(found.step_s * 1000 / step_ms - 1))
         memory.append(abs(found.memory_gib / peak_gib - 1))
     assert median(times) <= 0.03 and max(times) <= 0.06, times
     assert max(memory) <= 0.05, memory
+
+
+def test_short_microbatches_at_both_ends_leave_less_to_wait_for() -> None:
+    profile = Profile(GPUS["H200"])
+
+    def seconds(preset: str, flags: str) -> list[float]:
+        return [predicted(preset, f"{flags} --microbatch-order {order}", profile).step_s
+                for order in ("images", "read")]
+
+    homogeneous = "--layout homogeneous --llm-pp 2 --llm-pp-layout 13,27"
+    for preset, flags in (("h200", "--encoder-dp 1 --llm-dp 1"), ("10b-uneven", homogeneous)):
+        ordered, read = seconds(preset, flags)
+        assert ordered < 0.98 * read, (preset, ordered, read)
+    # Equal microbatches keep their order, as do those of encoder windows.
+    for preset, flags in (("10b-even", homogeneous), ("10b-uneven", PP2)):
+        ordered, read = seconds(preset, flags)
+        assert ordered == read, (preset, ordered, read)
 
 
 def test_a_layout_without_stages_takes_the_sum_of_its_passes() -> None:
@@ -74,7 +91,7 @@ def test_a_layout_without_stages_takes_the_sum_of_its_passes() -> None:
     costs = Costs(config, Profile(GPUS["H200"]))
     step = Step(config, validate(config, 1), costs)
     samples = draw_samples(config, costs.provider, 12)
-    (batch,) = iterations(samples, num_lanes=1, micro_batch_size=1, num_microbatches=12)
+    (batch,) = iterations(samples, config, step.layout, num_lanes=1, num_microbatches=12)
     encoder, cost = costs.encoder("vision", 1), costs.language(1, 1)
     expected = 12 * (40 * (cost.forward_s + cost.backward_s) + cost.ends_forward_s + cost.ends_backward_s)
     for sample in samples:

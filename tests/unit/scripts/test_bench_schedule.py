@@ -200,8 +200,10 @@ def test_eta_without_and_with_run_ahead():
     assert not figures([block(8.0)], LAYOUT, 1)["run_ahead"]
     assert found["bound_of_eta"] == pytest.approx(5 / 7), "the encoder takes 2 s before and after the 5 s"
     # Behind an encoder that is slower, the language model hides all of its time but with few microbatches.
-    assert bound_of_eta(60, 50, 12) == 1 and bound_of_eta(60, 50, 2) == pytest.approx(120 / 160)
-    assert bound_of_eta(30, 60, 12, 2) == pytest.approx(720 / 810)
+    assert bound_of_eta(60, 60, 50, 12) == 1 and bound_of_eta(60, 60, 50, 2) == pytest.approx(120 / 160)
+    assert bound_of_eta(30, 30, 60, 12, 2) == pytest.approx(720 / 810)
+    # A short microbatch at each end leaves the language model less to wait for.
+    assert bound_of_eta(30, 10, 60, 12) == pytest.approx(720 / 730)
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch, capsys):

@@ -12,6 +12,7 @@ import torch
 from data import digits, mock
 from data.indexed import IndexedStream
 from mimo.data.loader import StepLoader, open_loader
+from mimo.grid.lanes import order_by_images
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import Sample, TokenSpec
 from tests.support.routed_data import RoutedMock
@@ -78,6 +79,7 @@ def loader(grids, rank, provider=mock.provider, config=None, *, micro=2, num=2, 
         "num_microbatches": num,
         "seq_length": 64,
         "seed": 11,
+        "microbatch_order": "read",
         "prefetch": False,
     }
     return open_loader(grids, rank, **(arguments | changes))
@@ -132,8 +134,9 @@ def test_encoder_ranks_cover_each_lane_once_in_order(encoder_dp, language_dp, mi
     else:
         grids = layout(encoder_dp, language_dp)
     vision = grids.encoders[0]
-    encoders = [loader(grids, vision.rank_at(dp=dp), micro=micro) for dp in range(encoder_dp)]
-    languages = [loader(grids, grids.language.rank_at(dp=dp), micro=micro) for dp in range(language_dp)]
+    chosen = {"micro": micro, "microbatch_order": "images"}
+    encoders = [loader(grids, vision.rank_at(dp=dp), **chosen) for dp in range(encoder_dp)]
+    languages = [loader(grids, grids.language.rank_at(dp=dp), **chosen) for dp in range(language_dp)]
     for _ in range(2):
         encoded, texts = [rank.next_step() for rank in encoders], [rank.next_step() for rank in languages]
         for number in range(2):
@@ -148,6 +151,44 @@ def test_encoder_ranks_cover_each_lane_once_in_order(encoder_dp, language_dp, mi
                 images = len(side.inputs["pixel_values"]) if side.inputs else 0
                 assert images * 4 == sum(side.token_counts)
             assert all(len(lane.keys) == micro for lane in lanes)
+
+
+@pytest.mark.parametrize(("encoder_dp", "language_dp", "ordered"), [(1, 1, True), (1, 2, True), (2, 2, True),
+                                                                    (2, 1, False)])
+@pytest.mark.parametrize("provider", [mock.provider, RoutedMock()], ids=["indexed", "routed"])
+def test_the_first_and_the_last_microbatch_of_a_lane_have_the_fewest_images(provider, encoder_dp, language_dp, ordered):
+    grids = layout(encoder_dp, language_dp)
+
+    def steps(rank, order):
+        each = loader(grids, rank, provider, mock.Config(mock_images_max=6, mock_text_only_fraction=0), num=6,
+                      lane_loader="per-lane", microbatch_order=order)
+        return each.next_step()
+
+    vision = grids.encoders[0]
+    encoded = [steps(vision.rank_at(dp=dp), "images") for dp in range(encoder_dp)]
+    for lane in range(language_dp):
+        rank = grids.language.rank_at(dp=lane)
+        read, found = steps(rank, "read"), steps(rank, "images")
+        counts = [sum(batch.text.token_counts["vision"]) for batch in read]
+        assert len(set(counts)) > 2
+        # Several replicas share a lane of an indexed data set: each knows its own images only, and the order stays.
+        order = order_by_images(counts) if ordered or isinstance(provider, RoutedMock) else list(range(6))
+        keys = [batch.text.keys for batch in found]
+        assert keys == [read[number].text.keys for number in order]
+        sides = [[batch.encoders["vision"].keys for batch in step] for step in encoded]
+        if encoder_dp > language_dp:
+            assert [tuple(chain(*each)) for each in zip(*sides, strict=True)] == keys
+        elif encoder_dp == language_dp:
+            assert sides[lane] == keys
+        else:
+            assert [side[2 * lane:2 * lane + 2] for side in sides[0]] == keys
+
+
+@pytest.mark.parametrize(("costs", "order"), [
+    ([7], [0]), ([2, 1], [0, 1]), ([1, 2], [1, 0]), ([5, 5, 5], [0, 1, 2]), ([3, 1, 0, 2], [1, 0, 3, 2]),
+    ([4, 1, 6, 1, 9], [1, 0, 2, 4, 3]), ([0, 8, 8, 0], [0, 1, 2, 3])])
+def test_the_cheapest_microbatch_is_last_and_the_next_one_first(costs, order):
+    assert order_by_images(costs) == order
 
 
 def test_ranks_hold_only_their_sides():
