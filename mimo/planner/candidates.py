@@ -23,6 +23,8 @@ TEXT = "language only"
 MAX_ENCODER_SIZES = 6
 # Micro-batch sizes that are tried, as multiples of the run's own.
 MICRO_BATCHES = (1, 2, 4)
+# Prefetch depth of frozen encoders on grids of their own, in microbatches.
+USUAL_PREFETCH = 2
 # Windows of a colocated layout that are tried, in microbatches; 0: the iteration.
 WINDOWS = (1, 2, 4, 0)
 # Most sizes of expert parallelism that are tried, those nearest to a node's number of GPUs.
@@ -150,7 +152,8 @@ class Search:
         images = {tokens: number / len(self.samples) for tokens, number in counts.items()}
         for kind, layout in self._layouts():
             for samples in self._micro_batches:
-                train = replace(self.base.train, micro_batch_size=self.base.train.micro_batch_size * samples)
+                train = replace(self.base.train, micro_batch_size=self.base.train.micro_batch_size * samples,
+                                encoder_prefetch_depth=self._prefetch(kind))
                 config = replace(self.base, layout=layout, train=train)
                 accepted = self.accepted(config)
                 if accepted is None:
@@ -173,6 +176,15 @@ class Search:
             if all(candidate.prediction != each.prediction for each in found):
                 found.append(candidate)
         return sorted(found, key=lambda each: (not each.fits, each.prediction.step_s))
+
+    def _prefetch(self, kind: str) -> int:
+        """Return the prefetch depth of layouts of a kind: the run's own or, for encoders that are frozen, a usual one.
+
+        Only disjoint layouts prefetch.
+        """
+        if kind != DISJOINT or any(map(self.costs.trains, self.encoders)):
+            return 0
+        return self.base.train.encoder_prefetch_depth or USUAL_PREFETCH
 
     def _is_hopeless(self, kind: str, least_s: float, found: list[Candidate]) -> bool:
         """Return whether a layout is certain not to be among the best, overall or of its kind."""

@@ -436,14 +436,11 @@ def check_supported(config: RunConfig) -> None:
     """Raise ValueError if the planner cannot predict a run on any layout."""
     name, encoders = config.model.model_provider, _encoders(config)
     provider: Any = registry.model_provider(name)
-    depth = config.train.encoder_prefetch_depth
     if not isinstance(provider, FlopsProvider):
         raise ValueError(f"mimo plan does not support --model-provider {name}: it does not list the FLOPs of its model "
                          "(flop_components)")
     if len(encoders) > 1:
         raise ValueError(f"mimo plan does not support models with several encoders ({', '.join(encoders)})")
-    if depth:
-        raise ValueError(f"mimo plan does not support --encoder-prefetch-depth {depth}")
     for module in (LANGUAGE, *encoders):
         fp8 = config.model.fp8(module)
         if fp8 is not None:

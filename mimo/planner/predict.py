@@ -238,10 +238,7 @@ class Step:
         return self._colocated(batch)
 
     def transfer_s(self, key: Hashable) -> float:
-        """Return the seconds of a transfer of a microbatch's activations or gradients.
-
-        Transfers of images have fewer bytes, but are taken to last as long.
-        """
+        """Return the seconds of a transfer of a microbatch's activations or gradients; images take as long here."""
         moved = self.config.train.micro_batch_size * self.config.train.seq_length * self.costs.hidden_size * 2
         across = self.layout.world_size > self.costs.gpu.gpus_per_node
         bandwidth = self.costs.gpu.network_gb_s if across else self.costs.gpu.link_gb_s
@@ -395,7 +392,8 @@ class Step:
                     out = tuple(links[replica, lane] for lane in members) if stage == encoder.pp - 1 else after
                     programs["encoder", replica, stage] = Stage(
                         stage, stages, count, encode, before, out, label=ENCODING, takes_gradients=trains,
-                        run_ahead=ahead, buffered=out if ahead and stage == encoder.pp - 1 else ()).program()
+                        run_ahead=ahead, prefetch=self.config.train.encoder_prefetch_depth,
+                        buffered=out if ahead and stage == encoder.pp - 1 else ()).program()
             for lane in members:
                 for stage in range(language.pp):
                     before, after = links_of(lane, stage, language.pp)
@@ -572,7 +570,7 @@ class Step:
         elif self.layout.kind == "homogeneous":
             kept = stages
         else:
-            ahead = self.config.layout.encoder_run_ahead
+            ahead = self.config.layout.encoder_run_ahead + self.config.train.encoder_prefetch_depth
             kept = grid.pp + stages - stage + ahead if self.layout.kind == "disjoint" else 1
             replicas = [[(share.lane, share.start, share.stop) for share in lane_shares(dp, lanes, rows, replica)]
                         for replica in range(dp)]

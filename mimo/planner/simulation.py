@@ -147,6 +147,10 @@ class Stage:
         sends_gradients: whether gradients go back to the stage before this one.
         takes_gradients: whether gradients come from the stage after this one.
         run_ahead: see `one_forward_one_backward`.
+        prefetch: microbatches by which a frozen encoder works ahead, between its other passes; 0: it does not. All that
+            it has encoded before is there when the iteration begins. What it encodes at the end belongs to the next
+            iteration, whose microbatches are taken to be those of this one. On GPUs, Transformer Engine's encoder
+            shares the stream with the other passes, so the features that are sent next wait for it.
         buffered: links on which a send does not wait for the receiver.
         before_forward, after_forward, after_backward: actions around the passes of a microbatch.
         before_backward: actions before the gradient of a microbatch is received in a call of its own.
@@ -162,6 +166,7 @@ class Stage:
     sends_gradients: bool = True
     takes_gradients: bool = True
     run_ahead: int = 0
+    prefetch: int = 0
     buffered: tuple[Hashable, ...] = ()
     before_forward: Hook = _nothing
     after_forward: Hook = _nothing
@@ -179,7 +184,10 @@ class Stage:
                 actions.append(self._call(received=(kind, microbatch)))
             if kind == FORWARD:
                 actions += self.before_forward(microbatch)
-            actions.append(Action(self.seconds(kind, microbatch), label=self.label))
+            if kind == FORWARD and self.prefetch:
+                actions += [self._ahead(microbatch - 1)] if microbatch else ()
+            else:
+                actions.append(Action(self.seconds(kind, microbatch), label=self.label))
             actions += (self.after_forward if kind == FORWARD else self.after_backward)(microbatch)
             # In the steady state, a send and the next receive are one call. Otherwise they are two.
             in_warmup = kind == FORWARD and microbatch < first_steady
@@ -190,8 +198,14 @@ class Stage:
                 actions.append(self._call(sent=(kind, microbatch)))
                 if following is not None:
                     actions += self.before_backward(following[1]) if following[0] == BACKWARD else ()
+                    if self.prefetch and following == (BACKWARD, self.num_microbatches - 1):
+                        actions.append(self._ahead(self.num_microbatches - 1))
                     actions.append(self._call(received=following))
         return [action for action in actions if action.seconds or action.posts or action.awaits]
+
+    def _ahead(self, sent: int) -> Action:
+        """Return the pass that fills the place in the queue which the microbatch that was sent has left."""
+        return Action(self.seconds(FORWARD, (sent + self.prefetch) % self.num_microbatches), label=self.label)
 
     def _call(self, sent: tuple[str, int] | None = None, received: tuple[str, int] | None = None) -> Action:
         posts: list[Hashable] = []

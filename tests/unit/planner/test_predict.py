@@ -68,6 +68,39 @@ def test_what_was_measured_on_two_h200() -> None:
     assert max(memory) <= 0.05, memory
 
 
+def test_a_frozen_encoder_that_prefetches_delays_nobody() -> None:
+    frozen = "--freeze vision --encoder-dp 1 --llm-dp 1"
+    for layers, of_encoder in ((4, False), (120, True)):
+        config = parse([*presets.PRESETS["h200-even"], "--bf16", "--train-iters", "1", "--vision-num-layers",
+                        str(layers), *f"{frozen} --encoder-prefetch-depth 2".split()])
+        costs = Costs(config, Profile(GPUS["H200"]))
+        step = Step(config, validate(config, 2), costs)
+        (batch,) = step.batches(draw_samples(config, costs.provider, 12))
+        encoder = costs.encoder("vision", 1)
+        images = [tokens for microbatch in batch for tokens in microbatch[0][0].images]
+        forward = 12 * encoder.call_forward_s + sum(
+            costs.image_flops("vision", tokens)[0] / encoder.forward_flops_s for tokens in images)
+        backward = sum(costs.image_flops("vision", tokens)[1] / encoder.backward_flops_s for tokens in images)
+        language = 12 * (step.language_s("forward", 0) + step.language_s("backward", 0))
+        assert (forward > language) == of_encoder
+        # The projector trains. Nothing else waits for it than the encoder itself.
+        slower = forward + backward if of_encoder else language
+        assert slower <= step.passes(batch).seconds < 1.01 * slower
+    found = [predicted("h200", f"{frozen} --microbatch-order read {more}", Profile(GPUS["H200"])).step_s
+             for more in ("", "--encoder-prefetch-depth 1")]
+    assert found[1] < 0.99 * found[0]
+
+
+def test_a_plan_lets_a_frozen_encoder_prefetch(capsys: pytest.CaptureFixture[str]) -> None:
+    run = [*presets.PRESETS["h200"], "--bf16", "--train-iters", "1", "--gpu", "H200", "--gpus", "2", "--top", "30"]
+    assert main(["plan", *run, "--freeze", "vision"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "--llm-" in line]
+    assert any("--encoder-dp 1 --llm-dp 1 --encoder-prefetch-depth 2" in line for line in lines)
+    assert all("prefetch" not in line for line in lines if "--layout" in line)
+    assert main(["plan", *run]) == 0
+    assert "prefetch" not in capsys.readouterr().out
+
+
 def test_short_microbatches_at_both_ends_leave_less_to_wait_for() -> None:
     profile = Profile(GPUS["H200"])
 
@@ -501,7 +534,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     for flags, message in ((["--gpus", "2", "--profile", str(wrong)], "not a profile"),
                            (["--gpus", "2", "--nodes", "1"], "--gpus 2 and --nodes 1: give one of them"),
                            ([], "--gpus 0 and --nodes 0: give one of them"),
-                           (["--gpus", "2", "--encoder-prefetch-depth", "2"], "support --encoder-prefetch-depth 2"),
                            (["--gpus", "2", "--gpu-memory-gib", "0"], "--gpu-memory-gib 0.0 is not above 0")):
         assert main(["plan", *flags, *run]) == 2
         assert message in capsys.readouterr().err
