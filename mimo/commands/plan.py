@@ -29,10 +29,12 @@ MAX_SAMPLES = 4096
 # Sections of run_config.toml, and flags of them, that all layouts of a plan share, and those that make a layout. None:
 # all flags of the section.
 RUN_SECTIONS: Mapping[str, Sequence[str] | None] = {
-    "train": ("global-batch-size", "seq-length"), "model-family": None, "data": ("dataset-provider",), "dataset": None,
+    "train": ("global-batch-size", "seq-length"), "model-family": None,
+    "data": ("dataset-provider", "microbatch-order"), "dataset": None,
     "optim": ("use-distributed-optimizer", "use-precision-aware-optimizer", "exp-avg-dtype", "exp-avg-sq-dtype"),
     "ddp": ("grad-reduce-in-fp32", "overlap-grad-reduce", "encoder-ddp-overlap")}
-LAYOUT_SECTIONS: Mapping[str, Sequence[str] | None] = {"layout": None, "model": None, "train": ("micro-batch-size",)}
+LAYOUT_SECTIONS: Mapping[str, Sequence[str] | None] = {
+    "layout": None, "model": None, "train": ("micro-batch-size", "encoder-prefetch-depth")}
 
 
 def plan(flags: PlanFlags, run_flags: list[str]) -> int:

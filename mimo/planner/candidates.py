@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections import Counter
 from collections.abc import Iterator
@@ -151,9 +152,9 @@ class Search:
         counts = Counter(tokens for sample in self.samples for tokens in sample.images)
         images = {tokens: number / len(self.samples) for tokens, number in counts.items()}
         for kind, layout in self._layouts():
-            for samples in self._micro_batches:
+            for samples, depth in itertools.product(self._micro_batches, self._prefetch_depths(kind)):
                 train = replace(self.base.train, micro_batch_size=self.base.train.micro_batch_size * samples,
-                                encoder_prefetch_depth=self._prefetch(kind))
+                                encoder_prefetch_depth=depth)
                 config = replace(self.base, layout=layout, train=train)
                 accepted = self.accepted(config)
                 if accepted is None:
@@ -177,14 +178,11 @@ class Search:
                 found.append(candidate)
         return sorted(found, key=lambda each: (not each.fits, each.prediction.step_s))
 
-    def _prefetch(self, kind: str) -> int:
-        """Return the prefetch depth of layouts of a kind: the run's own or, for encoders that are frozen, a usual one.
-
-        Only disjoint layouts prefetch.
-        """
+    def _prefetch_depths(self, kind: str) -> tuple[int, ...]:
+        """Return the prefetch depths to try, with a frozen encoder on its own grid also the run's or a usual one."""
         if kind != DISJOINT or any(map(self.costs.trains, self.encoders)):
-            return 0
-        return self.base.train.encoder_prefetch_depth or USUAL_PREFETCH
+            return (0,)
+        return 0, self.base.train.encoder_prefetch_depth or USUAL_PREFETCH
 
     def _is_hopeless(self, kind: str, least_s: float, found: list[Candidate]) -> bool:
         """Return whether a layout is certain not to be among the best, overall or of its kind."""
@@ -368,9 +366,10 @@ class Search:
                    and any(dp % replicas == 0 or replicas % dp == 0 for replicas in encoders)
                    for _, dp, pp in self._grids(self.size - ranks)):
             return False
+        train = replace(self.base.train, encoder_prefetch_depth=0)
         for layout in self._disjoint(ranks):
             try:
-                validate_without_data(replace(self.base, layout=layout), self.size)
+                validate_without_data(replace(self.base, layout=layout, train=train), self.size)
             except ValueError:
                 continue
             return True

@@ -81,8 +81,8 @@ def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[S
         busy = timeline.busy_s[timeline.last]
         whole, longer = timeline.seconds, 1.0
         if short < count:
-            # Each further microbatch is assumed to add as much as the mean of the second half of these.
-            each = (whole - step.passes(batch[: short // 2]).seconds) / (short - short // 2)
+            # Each further microbatch is assumed to add as much as the mean of half of these, without the ends.
+            each = (whole - step.passes([*batch[: short // 2 - 1], batch[-1]]).seconds) / (short - short // 2)
             longer = 1 + each * (count - short) / whole
         bound += step.bound_s(batch, programs) * longer / len(batches)
         for label, spent in busy.items():
