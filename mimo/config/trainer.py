@@ -143,7 +143,8 @@ class DataConfig:
     microbatch_order: Literal["images", "read"] = "images"
     """Order of a lane's microbatches within an iteration, in disjoint layouts and in homogeneous pipelines. images:
     those with the fewest pixels come first and last, because the language model waits for the first of them to be
-    encoded, and nothing hides the encoder's last backward pass. read: as the data set gives them."""
+    encoded, and nothing hides the encoder's last backward pass. read: as the data set gives them. Other layouts always
+    read, and so do indexed data sets if several encoder replicas share a lane."""
 
 
 @dataclass(frozen=True)

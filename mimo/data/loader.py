@@ -17,8 +17,8 @@ from mimo.config.trainer import DataConfig
 from mimo.data.batch import Microbatch
 from mimo.data.collate import Placeholders, collate_encoder, collate_text
 from mimo.data.context import with_part
-from mimo.data.sources import ReaderSource, RoutedSource, Source, StreamSource
-from mimo.grid.lanes import Need, data_request, lanes_read_by, needs_of, orders_by_images, sequence_multiple
+from mimo.data.sources import ReaderSource, RoutedSource, Source, StreamSource, order_by_pixels
+from mimo.grid.lanes import Need, data_request, has_cheap_ends, lanes_read_by, needs_of, sequence_multiple
 from mimo.grid.spec import Layout
 from mimo.protocols import (
     LANGUAGE,
@@ -246,7 +246,7 @@ def open_source(layout: Layout, rank: int, data_provider: DataProvider | RoutedD
         data_config: its flags.
         request: the run's request to the data set.
         lane_loader: `routed` or `per-lane`, for a data set that is costly to read.
-        microbatch_order: `images` or `read`; see `mimo.grid.lanes.orders_by_images`.
+        microbatch_order: `images` or `read`; see `mimo.grid.lanes.has_cheap_ends`.
         num_microbatches: microbatches of an iteration.
         host: gloo group of the whole world, needed where lanes are routed over several ranks.
         tag: distinguishes this source's messages from those of other open sources of the group.
@@ -254,19 +254,20 @@ def open_source(layout: Layout, rank: int, data_provider: DataProvider | RoutedD
     Raises:
         ValueError: the data set refuses the configuration.
     """
-    sizes: dict[str, Any] = {"micro_batch_size": request.micro_batch_size, "num_microbatches": num_microbatches,
-                             "by_images": orders_by_images(microbatch_order, layout, data_provider)}
+    ordered = has_cheap_ends(microbatch_order, layout, data_provider)
+    rows: dict[str, Any] = {"micro_batch_size": request.micro_batch_size, "num_microbatches": num_microbatches,
+                            "order": partial(order_by_pixels, request.tokens) if ordered else list}
     needs = needs_of(layout, rank, request.micro_batch_size)
     if not isinstance(data_provider, RoutedDataProvider):
         return StreamSource(data_provider, data_config, request.tokens, needs, lanes=request.num_lanes,
                             seed=request.seed, split=request.split, sequence_multiple=request.sequence_multiple,
-                            **sizes)
+                            **rows)
     if lane_loader == "per-lane" or layout.world_size == 1:
         lanes = tuple(sorted({need.share.lane for need in needs}))
-        return ReaderSource(data_provider.reader(data_config, request, lanes), lanes, needs, **sizes)
+        return ReaderSource(data_provider.reader(data_config, request, lanes), lanes, needs, **rows)
     assert host is not None, "routed lanes need the host group"
     own = lanes_read_by(layout, rank)
-    local = ReaderSource(data_provider.reader(data_config, request, own), own, (), **sizes) if own else None
+    local = ReaderSource(data_provider.reader(data_config, request, own), own, (), **rows) if own else None
     return RoutedSource(local, layout, rank, request.micro_batch_size, HostChannel(host, tag))
 
 

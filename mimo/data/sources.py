@@ -7,7 +7,7 @@ that the module needs on this rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
@@ -15,15 +15,16 @@ from typing import Any, Protocol, runtime_checkable
 from mimo.checkpoint.paths import SHARED_STREAM
 from mimo.comm.host import HostChannel, gather, raise_known_errors
 from mimo.data.batch import Microbatch
-from mimo.grid.lanes import Need, lanes_read_by, needs_from, needs_of, order_by_images, reader_of
+from mimo.grid.lanes import Need, cheap_ends, lanes_read_by, needs_from, needs_of, reader_of
 from mimo.grid.spec import Layout
 from mimo.protocols import LANGUAGE, DataProvider, Lane, LaneReader, RoutedDataProvider, Sample, SampleStream, TokenSpec
 from mimo.text import counted
 from mimo.training.step import TrainerParts
-from mimo.visual import num_pictures
 from mimo.watchdog.process_exit import ReportedElsewhereError
 
 StepSamples = dict[tuple[str, int], list[list[Sample]]]
+Order = Callable[[list[list[Sample]]], list[list[Sample]]]
+"""Returns the microbatches of a lane in another order."""
 
 
 class Source:
@@ -82,11 +83,11 @@ class GivenSource(Source):
         return self._what
 
 
-def _ordered(microbatches: list[list[Sample]]) -> list[list[Sample]]:
-    """Put the microbatches of a whole lane into the order of `mimo.grid.lanes.order_by_images`."""
-    pixels = [sum(math.prod(size[:2]) * num_pictures(size, 1) for sample in samples for size in sample.image_sizes)
+def order_by_pixels(tokens: TokenSpec, microbatches: list[list[Sample]]) -> list[list[Sample]]:
+    """Put the microbatches of a whole lane into the order of `mimo.grid.lanes.cheap_ends`, by what the encoder gets."""
+    pixels = [sum(math.prod(tokens.pixel_shape(size)) for sample in samples for size in sample.image_sizes)
               for samples in microbatches]
-    return [microbatches[number] for number in order_by_images(pixels)]
+    return [microbatches[number] for number in cheap_ends(pixels)]
 
 
 class StreamSource(Source):
@@ -99,14 +100,14 @@ class StreamSource(Source):
         lanes: number of lanes.
         seed, split: seed and split of the sample order.
         micro_batch_size, num_microbatches: rows of a lane in a microbatch, microbatches of an iteration.
-        by_images: whether microbatches are ordered by their images; if so, `needs` are whole lanes.
+        order: changes the order of a lane's microbatches. It sees only this rank's part of the lane.
         sequence_multiple: see `Lane`.
     """
 
     def __init__(self, provider: DataProvider, config: Any, tokens: TokenSpec, needs: Sequence[Need], *, lanes: int,
-                 seed: int, split: str, micro_batch_size: int, num_microbatches: int, by_images: bool = False,
+                 seed: int, split: str, micro_batch_size: int, num_microbatches: int, order: Order = list,
                  sequence_multiple: int = 1) -> None:
-        self._by_images = by_images
+        self._order = order
         self._micro_batch_size, self._num_microbatches = micro_batch_size, num_microbatches
         self._streams: dict[str, tuple[Need, SampleStream]] = {}
         for need in needs:
@@ -127,7 +128,7 @@ class StreamSource(Source):
                     raise ValueError(f"lane {share.lane}: the data set ended inside a microbatch; it must start over")
                 stream.skip(self._micro_batch_size - share.stop)
                 microbatches.append(samples)
-            found[need.module, share.lane] = _ordered(microbatches) if self._by_images else microbatches
+            found[need.module, share.lane] = self._order(microbatches)
         return found
 
     def mark(self) -> Any:
@@ -161,12 +162,12 @@ class ReaderSource(Source):
         lanes: numbers of the lanes.
         needs: parts of them that this rank needs.
         micro_batch_size, num_microbatches: rows of a lane in a microbatch, microbatches of an iteration.
-        by_images: whether microbatches are ordered by their images.
+        order: changes the order of a lane's microbatches.
     """
 
     def __init__(self, reader: LaneReader, lanes: Sequence[int], needs: Sequence[Need], *, micro_batch_size: int,
-                 num_microbatches: int, by_images: bool = False) -> None:
-        self._by_images = by_images
+                 num_microbatches: int, order: Order = list) -> None:
+        self._order = order
         self._reader, self._lanes, self._needs = reader, lanes, needs
         self._micro_batch_size, self._num_microbatches = micro_batch_size, num_microbatches
 
@@ -182,7 +183,7 @@ class ReaderSource(Source):
             for _ in range(self._micro_batch_size):
                 for lane in self._lanes:
                     rows[lane][-1].append(self._reader.read(lane))
-        return {lane: _ordered(read) for lane, read in rows.items()} if self._by_images else rows
+        return {lane: self._order(microbatches) for lane, microbatches in rows.items()}
 
     def read(self) -> StepSamples:
         rows = self.read_lanes()

@@ -83,8 +83,8 @@ def needs_from(layout: Layout, reader: int, rank: int, micro_batch_size: int) ->
                  if reader_of(layout, need.share.lane) == reader)
 
 
-def orders_by_images(microbatch_order: str, layout: Layout, data_provider: object) -> bool:
-    """Whether a lane's microbatches are put into the order of `order_by_images`; all ranks of a run agree.
+def has_cheap_ends(microbatch_order: str, layout: Layout, data_provider: object) -> bool:
+    """Return whether `cheap_ends` orders the microbatches of each lane. All ranks of a run agree.
 
     The order matters where ranks wait for the first microbatch to be encoded: on disjoint grids and in pipelines that
     begin with an encoder. With encoder windows, all ranks encode, and do so while the pipeline fills and drains.
@@ -97,11 +97,14 @@ def orders_by_images(microbatch_order: str, layout: Layout, data_provider: objec
     return microbatch_order == "images" and waits and (whole or isinstance(data_provider, RoutedDataProvider))
 
 
-def order_by_images(costs: Sequence[float]) -> list[int]:
-    """Return the order of a lane's microbatches, given the cost of encoding each: the cheapest one is last.
+def cheap_ends(costs: Sequence[float]) -> list[int]:
+    """Return the order of a lane's microbatches in which the cheapest is last and the next cheapest first.
 
-    The next cheapest one is first. A backward pass takes about twice as long as a forward pass, so together these two
-    leave the language model the least to wait for. All others keep their order, and equal costs change nothing.
+    A backward pass takes about twice as long as a forward pass, so together these two leave the language model the
+    least to wait for. All others keep their order, and equal costs change nothing.
+
+    Args:
+        costs: cost of encoding each microbatch, in any unit.
     """
     last = min(reversed(range(len(costs))), key=costs.__getitem__)
     others = [number for number in range(len(costs)) if number != last]

@@ -179,7 +179,7 @@ class Search:
         return sorted(found, key=lambda each: (not each.fits, each.prediction.step_s))
 
     def _prefetch_depths(self, kind: str) -> tuple[int, ...]:
-        """Return the prefetch depths to try, with a frozen encoder on its own grid also the run's or a usual one."""
+        """Return the prefetch depths to try. They differ from 0 only for a frozen encoder on ranks of its own."""
         if kind != DISJOINT or any(map(self.costs.trains, self.encoders)):
             return (0,)
         return 0, self.base.train.encoder_prefetch_depth or USUAL_PREFETCH

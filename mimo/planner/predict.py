@@ -81,7 +81,7 @@ def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[S
         busy = timeline.busy_s[timeline.last]
         whole, longer = timeline.seconds, 1.0
         if short < count:
-            # Each further microbatch is assumed to add as much as the mean of half of these, without the ends.
+            # Each further microbatch is assumed to add as much as the mean of half of these, between the two ends.
             each = (whole - step.passes([*batch[: short // 2 - 1], batch[-1]]).seconds) / (short - short // 2)
             longer = 1 + each * (count - short) / whole
         bound += step.bound_s(batch, programs) * longer / len(batches)

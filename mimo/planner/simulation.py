@@ -147,10 +147,10 @@ class Stage:
         sends_gradients: whether gradients go back to the stage before this one.
         takes_gradients: whether gradients come from the stage after this one.
         run_ahead: see `one_forward_one_backward`.
-        prefetch: microbatches by which a frozen encoder works ahead, between its other passes; 0: it does not. All that
-            it has encoded before is there when the iteration begins. What it encodes at the end belongs to the next
-            iteration, whose microbatches are taken to be those of this one. On GPUs, Transformer Engine's encoder
-            shares the stream with the other passes, so the features that are sent next wait for it.
+        prefetch: microbatches by which a frozen encoder works ahead, between its other passes; 0: it does not. The
+            features of as many microbatches are there when the iteration begins. At the end, the encoder works on the
+            next iteration, whose microbatches are taken to be those of this one. With Transformer Engine on GPUs, it
+            shares a stream with the other passes, so the features that are sent next wait for it.
         buffered: links on which a send does not wait for the receiver.
         before_forward, after_forward, after_backward: actions around the passes of a microbatch.
         before_backward: actions before the gradient of a microbatch is received in a call of its own.
@@ -204,7 +204,7 @@ class Stage:
         return [action for action in actions if action.seconds or action.posts or action.awaits]
 
     def _ahead(self, sent: int) -> Action:
-        """Return the pass that fills the place in the queue which the microbatch that was sent has left."""
+        """Return the pass that fills the queue again after a microbatch was sent."""
         return Action(self.seconds(FORWARD, (sent + self.prefetch) % self.num_microbatches), label=self.label)
 
     def _call(self, sent: tuple[str, int] | None = None, received: tuple[str, int] | None = None) -> Action:

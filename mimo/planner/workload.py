@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from mimo.config.trainer import RunConfig
-from mimo.grid.lanes import data_request, order_by_images, orders_by_images
+from mimo.grid.lanes import cheap_ends, data_request, has_cheap_ends
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE, CheckedDataProvider, Lane, ModelProvider, RoutedDataProvider, Sample
 from mimo.visual import count_tokens, num_pictures
@@ -109,12 +109,12 @@ def iterations(samples: Sequence[SampleSize], config: RunConfig, layout: Layout,
     """
     micro_batch_size, data = config.train.micro_batch_size, config.data
     rows = micro_batch_size * num_microbatches
-    by_images = orders_by_images(data.microbatch_order, layout, config.find_dataset(data.dataset_provider))
+    is_ordered = has_cheap_ends(data.microbatch_order, layout, config.find_dataset(data.dataset_provider))
     for start in range(0, len(samples) - rows * num_lanes + 1, rows * num_lanes):
         lanes = [[[samples[start + (microbatch * micro_batch_size + row) * num_lanes + lane]
                    for row in range(micro_batch_size)] for microbatch in range(num_microbatches)]
                  for lane in range(num_lanes)]
-        if by_images:
-            lanes = [[lane[number] for number in order_by_images(
+        if is_ordered:
+            lanes = [[lane[number] for number in cheap_ends(
                 [sum(sum(sample.images) for sample in batch) for batch in lane])] for lane in lanes]
         yield [list(batch) for batch in zip(*lanes, strict=True)]

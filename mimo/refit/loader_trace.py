@@ -209,12 +209,9 @@ def _overwritten(constant: Write, writes: Sequence[Write], layouts: dict[str, La
 def target_box(write: Write, layouts: dict[str, Layout]) -> Box | None:
     """Return the box that a write fills in its target tensor; None if the written part is not a box."""
     view = layouts[write.path].view
-    return None if write.region is None else _box_of(view.sizes, view.strides, write.region)
-
-
-@lru_cache(maxsize=4096)  # layers and experts are alike
-def _box_of(sizes: tuple[int, ...], strides: tuple[int, ...], region: View) -> Box | None:
-    found = box_of_view(View(0, sizes, strides), region, region)
+    if write.region is None:
+        return None
+    found = box_of_view(View(0, view.sizes, view.strides), write.region, write.region)
     return found[0] if found else None
 
 

@@ -124,7 +124,8 @@ def make_trainer(arguments: argparse.Namespace, folder: str) -> Bench:
     loader = open_loader(
         layout, rank, model_provider=provider, model_config=config.model_family,
         data_provider=dataset_provider("mock"), data_config=config.dataset, micro_batch_size=micro,
-        num_microbatches=num_microbatches(config), seq_length=config.train.seq_length, seed=1)
+        num_microbatches=num_microbatches(config), seq_length=config.train.seq_length, seed=1,
+        microbatch_order=config.data.microbatch_order)
     return Bench(parts, loader, run_state(parts, loader), Progress())
 
 

@@ -12,7 +12,7 @@ import torch
 from data import digits, mock
 from data.indexed import IndexedStream
 from mimo.data.loader import StepLoader, open_loader
-from mimo.grid.lanes import order_by_images
+from mimo.grid.lanes import cheap_ends
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import Sample, TokenSpec
 from tests.support.routed_data import RoutedMock
@@ -172,7 +172,7 @@ def test_the_first_and_the_last_microbatch_of_a_lane_have_the_fewest_images(prov
         counts = [sum(batch.text.token_counts["vision"]) for batch in read]
         assert len(set(counts)) > 2
         # Several replicas share a lane of an indexed data set: each knows its own images only, and the order stays.
-        order = order_by_images(counts) if ordered or isinstance(provider, RoutedMock) else list(range(6))
+        order = cheap_ends(counts) if ordered or isinstance(provider, RoutedMock) else list(range(6))
         keys = [batch.text.keys for batch in found]
         assert keys == [read[number].text.keys for number in order]
         sides = [[batch.encoders["vision"].keys for batch in step] for step in encoded]
@@ -188,7 +188,7 @@ def test_the_first_and_the_last_microbatch_of_a_lane_have_the_fewest_images(prov
     ([7], [0]), ([2, 1], [0, 1]), ([1, 2], [1, 0]), ([5, 5, 5], [0, 1, 2]), ([3, 1, 0, 2], [1, 0, 3, 2]),
     ([4, 1, 6, 1, 9], [1, 0, 2, 4, 3]), ([0, 8, 8, 0], [0, 1, 2, 3])])
 def test_the_cheapest_microbatch_is_last_and_the_next_one_first(costs, order):
-    assert order_by_images(costs) == order
+    assert cheap_ends(costs) == order
 
 
 def test_ranks_hold_only_their_sides():
