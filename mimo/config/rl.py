@@ -239,10 +239,11 @@ class RolloutConfig:
     """Longest completion, its end token included; prompt and completion together are at most --seq-length."""
     engine_placement: Literal["separate", "colocated", "ray"] = "separate"
     """Where the engine runs: separate (on the first rank's host, on GPUs that no rank uses), colocated (on the
-    trainer's own GPUs), ray (where Ray places it)."""
+    trainer's own GPUs: those of the first rank's host, or with --ray-address those of all hosts), ray (where Ray
+    places it)."""
     ray_address: str = ""
     """host:port of a Ray cluster, or auto for the one of this node. Without it --engine-placement ray starts Ray on
-    this node."""
+    this node. Colocated engines on several hosts need a cluster that has a node on each of them."""
     engine_gpus: str = ""
     """GPUs of separate engines, such as 4,5, in the first rank's numbering. Default: the GPUs after the trainer's."""
     engine_dp: int = 1
@@ -296,6 +297,16 @@ class RolloutConfig:
         return self.engine_dp * self.engine_tp * self.engine_pp
 
     @property
+    def sizes(self) -> str:
+        """The flags that say how many workers there are, for errors."""
+        return f"--engine-dp {self.engine_dp} --engine-tp {self.engine_tp} --engine-pp {self.engine_pp}"
+
+    @property
+    def uses_ray(self) -> bool:
+        """Whether Ray starts the engine's processes, in place of the first rank."""
+        return self.engine_placement == "ray" or bool(self.ray_address)
+
+    @property
     def gpu_numbers(self) -> tuple[int, ...]:
         """GPU numbers in `--engine-gpus`. Raises ValueError for anything else."""
         numbers = [each.strip() for each in self.engine_gpus.split(",")] if self.engine_gpus else []
@@ -322,8 +333,9 @@ class RolloutConfig:
 
     def _check_placement(self) -> None:
         placement = self.engine_placement
-        if self.ray_address and placement != "ray":
-            raise ValueError(f"--ray-address {self.ray_address} is for --engine-placement ray, not for {placement}")
+        if self.ray_address and placement == "separate":
+            raise ValueError(f"--ray-address {self.ray_address} is for --engine-placement ray and colocated, not for "
+                             f"{placement}")
         if self.ray_address.startswith("ray://"):
             raise ValueError(f"--ray-address {self.ray_address}: Ray Client is not supported; start Ray on this node "
                              "as one of the cluster's and use auto, or host:port of its GCS")
@@ -340,22 +352,22 @@ class RolloutConfig:
                 raise ValueError(f"--engine-gpus {self.engine_gpus} has a GPU twice")
             if len(numbers) != self.num_engine_workers:
                 raise ValueError(
-                    f"--engine-gpus {self.engine_gpus} has {len(numbers)}, and --engine-dp {self.engine_dp} "
-                    f"--engine-tp {self.engine_tp} --engine-pp {self.engine_pp} need {self.num_engine_workers}, one "
-                    "for each worker")
+                    f"--engine-gpus {self.engine_gpus} has {len(numbers)}, and {self.sizes} need "
+                    f"{self.num_engine_workers}, one for each worker")
 
     def _check_nodes(self) -> None:
         nodes, workers = self.engine_nodes, self.engine_tp * self.engine_pp
         refuse(nodes > 1 and not self.ray_address,
-               f"--engine-nodes {nodes} needs a Ray cluster: give --engine-placement ray and --ray-address")
+               f"--engine-nodes {nodes} needs a Ray cluster: give --ray-address, and --engine-placement ray or "
+               "colocated")
         refuse(workers % nodes != 0, f"--engine-nodes {nodes} does not divide the {workers} workers of a replica "
                f"(--engine-tp {self.engine_tp} * --engine-pp {self.engine_pp})")
         refuse(self.refit_delta and self.engine_placement == "colocated",
                "--refit-delta with --engine-placement colocated: the engine loses its weights when it sleeps, so that "
                "each refit has to send all of them; leave it out")
-        refuse(bool(self.engine_env) and self.engine_placement != "ray",
-               f"--engine-env {self.engine_env} is for --engine-placement ray: other engines are children of the first "
-               "rank and get its whole environment")
+        refuse(bool(self.engine_env) and not self.uses_ray,
+               f"--engine-env {self.engine_env} is for engines that Ray starts (--engine-placement ray, or "
+               "--ray-address): others are children of the first rank and get its whole environment")
         refuse(self.engine_share_experts and self.engine_dp == 1,
                "--engine-share-experts with --engine-dp 1: there is no other replica to share the experts with")
         refuse(self.engine_share_experts and self.engine_pp > 1,

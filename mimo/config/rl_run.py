@@ -196,7 +196,7 @@ def validate_rl(config: RlRunConfig, world_size: int, rank: int = 0) -> Layout:
     config.rollout.check()
     _check_batch(config)
     _check_evaluation(config)
-    _check_mode(config)
+    _check_mode(config, world_size)
     _refuse_missing(config)
     _check_engine_model(config)
     if rank == 0:
@@ -272,7 +272,7 @@ def _check_evaluation(config: RlRunConfig) -> None:
            "shown at the end of an evaluation; set --eval-prompts")
 
 
-def _check_mode(config: RlRunConfig) -> None:
+def _check_mode(config: RlRunConfig, world_size: int) -> None:
     mode, correction = config.rollout.rollout_mode, config.rl.importance_correction
     quantization = config.rollout.engine_quantization
     refuse(quantization != "none" and (config.train.device == "cpu" or not config.model.bf16),
@@ -284,6 +284,11 @@ def _check_mode(config: RlRunConfig) -> None:
     refuse(mode != "sync" and config.rollout.engine_placement == "colocated",
            f"--rollout-mode {mode} with --engine-placement colocated: the engine cannot generate beside the update on "
            "GPUs that it shares with it; use --rollout-mode sync")
+    rollout = config.rollout
+    refuse(rollout.engine_placement == "colocated" and bool(rollout.ray_address)
+           and rollout.num_engine_workers > world_size,
+           f"--engine-placement colocated: {rollout.sizes} need the GPUs of {rollout.num_engine_workers} trainer "
+           f"ranks, and there are {world_size}")
 
 
 def _refuse_missing(config: RlRunConfig) -> None:

@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+import torch
+
+from mimo.comm.host import gather
 from mimo.config.rl import RolloutConfig
 from mimo.config.rl_run import RlRunConfig
+from mimo.grid.groups import Grids
+from mimo.platform.base import Platform
 from mimo.protocols import ImageProcessorProvider, ModelProvider
 from mimo.refit.options import TRAINER_SCALES, RefitOptions
 from mimo.refit.rendezvous import RefitError
-from mimo.rl.placement import forwarded, replica_gpus
+from mimo.rl.placement import colocated_places, forwarded, replica_gpus, visible_gpus
 from mimo.rl.prompts import ImagePromptSet, Normalisation, VideoPromptSet
 from mimo.rollout.engine import EngineOptions
 from mimo.rollout.process import EngineLostError, leave_group, leave_launcher, start_processes
@@ -250,8 +257,39 @@ def engine_memory(flags: RolloutConfig) -> float:
     return COLOCATED_MEMORY if flags.engine_placement == "colocated" else SEPARATE_MEMORY
 
 
+@dataclass(frozen=True)
+class Host:
+    """A host of the trainer.
+
+    Attributes:
+        name: the host and its trainer ranks, in words.
+        addresses: its network addresses.
+        gpus: CUDA's names of the GPUs of its ranks, rank by rank; empty names on the CPU.
+    """
+
+    name: str
+    addresses: tuple[str, ...]
+    gpus: tuple[str, ...]
+
+
+def find_hosts(grids: Grids, platform: Platform) -> list[Host]:
+    """Find the trainer's hosts. Collective over its world."""
+    gpu = ""
+    if platform.name == "cuda":
+        gpu = visible_gpus(torch.cuda.device_count(),
+                           os.environ.get("CUDA_VISIBLE_DEVICES"))[torch.cuda.current_device()]
+    addresses = tuple(sorted(each.address for own in psutil.net_if_addrs().values() for each in own
+                             if each.family in (socket.AF_INET, socket.AF_INET6)))
+    first = grids.rank - int(os.environ.get("LOCAL_RANK", "0"))
+    hosts: dict[int, list[Any]] = {}
+    for rank, found in enumerate(gather(grids, (first, socket.gethostname(), addresses, gpu))):
+        hosts.setdefault(found[0], []).append((rank, *found[1:]))
+    return [Host(f"{own[0][1]}, the host of trainer ranks {own[0][0]} to {own[-1][0]}", own[0][2],
+                 tuple(gpu for *_, gpu in own)) for own in hosts.values()]
+
+
 def start_engine(config: RlRunConfig, provider: ModelProvider, has_videos: bool,
-                 meanwhile: Callable[[], None] | None = None) -> Engine:
+                 meanwhile: Callable[[], None] | None = None, hosts: Sequence[Host] = ()) -> Engine:
     """Describe the model in the run's folder and start its engine where `--engine-placement` says; on the first rank.
 
     Args:
@@ -259,25 +297,32 @@ def start_engine(config: RlRunConfig, provider: ModelProvider, has_videos: bool,
         provider: the model family.
         has_videos: whether prompts have videos.
         meanwhile: called once in this process, while the processes of the engine start. What it raises ends them.
+        hosts: the trainer's hosts, whose GPUs the engine shares if Ray starts it there.
 
     Raises:
         ValueError: the model has no Hugging Face counterpart, the folder cannot be written, there are too few GPUs, or
-            nobody answers at `--ray-address`.
+            nobody answers at `--ray-address`, or that cluster has no node on one of the hosts.
         RefitError: the engine did not come up, with its own traceback.
     """
     folder = describe_model(config, provider, has_videos)
     flags, gpus = config.rollout, replica_gpus(config)
-    if flags.engine_placement != "ray":
+    if not flags.uses_ray:
         return ChildEngines([engine_options(config, folder, replica, gpus[replica] if gpus else ())
                              for replica in range(flags.engine_dp)], flags, meanwhile)
     # Imported here because other placements work without Ray.
-    from mimo.rollout.ray_actors import RayCluster, RayEngines
+    from mimo.rollout.ray_actors import RayCluster, RayEngines, Seat
 
+    seats = []
+    if hosts:
+        each = flags.engine_tp * flags.engine_pp // flags.engine_nodes
+        seats = [[Seat(number, hosts[number].name, hosts[number].addresses,
+                       tuple(filter(None, hosts[number].gpus[rank:rank + each]))) for number, rank in places]
+                 for places in colocated_places(flags, [len(host.gpus) for host in hosts])]
     cluster = RayCluster(flags.ray_address, [gpu for each in gpus for gpu in each])
     return RayEngines([engine_options(config, folder, replica) for replica in range(flags.engine_dp)], cluster,
                       "GPU" if config.train.device == "cuda" else "CPU", flags.engine_start_timeout_s,
                       flags.rollout_timeout_s, forwarded(os.environ, flags.engine_env), leave_launcher,
-                      os.environ["MASTER_ADDR"], meanwhile)
+                      os.environ["MASTER_ADDR"], meanwhile, seats)
 
 
 def describe_model(config: RlRunConfig, provider: ModelProvider, has_videos: bool) -> Path:

@@ -32,6 +32,7 @@ from mimo.rl.launch_engine import (
     Engine,
     engine_dtype,
     engine_memory,
+    find_hosts,
     lost_by,
     refit_options,
     start_engine,
@@ -155,6 +156,8 @@ class RlLoop:
                 engine_memory(flags) if self.platform.name == "cuda" else None,
                 engine_weight_bytes(self.config, self.grids.layout, self.provider))
         self.devices.for_engine_start()
+        on_all_hosts = flags.engine_placement == "colocated" and flags.uses_ray
+        hosts = find_hosts(self.grids, self.platform) if on_all_hosts else ()
         limit_s = flags.engine_start_timeout_s + CLOSING_S * flags.engine_dp  # of replicas that did not start in time
         if self.grids.rank != 0:
             with (self.watchdog.limit(limit_s + 2 * FIRST_RANK_SPEAKS_S),
@@ -163,7 +166,7 @@ class RlLoop:
             return None
         STARTUP.say("starting vLLM, which loads its model and prepares its kernels")
         with self.watchdog.limit(limit_s + FIRST_RANK_SPEAKS_S), self.watchdog.waiting("start of the rollout engine"):
-            engine = start_engine(self.config, self.provider, self._has_videos, self._find_weights)
+            engine = start_engine(self.config, self.provider, self._has_videos, self._find_weights, hosts)
         if isinstance(self.devices, SharedDevices):
             self.devices.client = engine.client
         return engine

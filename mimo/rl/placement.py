@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mimo import registry
@@ -67,8 +67,9 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
             variable of --engine-env is not set, or the environment asks for vLLM's own data-parallel engine.
     """
     flags, model = config.rollout, config.model.model_provider
-    if flags.engine_placement == "ray" and importlib.util.find_spec("ray") is None:
-        raise ValueError("--engine-placement ray needs the package ray, which the extras rl-cpu and rl-gpu bring")
+    if flags.uses_ray and importlib.util.find_spec("ray") is None:
+        raise ValueError(f"--engine-placement {flags.engine_placement} with --ray-address {flags.ray_address!r} needs "
+                         "the package ray, which the extras rl-cpu and rl-gpu bring")
     if config.train.device == "cpu":
         for name, given in (("--engine-gpus", flags.engine_gpus), ("--engine-memory", flags.engine_memory),
                             ("--engine-enforce-eager", flags.engine_enforce_eager),
@@ -87,6 +88,9 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
         from mimo.rollout.engine import DATA_PARALLEL, refuse_data_parallel
 
         forwarded(os.environ, flags.engine_env)
+        if flags.engine_placement == "colocated" and flags.ray_address:
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            colocated_places(flags, [local] * (int(os.environ.get("WORLD_SIZE", "1")) // local))
         refuse_data_parallel(os.environ.get(DATA_PARALLEL, 1), f"environment variable {DATA_PARALLEL}")
 
 
@@ -153,11 +157,10 @@ def choose_gpus(flags: RolloutConfig, num_local_ranks: int, num_gpus: int) -> li
         ValueError: there are too few GPUs, or a trainer rank has one of them; the message has the numbers.
     """
     needed = flags.num_engine_workers
-    sizes = f"--engine-dp {flags.engine_dp} --engine-tp {flags.engine_tp} --engine-pp {flags.engine_pp}"
     if flags.engine_placement == "colocated":
         if needed > num_local_ranks:
-            raise ValueError(f"--engine-placement colocated: {sizes} need {needed} GPUs that trainer ranks have, and "
-                             f"the first host has {num_local_ranks} ranks")
+            raise ValueError(f"--engine-placement colocated: {flags.sizes} need {needed} GPUs that trainer ranks have, "
+                             f"and the first host has {num_local_ranks} ranks; --ray-address uses those of all hosts")
         return list(range(needed))
     if flags.gpu_numbers:
         missing = [number for number in flags.gpu_numbers if number >= num_gpus]
@@ -173,8 +176,37 @@ def choose_gpus(flags: RolloutConfig, num_local_ranks: int, num_gpus: int) -> li
     if num_local_ranks + needed > num_gpus:
         raise ValueError(
             f"--engine-placement {flags.engine_placement}: the first host has {num_gpus} GPUs; its {num_local_ranks} "
-            f"trainer ranks and the engine's {needed} workers ({sizes}) need {num_local_ranks + needed}")
+            f"trainer ranks and the engine's {needed} workers ({flags.sizes}) need {num_local_ranks + needed}")
     return list(range(num_local_ranks, num_local_ranks + needed))
+
+
+def colocated_places(flags: RolloutConfig, num_ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Choose the trainer ranks whose GPUs the engine's workers share, on all hosts.
+
+    Replicas fill one host after the other. A replica of several nodes is on as many hosts in a row, and on the same
+    local ranks of each of them.
+
+    Args:
+        flags: the engine's flags.
+        num_ranks: number of trainer ranks on each host.
+
+    Returns:
+        For each replica and each of its nodes: the number of the host, and the local rank of the first worker there.
+        The other workers are on the following ranks.
+
+    Raises:
+        ValueError: there is no room for all replicas.
+    """
+    nodes = flags.engine_nodes
+    each = flags.engine_tp * flags.engine_pp // nodes
+    found = [[(host, rank) for host in range(first, first + nodes)]
+             for first in range(0, len(num_ranks) - nodes + 1, nodes)
+             for rank in range(0, min(num_ranks[first:first + nodes]) - each + 1, each)]
+    if len(found) < flags.engine_dp:
+        raise ValueError(f"--engine-placement colocated: a replica of {flags.sizes} needs {each} trainer ranks on "
+                         f"{'one host' if nodes == 1 else f'each of {nodes} hosts'}, and the hosts, with "
+                         f"{', '.join(map(str, num_ranks))} ranks, have room for {counted(len(found), 'replica')}")
+    return found[:flags.engine_dp]
 
 
 def dry_run_report(config: RlRunConfig, layout: Layout, provider: ModelProvider) -> str:
@@ -206,7 +238,8 @@ def _engine_lines(config: RlRunConfig, layout: Layout, provider: ModelProvider) 
     if config.train.device == "cpu":
         lines.append(f"processes: {counted(ranks, 'trainer rank')} and {counted(workers, 'engine worker')}, on CPUs")
     elif flags.engine_placement == "colocated":
-        lines.append(f"GPUs: {ranks}, one for each trainer rank; the engine shares {workers} of the first host's")
+        shared = "them" if flags.ray_address else "the first host's"
+        lines.append(f"GPUs: {ranks}, one for each trainer rank; the engine shares {workers} of {shared}")
     elif flags.engine_placement == "ray":
         lines.append(f"GPUs: {ranks + workers}, {ranks} for the trainer's ranks and {workers} where Ray places the "
                      "engine")
@@ -216,7 +249,7 @@ def _engine_lines(config: RlRunConfig, layout: Layout, provider: ModelProvider) 
                      f"which are on the first rank's host ({which})")
     own = engine_weight_bytes(config, layout, provider)
     lines.append(f"memory of a worker of the engine: about {own / GIB:.1f} GiB of weights, and the KV cache")
-    for package in ("vllm", "ray") if flags.engine_placement == "ray" else ("vllm",):
+    for package in ("vllm", "ray") if flags.uses_ray else ("vllm",):
         if importlib.util.find_spec(package) is None:
             lines.append(f"  the package {package} is not installed here; the sets rl-cpu and rl-gpu of "
                          "scripts/setup.sh bring it")

@@ -32,7 +32,7 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from mimo.refit.rendezvous import RefitError
 from mimo.rollout.engine import EngineNode, EngineOptions, NodePlace, at_meeting_point
@@ -45,6 +45,8 @@ CONNECT_S = 10.0
 PING_S = 5.0
 # Part of Ray's message if its processes start too slowly.
 LATE_START = "timed out during startup"
+# With this variable, Ray leaves CUDA_VISIBLE_DEVICES of an actor that asks for no GPU as it is.
+KEEPS_VISIBLE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 # Errors that Ray raises if a cluster does not exist or has ended.
 CLUSTER_ERRORS = (RayError, ConnectionError, RuntimeError, ValueError, TimeoutError)
 
@@ -238,6 +240,23 @@ def _visible(gpus: Sequence[str]) -> Iterator[None]:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
+@dataclass(frozen=True)
+class Seat:
+    """Where the workers of a replica run on one of its nodes, if they share the devices of trainer ranks there.
+
+    Attributes:
+        host: number of the host among the trainer's.
+        name: the host in words.
+        addresses: its network addresses.
+        gpus: CUDA's names of the workers' GPUs; empty on the CPU.
+    """
+
+    host: int
+    name: str
+    addresses: tuple[str, ...]
+    gpus: tuple[str, ...]
+
+
 @dataclass
 class _Part:
     """Actor of one node of a replica.
@@ -269,19 +288,22 @@ class RayEngines:
         setup: importable function that each actor calls before it makes its engine.
         trainer_address: address of the first rank among the trainer's ranks.
         meanwhile: called once in this process, while the engines start.
+        seats: for each replica, its seat on each of its nodes. Its actors then ask Ray for no resources. Empty: Ray
+            chooses the nodes, and gives each worker a resource of its own.
 
     Attributes:
         client: calls all replicas.
         address: name or address under which actors reach this process.
 
     Raises:
-        ValueError: there is no Ray cluster, or Ray did not start.
+        ValueError: there is no Ray cluster, it has no node on the host of a seat, or Ray did not start.
         RefitError: the cluster has no resources for them in time, or one did not start, with its own traceback.
     """
 
     def __init__(self, options: Sequence[EngineOptions], cluster: RayCluster, resource: str, start_timeout_s: float,
                  call_timeout_s: float, environment: Mapping[str, str], setup: Callable[[], None] | None,
-                 trainer_address: str, meanwhile: Callable[[], None] | None = None) -> None:
+                 trainer_address: str, meanwhile: Callable[[], None] | None = None,
+                 seats: Sequence[Sequence[Seat]] = ()) -> None:
         self._deadline, self._start_timeout_s = time.monotonic() + start_timeout_s, start_timeout_s
         self._options, self._resource = options, resource
         self._groups: list[PlacementGroup] = []
@@ -291,8 +313,8 @@ class RayEngines:
             if self._has_connected:
                 cluster.connect(sum(int(self._bundle(each)["CPU"]) * each.num_nodes for each in options),
                                 start_timeout_s)
-            self._place()
-            self._start(dict(environment), setup, meanwhile)
+            places = self._seated(cluster.address, seats) if seats else self._placed()
+            self._start(places, dict(environment), setup, meanwhile)
             self.address = _reachable(trainer_address) if cluster.address else trainer_address
         except BaseException:  # No actor is left behind, whatever ends the start, Ctrl-C included.
             self.close()
@@ -344,8 +366,8 @@ class RayEngines:
         workers = float(options.num_workers // options.num_nodes)
         return {"CPU": 1.0, "GPU": workers} if self._resource == "GPU" else {"CPU": workers}
 
-    def _place(self) -> None:
-        """Reserve resources and wait for them.
+    def _placed(self) -> list[tuple[int, str, dict[str, Any]]]:
+        """Reserve resources, wait for them, and return the replica, the node's id and the options of each actor.
 
         A bundle is always on one node. Replicas of one node share a placement group. A replica of several nodes has
         one of its own, in which no two bundles are on the same node.
@@ -356,36 +378,73 @@ class RayEngines:
         else:
             self._groups = [placement_group([bundle] * each.num_nodes, strategy="STRICT_SPREAD")
                             for bundle, each in zip(bundles, self._options, strict=True)]
-        if all(group.wait(max(0.0, self._deadline - time.monotonic())) for group in self._groups):
-            return
+        if not all(group.wait(max(0.0, self._deadline - time.monotonic())) for group in self._groups):
+            raise self._no_place(bundles)
+        found = []
+        for number, (bundle, each) in enumerate(zip(bundles, self._options, strict=True)):
+            shared = len(self._groups) < len(self._options)
+            group = self._groups[0 if shared else number]
+            nodes = placement_group_table(group)["bundles_to_node_id"]
+            for index in [number] if shared else range(each.num_nodes):
+                found.append((number, nodes[index], {
+                    "num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0),
+                    "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                        group, placement_group_bundle_index=index, placement_group_capture_child_tasks=False),
+                    "runtime_env": {"env_vars": {}}}))
+        return found
+
+    def _no_place(self, bundles: Sequence[Mapping[str, float]]) -> RefitError:
         nodes = max(each.num_nodes for each in self._options)
         asked = sum(bundle[self._resource] * each.num_nodes for bundle, each in zip(bundles, self._options,
                                                                                      strict=True))
         there, free = (float(found.get(self._resource, 0)) for found in (ray.cluster_resources(),
                                                                          ray.available_resources()))
         each_of = f"each of {nodes} nodes" if nodes > 1 else "one node"
-        raise RefitError(
+        return RefitError(
             f"no place for the engine within {self._start_timeout_s:g} s: its {len(bundles)} replicas ask Ray for "
             f"{asked:g} {self._resource}s, {max(bundle[self._resource] for bundle in bundles):g} of them on {each_of}; "
             f"the cluster has {there:g}, {free:g} of them free, on {sum(node['Alive'] for node in ray.nodes())} nodes")
 
-    def _start(self, environment: dict[str, str], setup: Callable[[], None] | None,
-               meanwhile: Callable[[], None] | None) -> None:
+    def _seated(self, address: str, seats: Sequence[Sequence[Seat]]) -> list[tuple[int, str, dict[str, Any]]]:
+        """Find Ray's node on the host of each seat, and return the same as `_placed`.
+
+        Raises:
+            ValueError: a host has no node.
+        """
+        nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in sorted(
+            ray.nodes(), key=lambda node: str(node["NodeID"])) if node["Alive"]}
+        by_host: dict[int, str] = {}
+        found = []
+        for number, own in enumerate(seats):
+            for seat in own:
+                if seat.host not in by_host:
+                    there = [node for node, its_address in nodes.items() if its_address in seat.addresses]
+                    # Where hosts are simulated on one machine, all of its nodes have the same address.
+                    free = [node for node in there if node not in by_host.values()]
+                    if not free:
+                        raise ValueError(
+                            f"--ray-address {address}: the cluster has no node on {seat.name}, whose addresses are "
+                            f"{', '.join(seat.addresses)}; it has nodes on {', '.join(sorted(set(nodes.values())))}. "
+                            "--engine-placement colocated needs one on each of the trainer's hosts (ray start)")
+                    by_host[seat.host] = free[0]
+                visible = {"CUDA_VISIBLE_DEVICES": ",".join(seat.gpus), KEEPS_VISIBLE: "1"} if seat.gpus else {}
+                found.append((number, by_host[seat.host], {
+                    "num_cpus": 0, "num_gpus": 0,
+                    "scheduling_strategy": NodeAffinitySchedulingStrategy(by_host[seat.host], soft=False),
+                    "runtime_env": {"env_vars": visible}}))
+        return found
+
+    def _start(self, places: Sequence[tuple[int, str, dict[str, Any]]], environment: dict[str, str],
+               setup: Callable[[], None] | None, meanwhile: Callable[[], None] | None) -> None:
         remote: Any = ray.remote(EngineActor)
         names = {node["NodeID"]: f"node {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
                  for node in ray.nodes()}
-        for number, each in enumerate(self._options):
-            bundle, shared = self._bundle(each), len(self._groups) < len(self._options)
-            group = self._groups[0 if shared else number]
-            placed = placement_group_table(group)["bundles_to_node_id"]
-            for node in range(each.num_nodes):
-                index = number if shared else node
-                actor = remote.options(
-                    num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=0,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        group, placement_group_bundle_index=index, placement_group_capture_child_tasks=False),
-                    runtime_env={"env_vars": environment | each.environment}).remote()
-                self._parts.append(_Part(actor, number, node, names.get(placed[index], "a node that is gone")))
+        counts = [0] * len(self._options)
+        for number, node_id, options in places:
+            variables = environment | self._options[number].environment | options["runtime_env"]["env_vars"]
+            actor = remote.options(**options | {"max_restarts": 0, "runtime_env": {"env_vars": variables}}).remote()
+            self._parts.append(_Part(actor, number, counts[number], names.get(node_id, "a node that is gone")))
+            counts[number] += 1
         found = self._results([part.actor.locate.remote() for part in self._parts])
         first: dict[int, tuple[str, int]] = {}
         for part, (where, address, port) in zip(self._parts, found, strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 import ray
 import torch
+from ray._private.state import actors
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
 from mimo.refit.options import RefitOptions
 from mimo.refit.rendezvous import RefitError
 from mimo.rollout.process import EngineCalls, EngineLostError, answer_of, leave_launcher
-from mimo.rollout.ray_actors import RayCluster, RayEngines
+from mimo.rollout.ray_actors import RayCluster, RayEngines, Seat
 from tests.support import refit
 from tests.support.spawn import WorkerPool
 
@@ -53,11 +54,12 @@ def cluster() -> Iterator[tuple[Cluster, list[Any]]]:
 
 
 @contextmanager
-def engine(folder: Path, tp: int, pp: int, start_timeout_s: float = 600) -> Iterator[RayEngines]:
+def engine(folder: Path, tp: int, pp: int, start_timeout_s: float = 600,
+           seats: Sequence[Sequence[Seat]] = ()) -> Iterator[RayEngines]:
     """An engine whose workers are divided between the nodes."""
     options = dataclasses.replace(refit.engine_options(folder, tp, pp), num_nodes=2)
     started = RayEngines([options], RayCluster(""), "CPU", start_timeout_s, 120, {"OMP_NUM_THREADS": "1"},
-                         leave_launcher, "127.0.0.1")
+                         leave_launcher, "127.0.0.1", seats=seats)
     try:
         yield started
     finally:
@@ -96,6 +98,33 @@ def served(client: Any) -> Iterator[Served]:
         yield Served(listener.address, client.num_workers)
 
 
+def three_refits(pool: WorkerPool, folder: Path, handle: Served, options: RefitOptions,
+                 prompts: dict[str, list[int]]) -> None:
+    """Refit from two pipeline stages. After each refit, log-probs of engine and trainer have to agree."""
+    by_rank = pool.run(refit.sync, NAME, str(folder), ("--llm-pp", "2"), 2, handle, options, prompts, 3,
+                       world_size=2, timeout_s=300)
+    for step in range(3):
+        ours = {key: each for rank in by_rank for key, each in rank[step]["ours"].items()}
+        theirs = by_rank[0][step]["theirs"]
+        assert ours.keys() == theirs.keys() == prompts.keys()
+        errors = [float((mine - torch.tensor(theirs[key])).abs().max()) for key, mine in ours.items()]
+        assert max(errors) <= 1e-5, step
+
+
+def test_three_refits_of_a_replica_that_shares_the_devices_of_trainers_on_two_nodes(
+        pool: WorkerPool, cluster: tuple[Cluster, list[Any]], tmp_path: Path) -> None:
+    pool.run(refit.save, NAME, str(tmp_path), world_size=1)
+    prompts = pool.run(refit.prompts_of, NAME, str(tmp_path), world_size=1)[0]
+    addresses = tuple(sorted({node["NodeManagerAddress"] for node in ray.nodes()}))
+    free = ray.available_resources()["CPU"]
+    with engine(tmp_path, 2, 2, seats=[[Seat(host, f"host {host}", addresses, ()) for host in range(2)]]) as started:
+        assert ray.available_resources()["CPU"] == free, "trainer and engine share what the trainer has"
+        nodes = {actors(part.actor._ray_actor_id.hex())["Address"]["NodeID"] for part in started._parts}
+        assert len(nodes) == 2
+        with served(started.client) as handle:
+            three_refits(pool, tmp_path, handle, dataclasses.replace(OPTIONS, backend="ipc"), prompts)
+
+
 def test_three_refits_of_a_replica_on_two_nodes_and_the_loss_of_one(
         pool: WorkerPool, cluster: tuple[Cluster, list[Any]], tmp_path: Path) -> None:
     pool.run(refit.save, NAME, str(tmp_path), world_size=1)
@@ -106,14 +135,7 @@ def test_three_refits_of_a_replica_on_two_nodes_and_the_loss_of_one(
         assert len(set(placement_group_table(group)["bundles_to_node_id"].values())) == 2
         assert client.num_workers == 4
         with served(client) as handle:
-            by_rank = pool.run(refit.sync, NAME, str(tmp_path), ("--llm-pp", "2"), 2, handle, OPTIONS, prompts, 3,
-                               world_size=2, timeout_s=300)
-        for step in range(3):
-            ours = {key: each for rank in by_rank for key, each in rank[step]["ours"].items()}
-            theirs = by_rank[0][step]["theirs"]
-            assert ours.keys() == theirs.keys() == prompts.keys()
-            errors = [float((mine - torch.tensor(theirs[key])).abs().max()) for key, mine in ours.items()]
-            assert max(errors) <= 1e-5, step
+            three_refits(pool, tmp_path, handle, OPTIONS, prompts)
         assert started.fault() == ""
         whole, nodes = cluster
         whole.remove_node(nodes[1], allow_graceful=False)

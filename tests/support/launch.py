@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def start_torchrun(num_processes: int, *flags: str, script: str = "train_hetero.py",
-                   **changes: str) -> subprocess.Popen[str]:
+                   launcher: Sequence[str] = ("--standalone",), **changes: str) -> subprocess.Popen[str]:
     """Start an entry script under torchrun; output and errors in one text."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes),
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--nproc-per-node", str(num_processes),
                str(ROOT / script), *flags]
     return subprocess.Popen(command, cwd=ROOT, env=environment(**changes), text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

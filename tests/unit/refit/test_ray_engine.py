@@ -19,7 +19,7 @@ import pytest
 import ray
 
 from mimo.refit.rendezvous import RefitError
-from mimo.rollout.ray_actors import RayCluster, RayEngines
+from mimo.rollout.ray_actors import RayCluster, RayEngines, Seat
 from tests.support.echo_engine import engine_options, fail_to_start, sleep_long, use_noting_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -91,6 +91,26 @@ def test_each_actor_has_gpus_of_its_own_and_what_was_forwarded_and_no_rank(tmp_p
         with pytest.raises(RefitError, match=rf"process {stopped.pid} .* did not answer prompt_logprobs within 0\.5 s"):
             impatient.prompt_logprobs([])
     wait_for(lambda: all(map(has_ended, [stopped, *workers])))
+
+
+def test_an_actor_that_shares_gpus_sees_those_of_its_seat_and_takes_none_from_ray(tmp_path: Path) -> None:
+    addresses = ("10.9.8.7", ray.util.get_node_ip_address())
+    options = [dataclasses.replace(engine_options(), model=str(tmp_path))] * 2
+    places = [[Seat(0, "a host", addresses, gpus)] for gpus in (("1", "GPU-3f"), ("7",))]
+    started = RayEngines(options, RayCluster(""), "GPU", 600, 300, {"CUDA_VISIBLE_DEVICES": "0"}, use_noting_engine,
+                         "here", seats=places)
+    try:
+        client: Any = started.client
+        assert [each.call("variable", "CUDA_VISIBLE_DEVICES") for each in client.replicas] == ["1,GPU-3f", "7"]
+        assert ray.available_resources()["GPU"] == 2
+        assert started.fault() == ""
+    finally:
+        started.close()
+    elsewhere = Seat(1, "host b, the host of trainer ranks 8 to 15", ("10.9.8.7",), ("0",))
+    for wrong in ([places[0], [elsewhere]], [places[0], [dataclasses.replace(elsewhere, addresses=addresses)]]):
+        with pytest.raises(ValueError, match="the cluster has no node on host b, the host of trainer ranks 8 to 15, "
+                                             r"whose addresses are 10\.9\.8\.7"):
+            RayEngines(options, RayCluster("auto"), "GPU", 600, 300, {}, use_noting_engine, "here", seats=wrong)
 
 
 def test_a_signal_to_the_group_of_this_process_is_not_for_ray(tmp_path: Path) -> None:

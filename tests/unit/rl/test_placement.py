@@ -15,7 +15,14 @@ from mimo.config.rl import RolloutConfig
 from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
 from mimo.rl import placement
 from mimo.rl.launch_engine import engine_options, refit_options
-from mimo.rl.placement import check_placement, choose_gpus, forwarded, replica_gpus, visible_gpus
+from mimo.rl.placement import (
+    check_placement,
+    choose_gpus,
+    colocated_places,
+    forwarded,
+    replica_gpus,
+    visible_gpus,
+)
 
 FLAGS = """--model-provider causal_lm --num-layers 2 --hidden-size 64 --num-attention-heads 2 --ffn-hidden-size 64
 --vocab-size 100 --no-bf16 --transformer-impl local --seq-length 64 --max-completion-tokens 16
@@ -65,6 +72,39 @@ def test_too_few_gpus_are_refused_with_the_numbers(host: pytest.MonkeyPatch, fla
         check_placement(parsed(*flags.split()), 0)
     assert expected in str(refused.value)
     check_placement(parsed(*flags.split()), 1)  # of another host, perhaps
+
+
+@pytest.mark.parametrize(("flags", "num_ranks", "places"), [
+    ("--engine-dp 2 --engine-tp 4", [8], [[(0, 0)], [(0, 4)]]),
+    ("--engine-dp 3 --engine-tp 2 --engine-pp 2", [4, 8], [[(0, 0)], [(1, 0)], [(1, 4)]]),
+    ("--engine-dp 3 --engine-tp 3", [8, 8], [[(0, 0)], [(0, 3)], [(1, 0)]]),
+    ("--engine-dp 2 --engine-tp 8 --engine-pp 2 --engine-nodes 2", [8] * 5, [[(0, 0), (1, 0)], [(2, 0), (3, 0)]]),
+    ("--engine-dp 2 --engine-tp 4 --engine-nodes 2", [4, 4], [[(0, 0), (1, 0)], [(0, 2), (1, 2)]]),
+    ("--engine-dp 3 --engine-tp 4", [4, 4], "a replica of --engine-dp 3 --engine-tp 4 --engine-pp 1 needs 4 trainer "
+     "ranks on one host, and the hosts, with 4, 4 ranks, have room for 2 replicas"),
+    ("--engine-dp 1 --engine-tp 16 --engine-nodes 2", [8, 4], "needs 8 trainer ranks on each of 2 hosts, and"),
+])
+def test_colocated_replicas_fill_one_host_after_the_other(
+        flags: str, num_ranks: list[int], places: list[list[tuple[int, int]]] | str) -> None:
+    config = parsed("--engine-placement", "colocated", "--ray-address", "auto", *flags.split())
+    if isinstance(places, str):
+        with pytest.raises(ValueError, match=places):
+            colocated_places(config.rollout, num_ranks)
+    else:
+        assert colocated_places(config.rollout, num_ranks) == places
+
+
+def test_colocated_replicas_that_do_not_fit_are_refused_before_the_start(host: pytest.MonkeyPatch) -> None:
+    config = parsed(*"--engine-placement colocated --ray-address auto --engine-tp 4 --llm-dp 6".split(),
+                    "--global-batch-size", "24")
+    host.setenv("WORLD_SIZE", "6")
+    with pytest.raises(ValueError, match="needs 4 trainer ranks on one host, and the hosts, with 2, 2, 2 ranks"):
+        check_placement(config, 0)
+    host.setenv("LOCAL_WORLD_SIZE", "6")
+    check_placement(config, 0)
+    assert replica_gpus(config) == []
+    plan = placement.dry_run_report(config, validate_rl(config, 6), registry.model_provider("causal_lm"))
+    assert "GPUs: 6, one for each trainer rank; the engine shares 4 of them\n" in plan
 
 
 def test_a_ray_cluster_knows_its_gpus_itself(host: pytest.MonkeyPatch) -> None:
@@ -124,13 +164,13 @@ def test_layers_that_vllm_computes_on_gpus_alone_are_refused_on_the_cpu(host: py
 
 def test_ray_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="--engine-placement ray needs the package ray"):
+    with pytest.raises(ValueError, match="--engine-placement ray with .* needs the package ray"):
         check_placement(parsed("--engine-placement", "ray", device="cpu"), 0)
 
 
 @pytest.mark.parametrize(("flags", "expected"), [
     ("--engine-dp 0", "--engine-dp 0 is below 1"),
-    ("--ray-address auto", "--ray-address auto is for --engine-placement ray, not for separate"),
+    ("--ray-address auto", "--ray-address auto is for --engine-placement ray and colocated, not for separate"),
     ("--engine-placement ray --ray-address ray://head:10001", "ray://head:10001: Ray Client is not supported"),
     ("--engine-placement ray --ray-address head", "--ray-address head is neither host:port of a Ray cluster nor auto"),
     ("--engine-memory 1.5", "--engine-memory 1.5 is not above 0 and at most 1"),
@@ -139,7 +179,9 @@ def test_ray_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     ("--engine-gpus 4,", "--engine-gpus 4,: must be numbers"),
     ("--engine-gpus 4,4 --engine-tp 2", "--engine-gpus 4,4 has a GPU twice"),
     ("--engine-gpus 4,5", "--engine-gpus 4,5 has 2, and --engine-dp 1 --engine-tp 1 --engine-pp 1 need 1"),
-    ("--engine-env HOME", "--engine-env HOME is for --engine-placement ray: other engines are children of the first"),
+    ("--engine-env HOME", r"--engine-env HOME is for engines that Ray starts \(--engine-placement ray, or --ray-addr"),
+    ("--engine-placement colocated --ray-address auto --engine-dp 2",
+     "colocated: --engine-dp 2 --engine-tp 1 --engine-pp 1 need the GPUs of 2 trainer ranks, and there are 1"),
     ("--refit-delta --engine-placement colocated", "--refit-delta with --engine-placement colocated: the engine loses"),
     ("--engine-gpus 4 --engine-placement ray", "--engine-gpus 4 is for --engine-placement separate, not for ray"),
 ])

@@ -119,7 +119,7 @@ def test_help_says_which_flags_are_for_train_hetero_alone(capsys):
     ("--engine-share-experts", "--engine-share-experts with --engine-dp 1: there is no other replica to share"),
     ("--engine-share-experts --engine-dp 2 --engine-tp 2 --engine-nodes 2 --engine-placement ray --ray-address auto",
      "--engine-share-experts with --engine-nodes 2 is not supported: give each replica the workers of one node"),
-    ("--engine-tp 2 --engine-nodes 2", "--engine-nodes 2 needs a Ray cluster: give --engine-placement ray and"),
+    ("--engine-tp 2 --engine-nodes 2", "--engine-nodes 2 needs a Ray cluster: give --ray-address, and"),
     ("--engine-tp 3 --engine-nodes 2 --engine-placement ray --ray-address auto",
      r"--engine-nodes 2 does not divide the 3 workers of a replica \(--engine-tp 3 \* --engine-pp 1\)"),
     ("--engine-restarts 1 --engine-placement colocated", "--engine-restarts 1 with --engine-placement colocated is"),
