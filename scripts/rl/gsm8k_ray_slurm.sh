@@ -13,7 +13,8 @@
 #SBATCH --output=%x-%j.out
 #
 # GRPO on GSM8K over several nodes: the trainer on the first ones, by torchrun; the engine's replicas on the others, by
-# Ray, whose head is on the trainer's first node and gives none of that node's GPUs away.
+# Ray, whose head is on the trainer's first node and gives none of that node's GPUs away. With ENGINE_NODES=0, the
+# replicas share the GPUs of all the trainer's nodes, and take turns with it.
 #
 #   sbatch --account=... --partition=... scripts/rl/gsm8k_ray_slurm.sh [flags of train_rl.py ...]
 #   scripts/rl/gsm8k_ray_slurm.sh --dry-run    # the plan, with the memory of each rank; on any machine, without Slurm
@@ -43,9 +44,10 @@ SRUN_FLAGS=()
 
 GPUS_PER_NODE=8
 TRAINER_NODES=2
+# 0: the engine has no nodes of its own
 ENGINE_NODES=2
 # Parallel sizes of the trainer and of an engine replica; 0 lets scripts/rl/hf_model.py choose. A replica of more GPUs
-# than GPUS_PER_NODE spreads over several of the ENGINE_NODES.
+# than GPUS_PER_NODE spreads over several nodes.
 LLM_TP=1
 LLM_PP=1
 LLM_EP=0
@@ -59,7 +61,10 @@ TRAIN_ITERS=200
 # shellcheck disable=SC2034 # read by common.sh
 TAKES_FLAGS=1
 
-sizes=(--ranks $((TRAINER_NODES * GPUS_PER_NODE)) --engine-gpus $((ENGINE_NODES * GPUS_PER_NODE))
+placement=ray
+((ENGINE_NODES > 0)) || placement=colocated
+sizes=(--ranks $((TRAINER_NODES * GPUS_PER_NODE))
+    --engine-gpus $(((ENGINE_NODES > 0 ? ENGINE_NODES : TRAINER_NODES) * GPUS_PER_NODE))
     --gpus-per-node "$GPUS_PER_NODE" --tp "$LLM_TP" --pp "$LLM_PP" --ep "$LLM_EP" --engine-tp "$ENGINE_TP"
     --engine-pp "$ENGINE_PP")
 if [[ " $* " == *" --dry-run "* ]]; then
@@ -69,7 +74,8 @@ if [[ " $* " == *" --dry-run "* ]]; then
     described=$("$PYTHON" "$top/scripts/rl/hf_model.py" "$MODEL" "${sizes[@]}")
     mapfile -t layout <<<"$described"
     exec "$PYTHON" "$top/train_rl.py" --config "$top/scripts/configs/rl_gsm8k.toml" "${layout[@]}" \
-        --load-hf "" --data-path "$DATA" --train-iters "$TRAIN_ITERS" --engine-placement ray --ray-address auto \
+        --load-hf "" --data-path "$DATA" --train-iters "$TRAIN_ITERS" --engine-placement "$placement" \
+        --ray-address auto \
         --save "$RUN_DIR/checkpoints" --device cuda --world-size "${sizes[1]}" "$@"
 fi
 
@@ -88,7 +94,10 @@ trainers=("${hosts[@]:0:TRAINER_NODES}")
 engines=("${hosts[@]:TRAINER_NODES}")
 logs="$RUN_DIR/logs/$SLURM_JOB_ID-attempt-$(printf %03d "$ATTEMPT")"
 mkdir -p "$logs" "$RUN_DIR/checkpoints"
-say "attempt $ATTEMPT of job $SLURM_JOB_ID: trainer on ${trainers[*]}, engine on ${engines[*]}; logs in $logs"
+# Ray's nodes besides its head.
+workers=("${engines[@]}")
+((ENGINE_NODES > 0)) || workers=("${trainers[@]:1}")
+say "attempt $ATTEMPT of job $SLURM_JOB_ID: trainer on ${trainers[*]}, engine on ${engines[*]:-the same}; logs in $logs"
 say "from iteration $(saved_iterations) of $TRAIN_ITERS"
 set_communication
 export RAY_USAGE_STATS_ENABLED=0
@@ -128,15 +137,15 @@ described="$(describe_model)" || code=$?
 ((code == 0)) || [[ -n "$stopped" ]] || die "no layout for MODEL=$MODEL"
 mapfile -t layout <<<"$described"
 
-# One-step-off rollouts cannot replace an engine.
+# Colocated engines and one-step-off rollouts cannot replace an engine.
 restarts=(--engine-restarts 3)
-[[ " $* " != *one-step-off* ]] || restarts=()
+[[ "$placement" == ray && " $* " != *one-step-off* ]] || restarts=()
 FLAGS=(
     --config "$ROOT/scripts/configs/rl_gsm8k.toml"
     "${layout[@]}"
     --data-path "$DATA"
     --train-iters "$TRAIN_ITERS"
-    --engine-placement ray
+    --engine-placement "$placement"
     "${restarts[@]}"
     --ray-address "${trainers[0]}:$RAY_PORT"
     --save "$RUN_DIR/checkpoints"
@@ -168,12 +177,16 @@ if [[ -z "$stopped" ]]; then
     on_nodes "${trainers[0]}"
     srun "${step_flags[@]}" --cpu-bind=none --output="$logs/ray-%N.log" "${SRUN_FLAGS[@]}" "${ray[@]}" --head \
         --port "$RAY_PORT" --num-cpus 0 --num-gpus 0 --include-dashboard false --temp-dir "/tmp/ray-$SLURM_JOB_ID" &
-    on_nodes "${engines[@]}"
-    srun "${step_flags[@]}" --cpu-bind=none --output="$logs/ray-%N.log" "${SRUN_FLAGS[@]}" "${ray[@]}" \
-        --address "${trainers[0]}:$RAY_PORT" --num-gpus "$GPUS_PER_NODE" &
+    # The trainer's GPUs are not Ray's to give.
+    num_gpus=$((ENGINE_NODES > 0 ? GPUS_PER_NODE : 0))
+    if ((${#workers[@]})); then
+        on_nodes "${workers[@]}"
+        srun "${step_flags[@]}" --cpu-bind=none --output="$logs/ray-%N.log" "${SRUN_FLAGS[@]}" "${ray[@]}" \
+            --address "${trainers[0]}:$RAY_PORT" --num-gpus "$num_gpus" &
+    fi
     on_nodes "${trainers[0]}"
     run_step "${step_flags[@]}" "$PYTHON" "$ROOT/scripts/rl/wait_for_ray.py" "${trainers[0]}:$RAY_PORT" \
-        --gpus $((ENGINE_NODES * GPUS_PER_NODE)) --timeout-s "$RAY_TIMEOUT_S" || code=$?
+        --gpus $((ENGINE_NODES * GPUS_PER_NODE)) --nodes $((${#workers[@]} + 1)) --timeout-s "$RAY_TIMEOUT_S" || code=$?
     ((code == 0)) || [[ -n "$stopped" ]] || die "Ray did not come up; see $logs/ray-*.log"
 fi
 if [[ -n "$stopped" ]]; then

@@ -155,7 +155,7 @@ def test_a_job_has_its_engine_and_its_trainer_on_nodes_of_their_own(place, monke
     assert any("--nodelist=n3,n4" in step and "ray start" in step for step in steps)
     assert any("--nodelist=n1,n2" in step and "train_rl.py" in step for step in steps)
     assert all("--overlap" in step for step in steps), "steps run beside each other"
-    assert "n1:6379 --gpus 16 --timeout-s 600" in (place / "waited").read_text()
+    assert "n1:6379 --gpus 16 --nodes 3 --timeout-s 600" in (place / "waited").read_text()
     assert sorted((place / "ranks").read_text().split()) == ["0", "1"]
     launcher, flags = flags_of(place, monkeypatch)
     assert " ".join(launcher).endswith(
@@ -169,6 +169,22 @@ def test_a_job_has_its_engine_and_its_trainer_on_nodes_of_their_own(place, monke
     checked = parse(words[words.index("--") + 1:])
     assert (checked.checkpoint.save_interval, checked.checkpoint.load_hf) == (20, f"{place}/my model")
     assert words[:words.index("--")][-4:] == ["--gpus-per-node", "8", "--timeout-s", "300"]
+
+
+def test_the_engine_of_a_job_may_share_the_nodes_of_its_trainer(place, monkeypatch):
+    job = start(place, values={"TRAINER_NODES": "4", "ENGINE_NODES": "0"})
+    output = end(job)
+    assert job.returncode == 0 and "trainer on n1 n2 n3 n4, engine on the same; " in output, output
+    started = (place / "ray").read_text().splitlines()
+    assert sum("--head --port 6379 --num-cpus 0 --num-gpus 0" in line for line in started) == 2, "twice each"
+    assert sum("--address n1:6379 --num-gpus 0" in line for line in started) == 6 and len(started) == 8
+    assert any("--nodelist=n2,n3,n4" in step and "ray start" in step for step in (
+        place / "srun").read_text().splitlines())
+    assert "n1:6379 --gpus 0 --nodes 4 --timeout-s 600" in (place / "waited").read_text()
+    config = parse_as(RlRunConfig, flags_of(place, monkeypatch)[1], "")
+    assert (validate_rl(config, 32).world_size, config.rollout.engine_tp, config.rollout.engine_dp) == (32, 4, 8)
+    assert (config.rollout.engine_placement, config.rollout.ray_address) == ("colocated", "n1:6379")
+    assert not config.rollout.engine_restarts
 
 
 @pytest.mark.slow
@@ -270,14 +286,17 @@ def test_a_large_shape_is_planned_on_a_laptop(name, world_size, expected, capsys
 
 
 def test_waiting_for_ray_ends_with_the_number_of_its_gpus(monkeypatch, capsys):
-    counts = iter([0.0, 8.0, 16.0])
+    counts = iter([(1, 0.0), (2, 8.0), (2, 16.0)])
     monkeypatch.setattr(wait_for_ray, "POLL_S", 0.01)
     monkeypatch.setattr(wait_for_ray, "answers", lambda *_: True)
-    monkeypatch.setattr(wait_for_ray, "count_gpus", lambda _: (next(counts, 16.0), ""))
+    monkeypatch.setattr(wait_for_ray, "count", lambda _: (*next(counts, (3, 16.0)), ""))
     assert wait_for_ray.main(["head:6379", "--gpus", "16"]) == 0
-    assert capsys.readouterr().out == "Ray at head:6379: 16 GPUs\n"
-    assert wait_for_ray.main(["head:6379", "--gpus", "24", "--timeout-s", "0.05"]) == 1
-    assert "has 16 of 24 GPUs after 0.05 s" in capsys.readouterr().err
+    assert capsys.readouterr().out == "Ray at head:6379: 16 GPUs, 2 nodes\n"
+    assert wait_for_ray.main(["head:6379", "--gpus", "0", "--nodes", "3"]) == 0
+    for asked, expected in (("--gpus 24", "has 16 of 24 GPUs and 3 of 1 nodes after 0.05 s"),
+                            ("--gpus 16 --nodes 4", "has 16 of 16 GPUs and 3 of 4 nodes after 0.05 s")):
+        assert wait_for_ray.main(["head:6379", *asked.split(), "--timeout-s", "0.05"]) == 1
+        assert expected in capsys.readouterr().err
 
 
 def test_nobody_answers_at_a_closed_port():

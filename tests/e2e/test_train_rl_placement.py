@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-import socket
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from ray.cluster_utils import Cluster
 
 from tests.e2e.test_train_rl import FLAGS
-from tests.support.launch import environment, finish, records, start_torchrun, torchrun, wait_for_the_end
+from tests.support.launch import records, torchrun, torchrun_on_two_hosts, wait_for_the_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 ONE_PROCESS = [*FLAGS, "--llm-dp", "1", "--llm-ep", "1", "--train-iters", "2"]
@@ -31,25 +28,8 @@ def test_a_run_trains_on_completions_of_the_weights_as_they_are(tmp_path: Path, 
 
 
 def test_replicas_on_the_devices_of_trainers_on_two_hosts(tmp_path: Path) -> None:
-    """The hosts are two launchers and two nodes of Ray on this machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment(RAY_USAGE_STATS_ENABLED="0").items():
-            patch.setenv(name, value)
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-        cluster.add_node(num_cpus=2)
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        flags = [*FLAGS, "--train-iters", "2", "--engine-placement", "colocated", "--ray-address", cluster.address,
-                 "--engine-dp", "2", "--reward", "tests.support.rl_rewards:digits", "--run-dir", str(tmp_path)]
-        launchers = [start_torchrun(1, *flags, script="train_rl.py", launcher=(
-            "--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)),
-            MARK=str(tmp_path)) for node in range(2)]
-        # Both print to pipes, which have to be read at the same time.
-        with ThreadPoolExecutor() as threads:
-            done = list(threads.map(lambda each: finish(each, 1000), launchers))
-    finally:
-        cluster.shutdown()
+    done = torchrun_on_two_hosts(*FLAGS, "--train-iters", "2", "--engine-placement", "colocated", "--engine-dp", "2",
+                                 "--reward", "tests.support.rl_rewards:digits", run_dir=tmp_path, timeout_s=1000)
     assert [each.returncode for each in done] == [0, 0], done[0].stdout[-3000:] + done[1].stdout[-2000:]
     steps = records(tmp_path)
     assert [step["policy-version"] for step in steps] == [0, 1]

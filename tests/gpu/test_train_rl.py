@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.launch import records, torchrun
+from tests.support.launch import records, torchrun, torchrun_on_two_hosts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
               pytest.mark.timeout(580)]
@@ -59,7 +59,7 @@ def test_fp8_policy_and_fp8_engine(tmp_path: Path) -> None:
     assert len(steps) == 3 and all(step["success"] and 0 <= step["gen-kl"] < 2e-2 for step in steps)
 
 
-@pytest.mark.parametrize("placement", ["colocated", "separate", "one-step-off"])
+@pytest.mark.parametrize("placement", ["colocated", "separate", "ray", "one-step-off"])
 def test_three_steps_on_completions_of_the_weights_as_they_are(placement: str, tmp_path: Path) -> None:
     if placement != "colocated" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -73,3 +73,15 @@ def test_three_steps_on_completions_of_the_weights_as_they_are(placement: str, t
         # bfloat16 on other kernels; stale weights of a model of such random weights are far from each other.
         assert 0 <= step["gen-kl"] < 2e-2 and step["refit-bytes"] > 100_000
     assert (steps[1]["memory-s"] > 0) == (placement == "colocated")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2 or find_spec("ray") is None, reason="needs two GPUs and Ray")
+@pytest.mark.parametrize("engine", ["--engine-dp 2", "--engine-tp 2 --engine-nodes 2"])
+def test_engines_take_turns_with_the_trainer_on_two_hosts(engine: str, tmp_path: Path) -> None:
+    done = torchrun_on_two_hosts(*FLAGS, "--llm-dp", "2", "--llm-ep", "2", "--engine-placement", "colocated",
+                                 *engine.split(), run_dir=tmp_path, timeout_s=500, gpus=("0", "1"))
+    assert [each.returncode for each in done] == [0, 0], done[0].stdout[-5000:] + done[1].stdout[-2000:]
+    steps = [each for each in records(tmp_path) if "loss" in each]
+    print([(step["gen-kl"], step["memory-s"]) for step in steps])
+    assert len(steps) == 3 and all(step["success"] and 0 <= step["gen-kl"] < 2e-2 for step in steps)
+    assert steps[1]["memory-s"] > 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,39 @@ def torchrun(num_processes: int, *flags: str, timeout_s: float = 280, script: st
              **changes: str) -> subprocess.CompletedProcess[str]:
     """Run an entry script under torchrun to its end."""
     return finish(start_torchrun(num_processes, *flags, script=script, **changes), timeout_s)
+
+
+def torchrun_on_two_hosts(*flags: str, run_dir: Path, timeout_s: float,
+                          gpus: tuple[str, str] = ("", "")) -> list[subprocess.CompletedProcess[str]]:
+    """Run `train_rl.py` on two hosts of one rank, which are two launchers and two nodes of Ray on this machine.
+
+    Args:
+        flags: flags of the run, without its folder and `--ray-address`.
+        run_dir: its folder, also the value of the environment variable MARK.
+        timeout_s: time limit in seconds.
+        gpus: `CUDA_VISIBLE_DEVICES` of each host.
+    """
+    from ray.cluster_utils import Cluster
+
+    before = dict(os.environ)
+    os.environ.update(environment(RAY_USAGE_STATS_ENABLED="0"))
+    try:
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        cluster.add_node(num_cpus=2)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        launchers = [start_torchrun(
+            1, *flags, "--ray-address", cluster.address, "--run-dir", str(run_dir), script="train_rl.py",
+            launcher=("--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port",
+                      str(port)), MARK=str(run_dir), CUDA_VISIBLE_DEVICES=gpus[node]) for node in range(2)]
+        with ThreadPoolExecutor() as threads:  # both print to pipes, which have to be read at the same time
+            return list(threads.map(lambda each: finish(each, timeout_s), launchers))
+    finally:
+        cluster.shutdown()
 
 
 def start_bench(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
