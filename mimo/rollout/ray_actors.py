@@ -45,6 +45,8 @@ CONNECT_S = 10.0
 PING_S = 5.0
 # Part of Ray's message if its processes start too slowly.
 LATE_START = "timed out during startup"
+# Length of the end of an actor's output that an error of its start has.
+PRINTED_BYTES = 4000
 # With this variable, Ray leaves CUDA_VISIBLE_DEVICES of an actor that asks for no GPU as it is.
 KEEPS_VISIBLE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 # Errors that Ray raises if a cluster does not exist or has ended.
@@ -77,7 +79,7 @@ class EngineActor:
                     setup()
                 self._node = EngineNode(options, place)
         except Exception:  # Any error is reported to the process that started this actor.
-            return False, traceback.format_exc()
+            return False, traceback.format_exc() + _printed()
         return True, ""
 
     def watch(self) -> None:
@@ -87,6 +89,19 @@ class EngineActor:
     def call(self, method: str, arguments: Sequence[Any]) -> tuple[bool, Any]:
         """Call any method of the engine, with the result of `mimo.rollout.process.answer_of`."""
         return answer_of(self._engine, method, arguments)
+
+
+def _printed() -> str:
+    """Return the end of what this actor and its workers have printed, which Ray keeps in a file of the node.
+
+    Errors of workers are only there: vLLM's own error says that one of them has failed.
+    """
+    path = Path("/proc/self/fd/1")
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        file.seek(-min(PRINTED_BYTES, path.stat().st_size), os.SEEK_END)
+        return f"The end of {path.resolve()}:\n{file.read().decode(errors='replace')}"
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ OTHER_FLAGS = {
     "--steps": "scripts/quickstart.sh",
     **dict.fromkeys(("--learning-rate", "--tensor-model-parallel-size")),
     "--slow": "scripts/test.sh",
+    "--head": "scripts/rl/gsm8k_ray_slurm.sh",
     "--prove": "scripts/bench/refit_plan.py",
     **dict.fromkeys(("--slurm", "--gpus-per-node"), "scripts/bench/rl_sweep.py"),
     "--overlap-moe-expert-parallel-comm": "mimo/config/flag_hints.py",

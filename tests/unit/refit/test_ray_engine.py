@@ -158,7 +158,8 @@ def test_more_gpus_than_there_are_is_said_with_the_numbers(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("folder", "expected"), [
-    ("", r"replica 0: the engine did not start: process \d+ on .*: Traceback(.|\n)*OSError: there is no such model"),
+    ("", r"replica 0: the engine did not start: process \d+ on .*: Traceback(.|\n)*OSError: there is no such model\n"
+         r"The end of .*\.out:\n(.|\n)*a worker finds no model"),
     ("nowhere", r"replica 0: the engine did not start: process \d+ on .* sees no folder .*nowhere: it has to be on a "
                 "file system of all nodes")])
 def test_an_engine_that_does_not_start_says_why_and_leaves_its_place(tmp_path: Path, folder: str,
