@@ -246,7 +246,7 @@ def open_source(layout: Layout, rank: int, data_provider: DataProvider | RoutedD
         data_config: its flags.
         request: the run's request to the data set.
         lane_loader: `routed` or `per-lane`, for a data set that is costly to read.
-        microbatch_order: `images` or `read`; see `mimo.grid.lanes.has_cheap_ends`.
+        microbatch_order: `images` or `read`, see `mimo.grid.lanes.has_cheap_ends`; of the split `train` only.
         num_microbatches: microbatches of an iteration.
         host: gloo group of the whole world, needed where lanes are routed over several ranks.
         tag: distinguishes this source's messages from those of other open sources of the group.
@@ -254,7 +254,8 @@ def open_source(layout: Layout, rank: int, data_provider: DataProvider | RoutedD
     Raises:
         ValueError: the data set refuses the configuration.
     """
-    ordered = has_cheap_ends(microbatch_order, layout, data_provider)
+    # An evaluation tells from a sample's place whether the split has ended before it.
+    ordered = request.split == "train" and has_cheap_ends(microbatch_order, layout, data_provider)
     rows: dict[str, Any] = {"micro_batch_size": request.micro_batch_size, "num_microbatches": num_microbatches,
                             "order": partial(order_by_pixels, request.tokens) if ordered else list}
     needs = needs_of(layout, rank, request.micro_batch_size)

@@ -17,9 +17,10 @@ from tests.support.launch import ROOT, find_worker, finish, records, start_torch
 pytestmark = pytest.mark.slow
 
 TINY = """--model-provider mock --dataset-provider mock --device cpu --no-bf16 --seq-length 64 --global-batch-size 4
---train-iters 3 --watchdog-timeout-s 60 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2
---ffn-hidden-size 64 --vocab-size 96 --image-token-id 95 --vision-num-layers 1 --vision-hidden-size 32
---vision-num-attention-heads 4 --vision-ffn-hidden-size 64 --vision-image-size 16 --vision-patch-size 8""".split()
+--microbatch-order read --train-iters 3 --watchdog-timeout-s 60 --num-layers 2 --hidden-size 32 --num-attention-heads 4
+--num-query-groups 2 --ffn-hidden-size 64 --vocab-size 96 --image-token-id 95 --vision-num-layers 1
+--vision-hidden-size 32 --vision-num-attention-heads 4 --vision-ffn-hidden-size 64 --vision-image-size 16
+--vision-patch-size 8""".split()
 # Ranks of the layout that TINY describes.
 VISION, LANGUAGE = "rank 0 (vision grid", "rank 1 (language grid"
 ENDS_WITHIN_S = 200

@@ -66,7 +66,7 @@ def evaluate_and_train(rank: int, flags: tuple[str, ...], world_size: int) -> li
 
     figures: list[tuple[float, ...]] = []
     with trainer_of(rank, (*SHORT, *flags), world_size) as (parts, loader):
-        held_out = make_loader(parts.config, parts.grids.layout, rank)
+        held_out = make_loader(parts.config, parts.grids.layout, rank, split="valid")
         batches = [held_out.next_step() for _ in range(3)]
         held_out.close()
         for _ in range(3):
@@ -78,12 +78,14 @@ def evaluate_and_train(rank: int, flags: tuple[str, ...], world_size: int) -> li
 
 def evaluate_plainly(rank: int) -> tuple[float, float, int]:
     """The first evaluation by its definition: on one process, one sample at a time, from the logits, in fp64."""
+    from tests.support.equality import make_loader
     from tests.support.steps import trainer_of
 
     loss, tokens, matched, samples = 0.0, 0, 0, 0
-    with trainer_of(rank, (*SHORT, *ONE_PROCESS), 1) as (parts, loader), torch.no_grad():
+    with trainer_of(rank, (*SHORT, *ONE_PROCESS), 1) as (parts, _), torch.no_grad():
         model = parts.built.model
-        for batch in [batch for _ in range(3) for batch in loader.next_step()]:
+        held_out = make_loader(parts.config, parts.grids.layout, rank, split="valid")
+        for batch in [batch for _ in range(3) for batch in held_out.next_step()]:
             if samples == NUM_EVALUATED:
                 break
             rows = [[sum(batch.encoders["vision"].token_counts)]]
@@ -117,12 +119,13 @@ def test_evaluation_between_steps(pool: WorkerPool, one_process: list[tuple[floa
 
 
 def decode(rank: int, flags: tuple[str, ...], world_size: int) -> list[tuple[str, list[int], list[int]]]:
-    """Decode the answers of a global batch greedily."""
+    """Decode the answers of a held-out global batch greedily."""
     from mimo.training.evaluate import greedy_decode
+    from tests.support.equality import make_loader
     from tests.support.steps import trainer_of
 
-    with trainer_of(rank, (*SHORT, *flags), world_size) as (parts, loader):
-        return greedy_decode(parts, loader.next_step())
+    with trainer_of(rank, (*SHORT, *flags), world_size) as (parts, _):
+        return greedy_decode(parts, make_loader(parts.config, parts.grids.layout, rank, split="valid").next_step())
 
 
 @pytest.mark.parametrize("layout", ["llm-cp2", pytest.param("homogeneous-cp2-pp2", marks=pytest.mark.slow)])

@@ -67,8 +67,8 @@ def parse_config(*flags: str) -> RunConfig:
     return parse([*BASE, *(() if named.startswith(("nemotron", "qwen")) else MODEL), *flags])
 
 
-def make_loader(config: RunConfig, layout: Layout, rank: int) -> Any:
-    """The training loader of a rank."""
+def make_loader(config: RunConfig, layout: Layout, rank: int, split: str = "train") -> Any:
+    """The loader of a rank."""
     from mimo.data.loader import open_loader
     from mimo.registry import dataset_provider, model_provider
 
@@ -83,6 +83,8 @@ def make_loader(config: RunConfig, layout: Layout, rank: int) -> Any:
         num_microbatches=num_microbatches(config),
         seq_length=config.train.seq_length,
         seed=config.train.seed,
+        split=split,
+        microbatch_order=config.data.microbatch_order,
         prefetch=False,
     )
 

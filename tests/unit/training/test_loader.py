@@ -159,9 +159,9 @@ def test_encoder_ranks_cover_each_lane_once_in_order(encoder_dp, language_dp, mi
 def test_the_first_and_the_last_microbatch_of_a_lane_have_the_fewest_images(provider, encoder_dp, language_dp, ordered):
     grids = layout(encoder_dp, language_dp)
 
-    def steps(rank, order):
+    def steps(rank, order, split="train"):
         each = loader(grids, rank, provider, mock.Config(mock_images_max=6, mock_text_only_fraction=0), num=6,
-                      lane_loader="per-lane", microbatch_order=order)
+                      lane_loader="per-lane", microbatch_order=order, split=split)
         return each.next_step()
 
     vision = grids.encoders[0]
@@ -182,6 +182,8 @@ def test_the_first_and_the_last_microbatch_of_a_lane_have_the_fewest_images(prov
             assert sides[lane] == keys
         else:
             assert [side[2 * lane:2 * lane + 2] for side in sides[0]] == keys
+        held_out = [[batch.text.keys for batch in steps(rank, order, "valid")] for order in ("images", "read")]
+        assert held_out[0] == held_out[1], "an evaluation counts on the places of its samples"
 
 
 @pytest.mark.parametrize(("costs", "order"), [
