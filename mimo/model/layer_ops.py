@@ -7,7 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TELayerNormColumnParallelLinear
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelLinear,
+    TELayerNormColumnParallelLinear,
+    TERowParallelLinear,
+)
 from megatron.core.transformer import attention
 
 from mimo.model import compat
@@ -213,6 +217,17 @@ class ColumnParallelWithBias(TEColumnParallelLinear):
 
 class LayerNormColumnParallelWithBias(TELayerNormColumnParallelLinear):
     """A norm and a `ColumnParallelWithBias`, in one layer."""
+
+    def __init__(self, *sizes: int, skip_bias_add: bool, **further: Any) -> None:
+        super().__init__(*sizes, skip_bias_add=False, **further)
+
+
+class RowParallelWithBias(TERowParallelLinear):
+    """A row-parallel linear layer of Transformer Engine that adds its bias inside the matrix product.
+
+    Megatron Core's layers ask for the bias instead, to add it together with the residual. The gradient of the bias is
+    then a pass of its own.
+    """
 
     def __init__(self, *sizes: int, skip_bias_add: bool, **further: Any) -> None:
         super().__init__(*sizes, skip_bias_add=False, **further)

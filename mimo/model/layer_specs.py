@@ -112,14 +112,14 @@ def vit_layer_spec(config: TransformerConfig, impl: str) -> TransformerBlockSubm
     check_impl(impl)
     if impl == "local":
         return _block(config, _with_own_parts(get_vit_layer_with_local_spec(), moe=False), impl)
-    from megatron.core.extensions.transformer_engine import TERowParallelLinear
-
-    from mimo.model.layer_ops import LayerNormColumnParallelWithBias
+    from mimo.model.layer_ops import LayerNormColumnParallelWithBias, RowParallelWithBias
 
     spec = get_vit_layer_with_transformer_engine_spec()
+    attention = spec.submodules.self_attention
+    attention = replace(attention, submodules=replace(attention.submodules, linear_proj=RowParallelWithBias))
     mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(
-        linear_fc1=LayerNormColumnParallelWithBias, linear_fc2=TERowParallelLinear))
-    return _block(config, replace(spec, submodules=replace(spec.submodules, mlp=mlp)), impl)
+        linear_fc1=LayerNormColumnParallelWithBias, linear_fc2=RowParallelWithBias))
+    return _block(config, replace(spec, submodules=replace(spec.submodules, self_attention=attention, mlp=mlp)), impl)
 
 
 def mlp_linears(impl: str) -> MLPSubmodules:
@@ -127,11 +127,9 @@ def mlp_linears(impl: str) -> MLPSubmodules:
     check_impl(impl)
     if impl == "local":
         return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    from megatron.core.extensions.transformer_engine import TERowParallelLinear
+    from mimo.model.layer_ops import ColumnParallelWithBias, RowParallelWithBias
 
-    from mimo.model.layer_ops import ColumnParallelWithBias
-
-    return MLPSubmodules(linear_fc1=ColumnParallelWithBias, linear_fc2=TERowParallelLinear)
+    return MLPSubmodules(linear_fc1=ColumnParallelWithBias, linear_fc2=RowParallelWithBias)
 
 
 def check_impl(impl: str) -> None:
