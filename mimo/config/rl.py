@@ -368,6 +368,9 @@ class RolloutConfig:
         refuse(bool(self.engine_env) and not self.uses_ray,
                f"--engine-env {self.engine_env} is for engines that Ray starts (--engine-placement ray, or "
                "--ray-address): others are children of the first rank and get its whole environment")
+        refuse("CUDA_VISIBLE_DEVICES" in self.engine_env.replace(" ", "").split(","),
+               f"--engine-env {self.engine_env}: the GPUs of each process of the engine are chosen by Ray, or by the "
+               "trainer's ranks; leave CUDA_VISIBLE_DEVICES out")
         refuse(self.engine_share_experts and self.engine_dp == 1,
                "--engine-share-experts with --engine-dp 1: there is no other replica to share the experts with")
         refuse(self.engine_share_experts and self.engine_pp > 1,

@@ -16,6 +16,7 @@ from mimo.config.validate import validate
 from mimo.grid.lanes import check_engine_tiles
 from mimo.grid.spec import Layout
 from mimo.protocols import ImageProcessorProvider
+from mimo.text import counted
 
 # Limits of gen-kl in nats. Correct refits reach at most 4e-4 in bfloat16 and 1e-13 in float32 on the CPU; wrong ones
 # are above 1.
@@ -194,9 +195,13 @@ def validate_rl(config: RlRunConfig, world_size: int, rank: int = 0) -> Layout:
     refuse(ahead > 0, f"--encoder-run-ahead {ahead} is not supported in RL yet: leave it out")
     config.rl.check()
     config.rollout.check()
+    flags = config.rollout
+    refuse(flags.engine_placement == "colocated" and bool(flags.ray_address) and flags.num_engine_workers > world_size,
+           f"--engine-placement colocated: {flags.sizes} need {counted(flags.num_engine_workers, 'trainer rank')}, one "
+           f"for each worker, and the run has {world_size}")
     _check_batch(config)
     _check_evaluation(config)
-    _check_mode(config, world_size)
+    _check_mode(config)
     _refuse_missing(config)
     _check_engine_model(config)
     if rank == 0:
@@ -272,7 +277,7 @@ def _check_evaluation(config: RlRunConfig) -> None:
            "shown at the end of an evaluation; set --eval-prompts")
 
 
-def _check_mode(config: RlRunConfig, world_size: int) -> None:
+def _check_mode(config: RlRunConfig) -> None:
     mode, correction = config.rollout.rollout_mode, config.rl.importance_correction
     quantization = config.rollout.engine_quantization
     refuse(quantization != "none" and (config.train.device == "cpu" or not config.model.bf16),
@@ -284,11 +289,6 @@ def _check_mode(config: RlRunConfig, world_size: int) -> None:
     refuse(mode != "sync" and config.rollout.engine_placement == "colocated",
            f"--rollout-mode {mode} with --engine-placement colocated: the engine cannot generate beside the update on "
            "GPUs that it shares with it; use --rollout-mode sync")
-    rollout = config.rollout
-    refuse(rollout.engine_placement == "colocated" and bool(rollout.ray_address)
-           and rollout.num_engine_workers > world_size,
-           f"--engine-placement colocated: {rollout.sizes} need the GPUs of {rollout.num_engine_workers} trainer "
-           f"ranks, and there are {world_size}")
 
 
 def _refuse_missing(config: RlRunConfig) -> None:

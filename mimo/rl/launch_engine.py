@@ -273,19 +273,32 @@ class Host:
 
 
 def find_hosts(grids: Grids, platform: Platform) -> list[Host]:
-    """Find the trainer's hosts. Collective over its world."""
+    """Find the trainer's hosts. Collective over its world.
+
+    Raises:
+        ValueError: on every rank: ranks are not numbered host by host.
+    """
     gpu = ""
     if platform.name == "cuda":
         gpu = visible_gpus(torch.cuda.device_count(),
                            os.environ.get("CUDA_VISIBLE_DEVICES"))[torch.cuda.current_device()]
-    addresses = tuple(sorted(each.address for own in psutil.net_if_addrs().values() for each in own
-                             if each.family in (socket.AF_INET, socket.AF_INET6)))
+    name = socket.gethostname()
+    # Without addresses that are valid on one network interface only, which have its name behind a %.
+    addresses = (name, *sorted(each.address for own in psutil.net_if_addrs().values() for each in own
+                               if each.family in (socket.AF_INET, socket.AF_INET6) and "%" not in each.address))
     first = grids.rank - int(os.environ.get("LOCAL_RANK", "0"))
-    hosts: dict[int, list[Any]] = {}
-    for rank, found in enumerate(gather(grids, (first, socket.gethostname(), addresses, gpu))):
+    hosts: dict[int, list[tuple[int, str, tuple[str, ...], str]]] = {}
+    for rank, found in enumerate(gather(grids, (first, name, addresses, gpu))):
         hosts.setdefault(found[0], []).append((rank, *found[1:]))
-    return [Host(f"{own[0][1]}, the host of trainer ranks {own[0][0]} to {own[-1][0]}", own[0][2],
-                 tuple(gpu for *_, gpu in own)) for own in hosts.values()]
+    result = []
+    for own in hosts.values():
+        ranks, names = [rank for rank, *_ in own], {name for _, name, *_ in own}
+        if len(names) > 1 or ranks != list(range(ranks[0], ranks[0] + len(ranks))):
+            raise ValueError(f"--engine-placement colocated with --ray-address: ranks {', '.join(map(str, ranks))} are "
+                             f"on {', '.join(sorted(names))}; number the ranks host by host, as torchrun does")
+        which = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
+        result.append(Host(f"{own[0][1]}, the host of trainer {which}", own[0][2], tuple(gpu for *_, gpu in own)))
+    return result
 
 
 def start_engine(config: RlRunConfig, provider: ModelProvider, has_videos: bool,
@@ -313,7 +326,7 @@ def start_engine(config: RlRunConfig, provider: ModelProvider, has_videos: bool,
     from mimo.rollout.ray_actors import RayCluster, RayEngines, Seat
 
     seats = []
-    if hosts:
+    if flags.engine_placement == "colocated":
         each = flags.engine_tp * flags.engine_pp // flags.engine_nodes
         seats = [[Seat(number, hosts[number].name, hosts[number].addresses,
                        tuple(filter(None, hosts[number].gpus[rank:rank + each]))) for number, rank in places]

@@ -18,7 +18,7 @@ from mimo.rl.batching import aligned, plan_microbatches
 from mimo.text import counted
 
 # Variables of the trainer that an engine on another node gets, by prefix and by name. Variables of a device, process or
-# node are not among them: Ray sets CUDA_VISIBLE_DEVICES, and torchrun sets RANK and others.
+# node are not among them: CUDA_VISIBLE_DEVICES is chosen for each actor, and torchrun sets RANK and others.
 FORWARDED_PREFIXES = ("HF_", "TRANSFORMERS_", "VLLM_", "NCCL_", "FI_", "GLOO_", "TORCH_", "TORCHDYNAMO_",
                       "TORCHINDUCTOR_", "TRITON_", "UCX_")
 # Folders of caches and temporary files are among them, because a home may be too small, or too slow for many nodes.
@@ -60,7 +60,7 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
 
     Args:
         config: the run, `train.device` being `cpu` or `cuda`.
-        rank: rank of this process; the engine runs on the first rank's host.
+        rank: rank of this process; the first rank starts the engine.
 
     Raises:
         ValueError: there are too few GPUs, a rank uses a chosen GPU, a flag is for the other device, Ray is missing, a
@@ -68,8 +68,9 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
     """
     flags, model = config.rollout, config.model.model_provider
     if flags.uses_ray and importlib.util.find_spec("ray") is None:
-        raise ValueError(f"--engine-placement {flags.engine_placement} with --ray-address {flags.ray_address!r} needs "
-                         "the package ray, which the extras rl-cpu and rl-gpu bring")
+        address = f" with --ray-address {flags.ray_address}" if flags.ray_address else ""
+        raise ValueError(f"--engine-placement {flags.engine_placement}{address} needs the package ray, which the "
+                         "extras rl-cpu and rl-gpu bring")
     if config.train.device == "cpu":
         for name, given in (("--engine-gpus", flags.engine_gpus), ("--engine-memory", flags.engine_memory),
                             ("--engine-enforce-eager", flags.engine_enforce_eager),
@@ -89,8 +90,9 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
 
         forwarded(os.environ, flags.engine_env)
         if flags.engine_placement == "colocated" and flags.ray_address:
-            local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            colocated_places(flags, [local] * (int(os.environ.get("WORLD_SIZE", "1")) // local))
+            local, world = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+            if world % local == 0:  # Otherwise hosts have different numbers of ranks, and `start_engine` checks them.
+                colocated_places(flags, [local] * (world // local))
         refuse_data_parallel(os.environ.get(DATA_PARALLEL, 1), f"environment variable {DATA_PARALLEL}")
 
 
@@ -116,7 +118,7 @@ def check_cpu_engine(name: str, described: Mapping[str, Any]) -> None:
 
 
 def replica_gpus(config: RlRunConfig) -> list[list[str]]:
-    """Return CUDA's names of the GPUs of each replica; empty on the CPU, and if a Ray cluster chooses them.
+    """Return CUDA's names of the GPUs of each replica; empty on the CPU, and if a Ray cluster starts the engine.
 
     Raises:
         ValueError: there are too few.
@@ -203,9 +205,11 @@ def colocated_places(flags: RolloutConfig, num_ranks: Sequence[int]) -> list[lis
              for first in range(0, len(num_ranks) - nodes + 1, nodes)
              for rank in range(0, min(num_ranks[first:first + nodes]) - each + 1, each)]
     if len(found) < flags.engine_dp:
-        raise ValueError(f"--engine-placement colocated: a replica of {flags.sizes} needs {each} trainer ranks on "
-                         f"{'one host' if nodes == 1 else f'each of {nodes} hosts'}, and the hosts, with "
-                         f"{', '.join(map(str, num_ranks))} ranks, have room for {counted(len(found), 'replica')}")
+        raise ValueError(f"--engine-placement colocated: {flags.sizes} --engine-nodes {nodes} make "
+                         f"{counted(flags.engine_dp, 'replica')}, each of which needs {counted(each, 'trainer rank')} "
+                         f"on {'one host' if nodes == 1 else f'each of {nodes} hosts'}; there is room for {len(found)} "
+                         f"on {counted(len(num_ranks), 'host')} with {', '.join(map(str, sorted(set(num_ranks))))} "
+                         "ranks each")
     return found[:flags.engine_dp]
 
 

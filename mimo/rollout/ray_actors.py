@@ -1,6 +1,7 @@
-"""Replicas of an engine under Ray: an actor for each node of a replica, and placement groups that reserve its nodes.
+"""Replicas of an engine under Ray: an actor for each node of a replica.
 
-Ray only decides where replicas run. The actors of a replica of several nodes start vLLM's own executor for several
+Placement groups reserve nodes for them, unless they share the GPUs of trainer ranks: then it is known where they run,
+and Ray only starts them there. The actors of a replica of several nodes start vLLM's own executor for several
 nodes, because vLLM's executors for Ray have no workers on CPUs and need an IP address for each node. Weights travel
 directly from the trainer's ranks to the actors' workers.
 """
@@ -45,10 +46,12 @@ CONNECT_S = 10.0
 PING_S = 5.0
 # Part of Ray's message if its processes start too slowly.
 LATE_START = "timed out during startup"
-# Length of the end of an actor's output that an error of its start has.
+# Length of the ends of an actor's output that an error of its start has.
 PRINTED_BYTES = 4000
 # With this variable, Ray leaves CUDA_VISIBLE_DEVICES of an actor that asks for no GPU as it is.
 KEEPS_VISIBLE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+# With this variable, CUDA counts GPUs in another order. The trainer's ranks have given their numbers in theirs.
+DEVICE_ORDER = "CUDA_DEVICE_ORDER"
 # Errors that Ray raises if a cluster does not exist or has ended.
 CLUSTER_ERRORS = (RayError, ConnectionError, RuntimeError, ValueError, TimeoutError)
 
@@ -92,16 +95,19 @@ class EngineActor:
 
 
 def _printed() -> str:
-    """Return the end of what this actor and its workers have printed, which Ray keeps in a file of the node.
+    """Return the ends of what this actor and its workers have printed, which Ray keeps in files of the node.
 
-    Errors of workers are only there: vLLM's own error says that one of them has failed.
+    Why a worker has failed is only there: vLLM's own error says that one has.
     """
-    path = Path("/proc/self/fd/1")
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        file.seek(-min(PRINTED_BYTES, path.stat().st_size), os.SEEK_END)
-        return f"The end of {path.resolve()}:\n{file.read().decode(errors='replace')}"
+    found = ""
+    for path in map(Path, ("/proc/self/fd/1", "/proc/self/fd/2")):
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                with path.open("rb") as file:
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - PRINTED_BYTES))
+                    end = file.read().decode(errors="replace").strip()
+                found += f"The end of {path.resolve()}:\n{end}\n" if end else ""
+    return found
 
 
 @dataclass(frozen=True)
@@ -386,6 +392,9 @@ class RayEngines:
 
         A bundle is always on one node. Replicas of one node share a placement group. A replica of several nodes has
         one of its own, in which no two bundles are on the same node.
+
+        Raises:
+            RefitError: the cluster does not have them in time.
         """
         bundles = [self._bundle(each) for each in self._options]
         if all(each.num_nodes == 1 for each in self._options):
@@ -434,15 +443,16 @@ class RayEngines:
             for seat in own:
                 if seat.host not in by_host:
                     there = [node for node, its_address in nodes.items() if its_address in seat.addresses]
-                    # Where hosts are simulated on one machine, all of its nodes have the same address.
-                    free = [node for node in there if node not in by_host.values()]
-                    if not free:
+                    if not there:
                         raise ValueError(
                             f"--ray-address {address}: the cluster has no node on {seat.name}, whose addresses are "
                             f"{', '.join(seat.addresses)}; it has nodes on {', '.join(sorted(set(nodes.values())))}. "
                             "--engine-placement colocated needs one on each of the trainer's hosts (ray start)")
-                    by_host[seat.host] = free[0]
-                visible = {"CUDA_VISIBLE_DEVICES": ",".join(seat.gpus), KEEPS_VISIBLE: "1"} if seat.gpus else {}
+                    # If there are several launchers on one machine, each has a node of its own, or all share one.
+                    free = [node for node in there if node not in by_host.values()]
+                    by_host[seat.host] = (free or there)[0]
+                visible = {"CUDA_VISIBLE_DEVICES": ",".join(seat.gpus), KEEPS_VISIBLE: "1",
+                           DEVICE_ORDER: os.environ.get(DEVICE_ORDER, "FASTEST_FIRST")} if seat.gpus else {}
                 found.append((number, by_host[seat.host], {
                     "num_cpus": 0, "num_gpus": 0,
                     "scheduling_strategy": NodeAffinitySchedulingStrategy(by_host[seat.host], soft=False),

@@ -101,6 +101,8 @@ say "attempt $ATTEMPT of job $SLURM_JOB_ID: trainer on ${trainers[*]}, engine on
 say "from iteration $(saved_iterations) of $TRAIN_ITERS"
 set_communication
 export RAY_USAGE_STATS_ENABLED=0
+# The trainer moves its state to host memory for an engine on its GPUs. Ray would end that engine if memory got scarce.
+((ENGINE_NODES > 0)) || export RAY_memory_monitor_refresh_ms=0
 # Whoever reaches Ray's port can run programs here: only those with this job's token may. It is said to all of Ray's
 # processes, which would each decide by themselves whether there are tokens.
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$logs/ray_token"

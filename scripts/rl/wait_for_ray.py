@@ -58,8 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"Ray at {given.address}: {gpus:g} GPUs, {nodes} nodes")
             return 0
         if time.monotonic() > until:
-            print(f"error: Ray at {given.address} has {gpus:g} of {given.gpus:g} GPUs and {nodes} of {given.nodes} "
-                  f"nodes after {given.timeout_s:g} s{reason}", file=sys.stderr)
+            print(f"error: Ray at {given.address} has {gpus:g} GPUs ({given.gpus:g} wanted) on {nodes} nodes "
+                  f"({given.nodes} wanted) after {given.timeout_s:g} s{reason}", file=sys.stderr)
             return 1
         time.sleep(POLL_S)
 

@@ -293,8 +293,8 @@ def test_waiting_for_ray_ends_with_the_number_of_its_gpus(monkeypatch, capsys):
     assert wait_for_ray.main(["head:6379", "--gpus", "16"]) == 0
     assert capsys.readouterr().out == "Ray at head:6379: 16 GPUs, 2 nodes\n"
     assert wait_for_ray.main(["head:6379", "--gpus", "0", "--nodes", "3"]) == 0
-    for asked, expected in (("--gpus 24", "has 16 of 24 GPUs and 3 of 1 nodes after 0.05 s"),
-                            ("--gpus 16 --nodes 4", "has 16 of 16 GPUs and 3 of 4 nodes after 0.05 s")):
+    for asked, expected in (("--gpus 24", "has 16 GPUs (24 wanted) on 3 nodes (1 wanted) after 0.05 s"),
+                            ("--gpus 16 --nodes 4", "has 16 GPUs (16 wanted) on 3 nodes (4 wanted) after 0.05 s")):
         assert wait_for_ray.main(["head:6379", *asked.split(), "--timeout-s", "0.05"]) == 1
         assert expected in capsys.readouterr().err
 

@@ -51,7 +51,7 @@ def use_echo_engine() -> None:
 
 def fail_to_start() -> None:
     """Fail in the engine's process, before the engine is made, after one of its children has said why."""
-    subprocess.run(["echo", "a worker finds no model"], check=True)
+    subprocess.run(["sh", "-c", "echo a worker finds no model; echo its last words >&2"], check=True)
     raise OSError("there is no such model")
 
 

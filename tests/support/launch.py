@@ -76,11 +76,15 @@ def torchrun_on_two_hosts(*flags: str, run_dir: Path, timeout_s: float,
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         launchers = [start_torchrun(
-            1, *flags, "--ray-address", cluster.address, "--run-dir", str(run_dir), script="train_rl.py",
+            1, *flags, "--ray-address", cluster.address, "--run-dir", str(run_dir), "--engine-env", "MARK",
+            script="train_rl.py",
             launcher=("--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port",
                       str(port)), MARK=str(run_dir), CUDA_VISIBLE_DEVICES=gpus[node]) for node in range(2)]
         with ThreadPoolExecutor() as threads:  # both print to pipes, which have to be read at the same time
-            return list(threads.map(lambda each: finish(each, timeout_s), launchers))
+            done = list(threads.map(lambda each: finish(each, timeout_s), launchers))
+        # The end of the cluster would end engines that the run has left behind.
+        assert wait_for_the_end(str(run_dir)) == []
+        return done
     finally:
         cluster.shutdown()
 

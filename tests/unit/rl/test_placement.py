@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from collections import namedtuple
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,7 +17,7 @@ from mimo import registry
 from mimo.config.cli import parse_as
 from mimo.config.rl import RolloutConfig
 from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
-from mimo.rl import placement
+from mimo.rl import launch_engine, placement
 from mimo.rl.launch_engine import engine_options, refit_options
 from mimo.rl.placement import (
     check_placement,
@@ -80,9 +84,10 @@ def test_too_few_gpus_are_refused_with_the_numbers(host: pytest.MonkeyPatch, fla
     ("--engine-dp 3 --engine-tp 3", [8, 8], [[(0, 0)], [(0, 3)], [(1, 0)]]),
     ("--engine-dp 2 --engine-tp 8 --engine-pp 2 --engine-nodes 2", [8] * 5, [[(0, 0), (1, 0)], [(2, 0), (3, 0)]]),
     ("--engine-dp 2 --engine-tp 4 --engine-nodes 2", [4, 4], [[(0, 0), (1, 0)], [(0, 2), (1, 2)]]),
-    ("--engine-dp 3 --engine-tp 4", [4, 4], "a replica of --engine-dp 3 --engine-tp 4 --engine-pp 1 needs 4 trainer "
-     "ranks on one host, and the hosts, with 4, 4 ranks, have room for 2 replicas"),
-    ("--engine-dp 1 --engine-tp 16 --engine-nodes 2", [8, 4], "needs 8 trainer ranks on each of 2 hosts, and"),
+    ("--engine-dp 3 --engine-tp 4", [4, 4], "--engine-dp 3 --engine-tp 4 --engine-pp 1 --engine-nodes 1 make 3 "
+     "replicas, each of which needs 4 trainer ranks on one host; there is room for 2 on 2 hosts with 4 ranks each"),
+    ("--engine-dp 1 --engine-tp 16 --engine-nodes 2", [8, 4],
+     "needs 8 trainer ranks on each of 2 hosts; there is room for 0 on 2 hosts with 4, 8 ranks each"),
 ])
 def test_colocated_replicas_fill_one_host_after_the_other(
         flags: str, num_ranks: list[int], places: list[list[tuple[int, int]]] | str) -> None:
@@ -98,13 +103,55 @@ def test_colocated_replicas_that_do_not_fit_are_refused_before_the_start(host: p
     config = parsed(*"--engine-placement colocated --ray-address auto --engine-tp 4 --llm-dp 6".split(),
                     "--global-batch-size", "24")
     host.setenv("WORLD_SIZE", "6")
-    with pytest.raises(ValueError, match="needs 4 trainer ranks on one host, and the hosts, with 2, 2, 2 ranks"):
+    with pytest.raises(ValueError, match="needs 4 trainer ranks on one host; there is room for 0 on 3 hosts with 2 ra"):
         check_placement(config, 0)
+    host.setenv("LOCAL_WORLD_SIZE", "4")
+    check_placement(config, 0)  # four ranks on one host and two on another
     host.setenv("LOCAL_WORLD_SIZE", "6")
     check_placement(config, 0)
     assert replica_gpus(config) == []
     plan = placement.dry_run_report(config, validate_rl(config, 6), registry.model_provider("causal_lm"))
     assert "GPUs: 6, one for each trainer rank; the engine shares 4 of them\n" in plan
+
+
+def on_ranks(monkeypatch: pytest.MonkeyPatch, told: list[tuple[int, str, tuple[str, ...], str]]) -> None:
+    """Make this process the first of so many ranks, with what each of them tells of its host."""
+    def gather(grids: Any, own: Any) -> list[Any]:
+        assert own[0] == 0 and {name for name, *_ in own[2:]} and own[2][0] == own[1]
+        return told
+
+    monkeypatch.setattr(launch_engine, "gather", gather)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+
+
+def test_workers_have_the_gpus_of_ranks_on_their_hosts(host: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = [["6", "4", "5", "7"], ["0", "1", "2", "3"]]
+    on_ranks(host, [(4 * number, f"host{number}", (f"host{number}", f"10.0.0.{number + 1}"), gpu)
+                    for number, own in enumerate(names) for gpu in own])
+    grids, platform = SimpleNamespace(rank=0), SimpleNamespace(name="cuda")
+    hosts = launch_engine.find_hosts(grids, platform)
+    assert [each.name for each in hosts] == ["host0, the host of trainer ranks 0 to 3",
+                                             "host1, the host of trainer ranks 4 to 7"]
+    actors = SimpleNamespace(RayCluster=lambda *_: None, Seat=namedtuple("Seat", "host name addresses gpus"),
+                             RayEngines=lambda *arguments: arguments[-1])
+    host.setitem(sys.modules, "mimo.rollout.ray_actors", actors)
+    host.setattr(launch_engine, "describe_model", lambda *_: tmp_path)
+    for flags, expected in (
+            ("--engine-dp 3 --engine-tp 2", [[(0, ("6", "4"))], [(0, ("5", "7"))], [(1, ("0", "1"))]]),
+            ("--engine-dp 2 --engine-tp 2 --engine-pp 2 --engine-nodes 2",
+             [[(0, ("6", "4")), (1, ("0", "1"))], [(0, ("5", "7")), (1, ("2", "3"))]])):
+        config = parsed("--engine-placement", "colocated", "--ray-address", "auto", *flags.split())
+        seats: Any = launch_engine.start_engine(config, registry.model_provider("causal_lm"), False, hosts=hosts)
+        assert [[(seat.host, seat.gpus) for seat in own] for own in seats] == expected
+        assert {seat.addresses for own in seats for seat in own} == {("host0", "10.0.0.1"), ("host1", "10.0.0.2")}
+
+
+def test_ranks_that_are_not_numbered_host_by_host_are_refused(host: pytest.MonkeyPatch) -> None:
+    on_ranks(host, [(0, "a", ("a",), "0"), (1, "b", ("b",), "0"), (1, "a", ("a",), "1"), (2, "b", ("b",), "1")])
+    with pytest.raises(ValueError, match="ranks 1, 2 are on a, b; number the ranks host by host, as torchrun does"):
+        launch_engine.find_hosts(SimpleNamespace(rank=0), SimpleNamespace(name="cuda"))
 
 
 def test_a_ray_cluster_knows_its_gpus_itself(host: pytest.MonkeyPatch) -> None:
@@ -164,7 +211,7 @@ def test_layers_that_vllm_computes_on_gpus_alone_are_refused_on_the_cpu(host: py
 
 def test_ray_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="--engine-placement ray with .* needs the package ray"):
+    with pytest.raises(ValueError, match="--engine-placement ray needs the package ray"):
         check_placement(parsed("--engine-placement", "ray", device="cpu"), 0)
 
 
@@ -181,7 +228,8 @@ def test_ray_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     ("--engine-gpus 4,5", "--engine-gpus 4,5 has 2, and --engine-dp 1 --engine-tp 1 --engine-pp 1 need 1"),
     ("--engine-env HOME", r"--engine-env HOME is for engines that Ray starts \(--engine-placement ray, or --ray-addr"),
     ("--engine-placement colocated --ray-address auto --engine-dp 2",
-     "colocated: --engine-dp 2 --engine-tp 1 --engine-pp 1 need the GPUs of 2 trainer ranks, and there are 1"),
+     "--engine-dp 2 --engine-tp 1 --engine-pp 1 need 2 trainer ranks, one for each worker, and the run has 1"),
+    ("--engine-placement ray --engine-env HOME,CUDA_VISIBLE_DEVICES", "leave CUDA_VISIBLE_DEVICES out"),
     ("--refit-delta --engine-placement colocated", "--refit-delta with --engine-placement colocated: the engine loses"),
     ("--engine-gpus 4 --engine-placement ray", "--engine-gpus 4 is for --engine-placement separate, not for ray"),
 ])
