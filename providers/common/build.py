@@ -71,8 +71,8 @@ def transformer_config(context: BuildContext | None, kind: type[TransformerConfi
         # The weight gradient of the output layer is added straight to main_grad if apex's kernel is installed. Those of
         # other layers always are (mimo.model.layer_ops).
         gradient_accumulation_fusion=fused and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
-        # The kernel is compiled by PyTorch, whose call takes the host a quarter of a millisecond. Without dropout, only
-        # the residual is left to add, because Transformer Engine's products add the biases (mimo.model.layer_ops).
+        # PyTorch compiles this kernel, and a call takes the host a quarter of a millisecond. Without dropout, only the
+        # residual is left to add: decoders have no biases, and products add those of encoders (mimo.model.layer_ops).
         bias_dropout_fusion=fused and sizes.get("hidden_dropout", kind.hidden_dropout) > 0,
         masked_softmax_fusion=False,
         apply_rope_fusion=fused_rotary,

@@ -135,8 +135,11 @@ def marked(mark: str) -> list[str]:
 
 
 def wait_for_the_end(mark: str) -> list[str]:
-    """Wait for the processes of a run to end, and return those that are left after a minute."""
-    deadline = time.monotonic() + 60
+    """Wait for the processes of a run to end, and return those that are left after three minutes.
+
+    The agents of a Ray that is killed while it starts look for its server for 11 s, and much longer on a busy machine.
+    """
+    deadline = time.monotonic() + 180
     while marked(mark) and time.monotonic() < deadline:
         time.sleep(0.2)
     return marked(mark)
