@@ -197,6 +197,9 @@ def main(arguments: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="bridge-bench-") as folder:
             try:
                 results.append(run_case(chosen, case, Path(folder)))
+                for size in results[-1]["sizes"]:
+                    arms = ", ".join(f"{name} {1000 * arm['seconds']:.3f}" for name, arm in size["arms"].items())
+                    print(f"case {case.name}, {size['size_mb']:g} MB, ms: {arms}", file=sys.stderr, flush=True)
             except RuntimeError as error:
                 print(f"case {case.name}: {error}", file=sys.stderr, flush=True)
                 results.append({"case": case.name, "ranks": case.ranks, "error": str(error).splitlines()[0]})

@@ -9,7 +9,10 @@ import argparse
 import platform
 import shlex
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 from mimo.config.cli import parse
@@ -132,3 +135,29 @@ def check_gpus(device: str, ranks: int, whose: str = "the grids have") -> None:
     there = torch.cuda.device_count()
     if ranks > there:
         raise ValueError(f"--device cuda: {whose} {ranks} ranks, this host has {there} GPUs")
+
+
+@contextmanager
+def announced(marks: dict[int, Path], say: Callable[[int], None]) -> Iterator[None]:
+    """Call `say` with the number of each run whose file appears while the block runs.
+
+    A benchmark that is stopped has then shown what it knew.
+    """
+    stop, left = Event(), dict(marks)
+
+    def watch() -> None:
+        while left:
+            stopped = stop.wait(0.5)
+            for number in [number for number, mark in left.items() if mark.exists()]:
+                say(number)
+                del left[number]
+            if stopped:
+                return
+
+    watcher = Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        watcher.join()

@@ -70,7 +70,7 @@ from mimo.planner.predict import predict
 from mimo.planner.workload import draw_samples
 from mimo.protocols import LANGUAGE
 from scripts.bench import presets
-from scripts.bench.harness import argument_parser, check_gpus, check_least, device_name, table_of
+from scripts.bench.harness import announced, argument_parser, check_gpus, check_least, device_name, table_of
 from scripts.bench.layout_search import (
     DISJOINT,
     HOMOGENEOUS,
@@ -185,7 +185,14 @@ def run_all(configs: Sequence[RunConfig], names: Sequence[str], folder: Path, ra
         first, last = len(outcomes), len(outcomes) + 1 if fresh else len(runs)
         more = f" and {last - first - 1} more" if last - first > 1 else ""
         print(f"{names[first]}{more}", file=sys.stderr, flush=True)
-        output = launch(runs[first:last], folders[first], ranks, memory_limit_gib)
+
+        def say(index: int) -> None:
+            found = outcome_of(configs[index], iterations(folders[index]), warmup, ranks)
+            print(f"{names[index]}: {found.step_ms:,.0f} ms a step, {found.tokens_per_s:,.0f} tokens/s per GPU, "
+                  f"{found.peak_gib:.1f} GiB", file=sys.stderr, flush=True)
+
+        with announced({index: folders[index] / DONE for index in range(first, last)}, say):
+            output = launch(runs[first:last], folders[first], ranks, memory_limit_gib)
         for index in range(first, last):
             if not (folders[index] / DONE).exists():
                 outcomes.append(Outcome(error=failure(folders[index], names[index], output)))

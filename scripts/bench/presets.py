@@ -52,6 +52,9 @@ _GPU = """--model-provider llava --num-layers 28 --hidden-size 3072 --ffn-hidden
 # recomputation, or none at all.
 _10B = "--num-layers 40 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32".split()
 _13B = "--num-layers 44 --hidden-size 5120 --ffn-hidden-size 13824 --num-attention-heads 40".split()
+# 21.9 billion parameters, for four GPUs of 141 GB: they hold it in four parts, but not in two.
+_22B = """--num-layers 52 --hidden-size 6144 --ffn-hidden-size 16384 --num-attention-heads 48
+--global-batch-size 24""".split()
 # With five images of 672 pixels a sample the encoder of 20 layers computes 17 % of the FLOPs of the smaller model, with
 # padding; 52 layers compute 35 %.
 _SHARE_35 = ["--vision-num-layers", "52"]
@@ -85,6 +88,8 @@ PRESETS: dict[str, list[str]] = {
     "10b-uneven": [*_GPU, *_10B, *_UNEVEN],
     "13b-even": [*_GPU, *_13B, *_EVEN],
     "13b-uneven": [*_GPU, *_13B, *_UNEVEN],
+    "22b-even": [*_GPU, *_22B, *_EVEN],
+    "22b-uneven": [*_GPU, *_22B, *_UNEVEN],
     "10b-share35-even": [*_GPU, *_10B, *_SHARE_35, *_EVEN],
     "10b-share35-uneven": [*_GPU, *_10B, *_SHARE_35, *_UNEVEN],
     "long-video": _LONG_VIDEO,

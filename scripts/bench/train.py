@@ -157,6 +157,8 @@ def main(arguments: list[str] | None = None) -> int:
             try:
                 records = train(config, (chosen.out or Path(temporary)) / name)
                 result |= figures(config, records, chosen.warmup_steps)
+                print(f"{name}: {result['step_ms']:.0f} ms a step, {result['tokens_per_s_per_gpu']:,.0f} tokens/s per "
+                      f"GPU", file=sys.stderr, flush=True)
             except RuntimeError as error:
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
                 result["error"] = str(error).splitlines()[0]

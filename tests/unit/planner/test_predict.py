@@ -533,9 +533,12 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert main(["plan", "--gpus", "2", "--profile", str(PROFILE), "--json", *run]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["profile"]["gpu"]["name"] == "NVIDIA H200" and len(found["layouts"]) > 10
-    wrong = tmp_path / "profile.json"
+    wrong, old = tmp_path / "profile.json", tmp_path / "old.json"
     wrong.write_text("{}")
+    old.write_text(json.dumps({name: value for name, value in json.loads(PROFILE.read_text()).items()
+                               if name != "version"}))
     for flags, message in ((["--gpus", "2", "--profile", str(wrong)], "not a profile"),
+                           (["--gpus", "2", "--profile", str(old)], "estimates of version 1"),
                            (["--gpus", "2", "--nodes", "1"], "--gpus 2 and --nodes 1: give one of them"),
                            ([], "--gpus 0 and --nodes 0: give one of them"),
                            (["--gpus", "2", "--gpu-memory-gib", "0"], "--gpu-memory-gib 0.0 is not above 0")):

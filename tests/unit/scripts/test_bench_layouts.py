@@ -172,8 +172,8 @@ def started(monkeypatch) -> list[list[str]]:
             if place.name == "bad":
                 (place / "out-of-memory-rank1").write_text("no room")
                 break
-            (place / "done").touch()
             (place / "metrics.jsonl").write_text("".join(json.dumps(record(1.0, 2.0)) + "\n" for _ in range(2)))
+            (place / "done").touch()
         (folder / "output.txt").write_text("what it said")
         return folder / "output.txt"
 
@@ -187,7 +187,8 @@ def test_runs_share_their_processes_up_to_one_that_fails(started, tmp_path, caps
     found = layouts.run_all([config] * 4, names, tmp_path, 2, 1, 1, None)
     assert started == [names, ["two", "three"]]
     assert [outcome.error for outcome in found] == ["", OUT_OF_MEMORY, "", ""] and found[3].tokens_per_s == 200
-    assert "bad: out-of-memory-rank1: no room" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "bad: out-of-memory-rank1: no room" in said and "three: 1,000 ms a step, 200 tokens/s per GPU" in said
     started.clear()
     found = layouts.run_all([config] * 4, names, tmp_path, 2, 1, 1, None, fresh=True)
     assert started == [[name] for name in names] and [bool(outcome.error) for outcome in found] == [0, 1, 0, 0]
