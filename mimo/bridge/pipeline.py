@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,27 +18,50 @@ from mimo.grid.groups import Grids
 from mimo.observability.spans import ScheduleSpans
 from mimo.protocols import LANGUAGE
 
-StageShapes = tuple[tuple[int, int, int], tuple[int, int, int]]
+
+@dataclass(frozen=True)
+class StageShapes:
+    """Shapes of the language model's hidden states between stages, besides the lengths of rows.
+
+    Attributes:
+        split: ranks that share the tokens of a row: those of context parallelism times those of sequence parallelism.
+        before: columns of what comes from the previous stage. Levels of features (`mimo.model.deepstack`) are columns.
+        after: columns of what goes to the next stage.
+    """
+
+    split: int
+    before: int
+    after: int
 
 
-class FixedShapeP2P(P2PCommunicator):
-    """Stage-to-stage transfers of known shapes.
+class KnownShapeP2P(P2PCommunicator):
+    """Stage-to-stage transfers of shapes that both sides know.
 
     Megatron Core's variable-length mode, which multi-module schedules insist on, sends each shape over the device first
-    and synchronises twice a transfer. The language model's hidden states between two stages have one shape in a run.
+    and synchronises twice a transfer. Here, all stages of a lane have the rows of its microbatches.
 
     Args:
         pp_group: the module's pipeline group.
         config: Megatron config of the module.
-        shapes: `[sequence / (cp * tp under sequence parallelism), micro batch, columns]` of what comes from the
-            previous stage, and of what goes to the next one. Levels of features (`mimo.model.deepstack`) are columns.
+        shapes: what does not depend on the microbatch.
     """
 
-    def __init__(
-        self, pp_group: torch.distributed.ProcessGroup, config: ModelParallelConfig, shapes: StageShapes
-    ) -> None:
+    def __init__(self, pp_group: torch.distributed.ProcessGroup, config: ModelParallelConfig, shapes: StageShapes
+                 ) -> None:
         super().__init__(pp_group, config)
-        self.shapes = [list(shape) for shape in shapes]
+        self._shapes = shapes
+        self.begin_step(())
+
+    def begin_step(self, rows: Sequence[torch.Size]) -> None:
+        """Give the shape `[b, s]` of the rows of each microbatch of the coming schedule."""
+        self._rows = rows
+        # Microbatches that have come from the previous stage and gone to the next one, and their gradients that have
+        # come from the next stage and gone to the previous one. 1F1B keeps their order.
+        self._received = self._sent = self._gradients_received = self._gradients_sent = 0
+
+    def _shape(self, microbatch: int, columns: int) -> list[int]:
+        samples, length = self._rows[microbatch]
+        return [length // self._shapes.split, samples, columns]
 
     def _communicate_shapes(
         self,
@@ -46,10 +70,25 @@ class FixedShapeP2P(P2PCommunicator):
         recv_prev: bool,
         recv_next: bool,
     ) -> tuple[list[int], list[int]]:
-        for tensor, shape in zip((tensor_send_prev, tensor_send_next), self.shapes, strict=True):
-            assert tensor is None or list(tensor.shape) == shape, f"{tuple(tensor.shape)} is not {shape}"
-        previous, following = self.shapes
+        before, after = self._shapes.before, self._shapes.after
+        if tensor_send_next is not None:
+            self._check(tensor_send_next, self._shape(self._sent, after))
+            self._sent += 1
+        if tensor_send_prev is not None:
+            self._check(tensor_send_prev, self._shape(self._gradients_sent, before))
+            self._gradients_sent += 1
+        previous: list[int] = []
+        following: list[int] = []
+        if recv_prev:
+            previous = self._shape(self._received, before)
+            self._received += 1
+        if recv_next:
+            following = self._shape(self._gradients_received, after)
+            self._gradients_received += 1
         return previous, following
+
+    def _check(self, tensor: torch.Tensor, shape: list[int]) -> None:
+        assert list(tensor.shape) == shape, f"{tuple(tensor.shape)} is not {shape}"
 
 
 class PipelineCommunicator(MultiModulePipelineCommunicator):
@@ -59,7 +98,7 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
         grids: process groups.
         config: Megatron config whose `pipeline_dtype` is the dtype of activations.
         bridges: one per encoder, in module order.
-        language_shapes: shapes of the language model's hidden states as in `FixedShapeP2P`.
+        language_shapes: shapes of the language model's hidden states.
         schedule_spans: records where a backward pass begins and ends.
 
     Attributes:
@@ -84,10 +123,10 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
             module_output_ndim={bridge.module: 2 for bridge in bridges},
         )
         self.grids = grids
+        self.stages: KnownShapeP2P | None = None
         if LANGUAGE in self.rank_module_map:
-            self.rank_module_map[LANGUAGE].p2p_communicator = FixedShapeP2P(
-                grids.collections[LANGUAGE].pp, config, language_shapes
-            )
+            self.stages = KnownShapeP2P(grids.collections[LANGUAGE].pp, config, language_shapes)
+            self.rank_module_map[LANGUAGE].p2p_communicator = self.stages
 
     def _build_bridge_comms(self) -> None:
         self.bridge_comms = self.bridges
@@ -149,7 +188,7 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
     def begin_step(self, microbatches: Sequence[Microbatch], owners: Mapping[str, Owners]) -> None:
         """Tell every bridge of this rank how many rows each microbatch of the coming schedule moves.
 
-        `owners` are those of `Handshake`.
+        `owners` are those of `Handshake`. Call `begin_rows`, too.
         """
         layout, rank = self.grids.layout, self.grids.rank
         for bridge in self.bridges:
@@ -161,6 +200,11 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
                 bridge.begin_step(source_rows(bridge.module, microbatches))
             elif rank in layout.language.ranks:
                 bridge.begin_step(destination_rows(bridge.module, layout, rank, microbatches))
+
+    def begin_rows(self, microbatches: Sequence[Microbatch]) -> None:
+        """Tell the stages of the language model how long the rows of each microbatch of the coming schedule are."""
+        if self.stages is not None:
+            self.stages.begin_step([batch.text.input_ids.shape for batch in microbatches if batch.text is not None])
 
     def finish_step(self) -> None:
         """Wait until everything that the bridges of this rank have sent has been received."""

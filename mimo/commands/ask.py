@@ -233,7 +233,7 @@ def _generate(asked: Asked, grids: Grids, platform: Platform) -> list[int]:
         with torch.no_grad():
             while len(answer) < asked.max_tokens:
                 place = length + len(answer)
-                token = int(next_tokens(parts, [batch])[0, 0, place - 1])
+                token = int(next_tokens(parts, [batch])[0][0, place - 1])
                 if token in asked.question.end_token_ids:
                     break
                 answer.append(token)

@@ -107,6 +107,7 @@ FOREIGN_FLAGS = {
     "--tokenizer-type": "use --tokenizer of the energon data set, a Hugging Face folder",
     "--tokenizer-prompt-format": "use --prompt-format of the energon data set",
     "--dataloader-type": "use --dataset-provider",
+    "--variable-seq-lengths": "rows have the length of their microbatch's longest sample; see --row-lengths",
     "--packing-seq-length": "use --seq-length: a pack fills one row",
     # Checkpoints and logs.
     "--ckpt-format": "always torch_dist; leave it out",

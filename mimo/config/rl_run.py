@@ -120,6 +120,8 @@ class PromptDataConfig(DataConfig):
     """train_hetero.py only."""
     microbatch_order: Literal["images", "read"] = "images"
     """train_hetero.py only."""
+    row_lengths: int | None = None
+    """train_hetero.py only."""
     skip_long_prompts: bool = False
     """Leave out the prompts of files to which --seq-length leaves no room for --max-completion-tokens; without it they
     are refused before the run begins."""
@@ -263,6 +265,9 @@ def _check_batch(config: RlRunConfig) -> None:
            f"--lane-loader {config.data.lane_loader}: the first rank reads the prompts; leave it out")
     refuse(config.data.microbatch_order != DataConfig().microbatch_order,
            f"--microbatch-order {config.data.microbatch_order}: an update orders its microbatches itself; leave it out")
+    refuse(config.data.row_lengths != DataConfig().row_lengths,
+           f"--row-lengths {config.data.row_lengths}: rows have --max-tokens-per-microbatch tokens at most, and fewer "
+           "where they are shorter; leave it out")
 
 
 def _check_evaluation(config: RlRunConfig) -> None:

@@ -145,6 +145,15 @@ class DataConfig:
     those with the fewest pixels come first and last, because the language model waits for the first of them to be
     encoded, and nothing hides the encoder's last backward pass. read: as the data set gives them. Other layouts always
     read, and so do indexed data sets if several encoder replicas share a lane."""
+    row_lengths: int | None = None
+    """Number of lengths that rows can have. The rows of a microbatch are as long as its longest sample, rounded up to a
+    multiple of --seq-length / N, so that little padding is computed and few shapes occur. 1: all rows have --seq-length
+    tokens, as they always have with expert parallelism and --moe-token-dispatcher-type allgather. Default: 16, or 1 if
+    routers balance the load of experts, because load-balancing losses and expert biases count padding."""
+
+    def check(self) -> None:
+        """Refuse values within this section. Raises ValueError."""
+        refuse_below(self, {"row_lengths": 1})
 
 
 @dataclass(frozen=True)

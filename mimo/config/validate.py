@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
 
@@ -16,7 +17,7 @@ from mimo.config.checks import refuse
 from mimo.config.optim import ScheduleConfig
 from mimo.config.toml_file import field_name, flag_name
 from mimo.config.trainer import LayoutConfig, ModelConfig, ObserveConfig, RunConfig
-from mimo.grid.lanes import data_request, lanes_read_by
+from mimo.grid.lanes import data_request, lanes_read_by, sequence_multiple
 from mimo.grid.layout import build_layout, required_world_size, validate_layout
 from mimo.grid.spec import Layout
 from mimo.protocols import (
@@ -32,6 +33,8 @@ from mimo.protocols import (
 PROJECTOR = "projector"
 # Most iterations that prefetch may read ahead, because a reader of lanes remembers its position for a few only.
 MAX_STEPS_AHEAD = 4
+# Default of --row-lengths.
+ROW_LENGTHS = 16
 # Samples that are searched for images before a run without an encoder.
 CHECKED_SAMPLES = 64
 
@@ -174,7 +177,8 @@ def validate_without_data(config: RunConfig, world_size: int) -> Layout:
                     global_batch_size=train.global_batch_size,
                     num_experts=provider.num_experts(config.model_family),
                     sequence_parallel=config.layout.sequence_parallel)
-    for section in (train, config.model, config.optim, config.schedule, config.ddp, config.checkpoint, config.observe):
+    for section in (train, config.model, config.data, config.optim, config.schedule, config.ddp, config.checkpoint,
+                    config.observe):
         section.check()
     _check_sequence(config)
     _check_model(config, layout)
@@ -191,6 +195,35 @@ def validate_without_data(config: RunConfig, world_size: int) -> Layout:
     if train.device != "auto":  # auto depends on the machine, so the run checks it once it knows the device
         check_device(config.observe, train.device)
     return layout
+
+
+def row_multiple(config: RunConfig, layout: Layout) -> int:
+    """Return the number of tokens of which the rows of a microbatch have a multiple, or all of --seq-length.
+
+    Tensor-parallel ranks share the tokens of a row with sequence parallelism, context-parallel ranks always, and FP8
+    products take multiples of their own on each. Kernels prefer multiples of 8.
+    """
+    train, model, language = config.train, config.model, layout.language
+    if language.ep > 1 and model.moe_token_dispatcher_type == "allgather":
+        return train.seq_length  # The ranks that gather each other's tokens need rows of one length.
+    lengths = config.data.row_lengths
+    if lengths is None:
+        lengths = 1 if _balances_experts(config) else ROW_LENGTHS
+    fp8 = model.fp8(LANGUAGE)
+    unit = math.lcm(8, language.tp * sequence_multiple(layout), 1 if fp8 is None else language.tp * language.cp
+                    * fp8.multiple)
+    share = -(-train.seq_length // lengths)
+    return min(-(-share // unit) * unit, train.seq_length)
+
+
+def _balances_experts(config: RunConfig) -> bool:
+    """Return whether routers balance the load of experts while the model trains, which counts padding."""
+    family = config.model_family
+    if not registry.model_provider(config.model.model_provider).num_experts(family):
+        return False
+    biased = getattr(family, "moe_router_enable_expert_bias", False)
+    return bool(getattr(family, "moe_aux_loss_coeff", 0.0)
+                or (biased and getattr(family, "moe_router_bias_update_rate", 0.0)))
 
 
 def num_microbatches(config: RunConfig) -> int:

@@ -241,16 +241,19 @@ def collate_text(
     vocab_size: int,
     pad_token_id: int,
     sequence_multiple: int = 1,
+    row_multiple: int | None = None,
 ) -> TextBatch:
     """Make the language side of a microbatch: images expanded, labels shifted by one, padding on the right.
 
     Args:
         samples: the lane's samples, in order.
         images: how images become tokens.
-        seq_length: tokens per sample after expansion and padding.
+        seq_length: most tokens of a sample after expansion and padding.
         vocab_size: upper bound of token ids.
         pad_token_id: fills `input_ids` and `labels` after a sample's end, where the loss mask is 0.
         sequence_multiple: the samples of a pack are padded to multiples of this, each at its end.
+        row_multiple: rows have the length of the longest one, rounded up to a multiple of this, but no more than
+            `seq_length`; None: all have `seq_length`.
 
     Raises:
         ValueError: something is wrong with a sample, which the message names.
@@ -260,27 +263,31 @@ def collate_text(
     if len(samples) > 1 and any(sample.lengths for sample in samples):
         raise ValueError(f"sample {samples[0].key}: packed rows need --micro-batch-size 1, it is {len(samples)}")
     rows = [_row(sample, images, seq_length, vocab_size) for sample in samples]
-    input_ids = np.full((len(samples), seq_length), pad_token_id, np.int64)
+    is_packed = bool(samples and samples[0].lengths)
+    stops, places = rows[0].ends if rows else np.zeros(1, np.int64), [np.arange(len(row.tokens)) for row in rows]
+    if is_packed:
+        stops, places[0] = _aligned(rows[0], sequence_multiple, seq_length, samples[0].key)
+        rows[0].starts = places[0][rows[0].starts]
+    row_length = seq_length
+    if row_multiple is not None:
+        longest = int(stops[-1]) if is_packed else max((len(row.tokens) for row in rows), default=1)
+        row_length = min(-(-longest // row_multiple) * row_multiple, seq_length)
+    input_ids = np.full((len(samples), row_length), pad_token_id, np.int64)
     labels = input_ids.copy()
     loss_mask = np.zeros(input_ids.shape, np.float32)
-    stops = rows[0].ends if rows else np.zeros(1, np.int64)
-    for index, row in enumerate(rows):
-        places = np.arange(len(row.tokens))
-        if samples[index].lengths:
-            stops, places = _aligned(row, sequence_multiple, seq_length, samples[index].key)
-            row.starts = places[row.starts]
-        input_ids[index, places] = row.tokens
-        labels[index, places[:-1]] = row.tokens[1:]
-        loss_mask[index, places[:-1]] = row.targets[1:]
+    for index, (row, at) in enumerate(zip(rows, places, strict=True)):
+        input_ids[index, at] = row.tokens
+        labels[index, at[:-1]] = row.tokens[1:]
+        loss_mask[index, at[:-1]] = row.targets[1:]
         # The last token of a sample predicts nothing, because the token after it belongs to another sample.
-        last = places[row.ends[row.ends > 0] - 1]
+        last = at[row.ends[row.ends > 0] - 1]
         labels[index, last], loss_mask[index, last] = pad_token_id, 0
-    packed = packed_sequences(stops, seq_length) if samples and samples[0].lengths else None
+    packed = packed_sequences(stops, row_length) if is_packed else None
     if images.token_grid is None:
-        position_ids = positions_of(packed, seq_length).expand(len(samples), seq_length).contiguous()
+        position_ids = positions_of(packed, row_length).expand(len(samples), row_length).contiguous()
     else:
         # Padding behind a single sample continues its positions, because nothing attends to it.
-        lengths = [seq_length] if packed is None else packed.cu_seqlens.diff().tolist()
+        lengths = [row_length] if packed is None else packed.cu_seqlens.diff().tolist()
         position_ids = torch.from_numpy(np.stack(
             [multimodal_positions(lengths, image_grids(sample.image_sizes, row, images.token_grid))
              for sample, row in zip(samples, rows, strict=True)], axis=1))

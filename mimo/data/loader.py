@@ -40,7 +40,8 @@ class StepLoader:
         model_provider, model_config: the model family and its flags.
         micro_batch_size: samples of a lane in a microbatch.
         num_microbatches: microbatches of an iteration.
-        seq_length: tokens per sample after image expansion and padding.
+        seq_length: most tokens of a sample after image expansion and padding.
+        row_multiple: see `collate_text`.
         pad_token_id: fills the end of short samples.
         dtype: dtype of pixel values.
         prefetch: prepare the next iteration in a background thread while the current one is used.
@@ -62,6 +63,7 @@ class StepLoader:
         micro_batch_size: int,
         num_microbatches: int,
         seq_length: int,
+        row_multiple: int | None = None,
         pad_token_id: int = 0,
         dtype: torch.dtype = torch.float32,
         prefetch: bool = True,
@@ -79,6 +81,7 @@ class StepLoader:
             vocab_size=model_provider.token_spec(model_config).vocab_size,
             pad_token_id=pad_token_id,
             sequence_multiple=sequence_multiple(layout),
+            row_multiple=row_multiple,
         )
         self._collate_encoder = partial(collate_encoder, images=images, dtype=dtype)
         language = layout.language
@@ -288,7 +291,7 @@ def open_loader(layout: Layout, rank: int, *, model_provider: ModelProvider, mod
         data_config: its flags.
         micro_batch_size: samples of a lane in a microbatch.
         num_microbatches: microbatches of an iteration.
-        seq_length: tokens per sample after image expansion and padding.
+        seq_length: most tokens of a sample after image expansion and padding.
         seed: seed of the sample order.
         split: `train` or `valid`.
         lane_loader: see `open_source`.

@@ -7,7 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import batched, islice
 
 from mimo.config.toml_file import flag_name
 from mimo.config.trainer import LayoutConfig, ModelConfig, RunConfig, TrainConfig
@@ -161,7 +161,9 @@ class Search:
                     continue
                 config, fits = self._fitted(config, accepted)
                 if fits or few:
-                    least = 0.0 if few else Step(config, accepted, self.costs).least_s(images)
+                    longest = [max(sample.num_tokens for sample in rows)
+                               for rows in batched(self.samples, train.micro_batch_size)]
+                    least = 0.0 if few else Step(config, accepted, self.costs).least_s(images, longest)
                     plausible.append((least, len(plausible), kind, config, accepted))
                 else:
                     self.large += 1

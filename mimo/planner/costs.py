@@ -243,9 +243,13 @@ class Costs:
         self._top_k = int(vars(family).get("moe_router_topk") or 1) if self.num_experts else 1
 
     @_once
-    def language(self, tp: int, micro_batch_size: int, ep: int = 1, cp: int = 1) -> LanguageCost:
-        """Return the costs of a microbatch of the language model on a context-parallel rank."""
-        length = self.config.train.seq_length
+    def language(self, tp: int, micro_batch_size: int, ep: int = 1, cp: int = 1, length: int | None = None
+                 ) -> LanguageCost:
+        """Return the costs of a microbatch of the language model on a context-parallel rank.
+
+        Its rows have `length` tokens; None: --seq-length.
+        """
+        length = length or self.config.train.seq_length
         tokens = micro_batch_size * length / cp
         sums = SequenceSums.of_rows([[length]] * micro_batch_size, length)
         layers, ends = [0.0, 0.0], [0.0, 0.0]

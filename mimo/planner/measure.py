@@ -98,7 +98,9 @@ def _training(config: RunConfig, tp: int, dp: int, micro_batch_size: int, depth:
                        lr_decay_iters=None, lr_decay_samples=None, lr_wsd_decay_iters=None, lr_wsd_decay_samples=None)
     model = replace(config.model, recompute="none", recompute_modules="", recompute_num_layers=None,
                     encoder_recompute="none", encoder_recompute_modules="")
-    return replace(config, train=train, layout=layout, model=model, model_family=family, schedule=schedule,
+    # Ratios refer to rows of --seq-length tokens.
+    data = replace(config.data, row_lengths=1)
+    return replace(config, train=train, layout=layout, model=model, data=data, model_family=family, schedule=schedule,
                    checkpoint=CheckpointConfig(), observe=ObserveConfig(progress=False, log_interval=WARMUP + STEPS))
 
 

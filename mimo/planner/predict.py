@@ -7,7 +7,7 @@ gradients, the optimizer and the host's own time are added to it.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +15,7 @@ from itertools import cycle, islice
 from statistics import fmean
 
 from mimo.config.trainer import RunConfig
-from mimo.config.validate import layers_of_stages, num_microbatches
+from mimo.config.validate import layers_of_stages, num_microbatches, row_multiple
 from mimo.grid.dry_run import parameters_per_rank
 from mimo.grid.lanes import has_eight_bit_pixels
 from mimo.grid.spec import GridSpec, Layout, lane_shares
@@ -104,6 +104,7 @@ class Step:
 
     Attributes:
         sampled: the layout with few enough lanes to read the samples of each.
+        pass_cost: costs of a microbatch of the language model whose rows have --seq-length tokens.
     """
 
     def __init__(self, config: RunConfig, layout: Layout, costs: Costs) -> None:
@@ -117,11 +118,10 @@ class Step:
             layout, language=replace(layout.language, dp=layout.num_lanes // factor),
             encoders=tuple(replace(encoder, dp=encoder.dp // factor) for encoder in layout.encoders))
         self.num_microbatches = num_microbatches(config)
-        language = layout.language
-        self.pass_cost = costs.language(language.tp, config.train.micro_batch_size, language.ep, language.cp)
+        language, self._row_multiple = layout.language, row_multiple(config, layout)
+        self._sizes = language.tp, config.train.micro_batch_size, language.ep, language.cp
+        self.pass_cost = costs.language(*self._sizes)
         self.layers = layers_of_stages(config, layout)
-        # Seconds of the language model's passes without images, by microbatches.
-        self._pipeline_s: dict[int, float] = {}
         recomputed = config.model.recompute_num_layers
         self.recomputed = tuple(
             0 if config.model.recompute != "full" else min(recomputed or count, count) for count in self.layers)
@@ -135,11 +135,15 @@ class Step:
         most = MAX_PASSES // (min(lanes, MAX_LANES) * stages * count)
         return list(islice(found, min(max(most, 1), MAX_ITERATIONS)))
 
+    def _padded(self, tokens: int) -> int:
+        """Return the length of the rows of a microbatch, the longest of which has so many tokens."""
+        return min(-(-tokens // self._row_multiple) * self._row_multiple, self.config.train.seq_length)
+
     # Time of single passes.
 
-    def language_s(self, kind: str, stage: int) -> float:
-        """Return the seconds of a microbatch's pass on a stage of the language model."""
-        cost, layers = self.pass_cost, self.layers[stage]
+    def language_s(self, kind: str, stage: int, length: int) -> float:
+        """Return the seconds of a pass on a stage of the language model over rows of this length."""
+        layers, cost = self.layers[stage], self.costs.language(*self._sizes, length)
         is_last = stage == self.layout.language.pp - 1
         if kind == FORWARD:
             return layers * cost.forward_s + (cost.ends_forward_s if is_last else 0.0)
@@ -166,28 +170,27 @@ class Step:
 
     # Time of all passes.
 
-    def least_s(self, images: Mapping[int, float]) -> float:
+    def least_s(self, images: Mapping[int, float], longest: Sequence[int]) -> float:
         """Return a lower bound of the seconds of a step.
 
         Images are dealt evenly, and no rank waits for more than the first and the last passes of the stages before it.
-
-        Args:
-            images: number of images in a mean sample, by the tokens of an image.
+        A mean sample has so many `images` with each number of tokens. `longest` has the tokens of the longest row of
+        some microbatches.
         """
-        layout, count = self.layout, self.num_microbatches
-        stages = [self.language_s(FORWARD, stage) + self.language_s(BACKWARD, stage)
-                  for stage in range(layout.language.pp)]
+        layout, count, rows = self.layout, self.num_microbatches, Counter(map(self._padded, longest))
+        stages = [sum(number * self.language_s(kind, stage, length) for length, number in rows.items()
+                      for kind in (FORWARD, BACKWARD)) / len(longest) for stage in range(layout.language.pp)]
         samples = self.config.train.micro_batch_size * count * layout.num_lanes
         encoding = [samples / encoder.dp * sum(
                         number * self.encoder_s(kind, encoder, [tokens], calls=0)
                         for tokens, number in images.items() for kind in (FORWARD, BACKWARD))
                     for encoder in layout.encoders]
-        longest = [*encoding, *(count * each + sum(stages[:stage]) for stage, each in enumerate(stages))]
+        bounds = [*encoding, *(count * each + sum(stages[:stage]) for stage, each in enumerate(stages))]
         if layout.kind == "homogeneous":
-            longest.append(count * stages[0] + sum(encoding))
+            bounds.append(count * stages[0] + sum(encoding))
         elif layout.kind == "colocated":
-            longest.append(count * fmean(stages) + sum(encoding))
-        return max(longest) + self.reduction_s() + self.optimizer_s() + self.costs.profile.step_s
+            bounds.append(count * fmean(stages) + sum(encoding))
+        return max(bounds) + self.reduction_s() + self.optimizer_s() + self.costs.profile.step_s
 
     def bound_s(self, batch: Microbatches, programs: Mapping[Hashable, Sequence[Action]]) -> float:
         """Return the seconds of the passes of one iteration without transfers, with images that are shared out evenly.
@@ -210,17 +213,17 @@ class Step:
         forward, backward = (self.encoder_s(kind, encoder, images, calls=windows * encoder.dp) / encoder.dp
                              for kind in (FORWARD, BACKWARD))
         encoding = forward * (1 + self.recomputed_images([batch])) + backward
-        if count not in self._pipeline_s:
-            alone: dict[Hashable, list[Action]] = {
-                stage: Stage(stage, stages, count, partial(self._stage_s, stage),
-                             *links_of(LANGUAGE, stage, stages)).program() for stage in range(stages)}
-            self._pipeline_s[count] = simulate(alone).seconds
-        busiest = count * max(self.language_s(FORWARD, stage) + self.language_s(BACKWARD, stage)
-                              for stage in range(stages))
-        return max(self._pipeline_s[count], busiest + encoding)
+        passes = [partial(self._stage_s, batch, stage, None) for stage in range(stages)]
+        alone = simulate({stage: Stage(stage, stages, count, each, *links_of(LANGUAGE, stage, stages)).program()
+                          for stage, each in enumerate(passes)})
+        busiest = max(sum(each(kind, microbatch) for microbatch in range(count) for kind in (FORWARD, BACKWARD))
+                      for each in passes)
+        return max(alone.seconds, busiest + encoding)
 
-    def _stage_s(self, stage: int, kind: str, microbatch: int) -> float:
-        return self.language_s(kind, stage)
+    def _stage_s(self, batch: Microbatches, stage: int, lane: int | None, kind: str, microbatch: int) -> float:
+        lanes = batch[microbatch] if lane is None else [batch[microbatch][lane]]
+        longest = max(sample.num_tokens for rows in lanes for sample in rows)
+        return self.language_s(kind, stage, self._padded(longest))
 
     def passes(self, batch: Microbatches) -> Timeline:
         """Simulate the passes of one iteration."""
@@ -277,10 +280,10 @@ class Step:
                 def seconds(kind: str, microbatch: int, stage: int = stage, lane: int = lane) -> float:
                     images = sum(self.encoder_s(kind, encoder, self._images(batch[microbatch][lane]))
                                  for encoder in self.layout.encoders) if stage == 0 else 0.0
-                    return self.language_s(kind, stage) + images
+                    return self._stage_s(batch, stage, lane, kind, microbatch) + images
 
-                programs[lane, stage] = Stage(stage, stages, len(batch), seconds,
-                                              *links_of(lane, stage, stages)).program()
+                links = links_of(lane, stage, stages)
+                programs[lane, stage] = Stage(stage, stages, len(batch), seconds, *links).program()
         return programs
 
     def _colocated(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
@@ -300,7 +303,7 @@ class Step:
                                         for replica in replicas)
                         images = Action(slowest_s, posts=((members, kind, microbatch),),
                                         awaits=((members, kind, microbatch),), label=ENCODING)
-                        own = Action(self.language_s(kind, 0), label=LANGUAGE)
+                        own = Action(self._stage_s(batch, 0, lane, kind, microbatch), label=LANGUAGE)
                         program += [images, own] if kind == FORWARD else [own, images]
         return programs
 
@@ -336,7 +339,8 @@ class Step:
                 return lambda microbatch: take(due(microbatch))
 
             passes = Stage(
-                stage, stages, len(batch), partial(self._stage_s, stage), *links_of(0, stage, stages), label=LANGUAGE,
+                stage, stages, len(batch), partial(self._stage_s, batch, stage, None), *links_of(0, stage, stages),
+                label=LANGUAGE,
                 before_forward=at(schedule.before), after_forward=at(schedule.after),
                 after_backward=at(schedule.after_backward), before_backward=at(schedule.before_backward)).program()
             programs[stage] = [*turn(([], schedule.at_start())), *passes, *turn((schedule.at_end(), []))]
@@ -399,7 +403,8 @@ class Step:
                     before, after = links_of(lane, stage, language.pp)
                     into = tuple(links[replica, lane] for replica in replicas) if stage == 0 else before
                     programs[lane, stage] = Stage(
-                        encoder.pp + stage, stages, count, partial(self._stage_s, stage), into, after, label=LANGUAGE,
+                        encoder.pp + stage, stages, count, partial(self._stage_s, batch, stage, lane), into, after,
+                        label=LANGUAGE,
                         sends_gradients=trains or stage > 0,
                         buffered=into if ahead and stage == 0 else ()).program()
         return programs
@@ -408,35 +413,34 @@ class Step:
 
     def optimizer_s(self) -> float:
         """Return the seconds of the optimizer step on the rank that updates most parameters."""
-        most, is_sharded = 0.0, self.config.optim.use_distributed_optimizer
-        for _, modules in self.places():
-            total = 0.0
-            for module, grid, stage in modules:
-                if self.costs.trains(module):
-                    dense, experts = ((count / (replicas if is_sharded else 1), replicas)
-                                      for count, replicas in self.parameters(module, grid, stage))
-                    weights = parameters_per_rank(
-                        [replace(shape, shape=(1,)) for shape in self.costs.shapes[module] if shape.split == "expert"],
-                        grid, stage) / (experts[1] if is_sharded else 1)
-                    total += self.costs.optimizer_s(dense[0] + experts[0], weights)
-            most = max(most, total)
-        return most
+        is_sharded = self.config.optim.use_distributed_optimizer
+
+        def seconds(module: str, grid: GridSpec, stage: int) -> float:
+            dense, experts = ((count / (replicas if is_sharded else 1), replicas)
+                              for count, replicas in self.parameters(module, grid, stage))
+            weights = parameters_per_rank(
+                [replace(shape, shape=(1,)) for shape in self.costs.shapes[module] if shape.split == "expert"],
+                grid, stage) / (experts[1] if is_sharded else 1)
+            return self.costs.optimizer_s(dense[0] + experts[0], weights)
+
+        return self._most_of_a_rank(seconds)
 
     def reduction_s(self) -> float:
         """Return the seconds of gradient reduction and parameter gather that do not overlap with passes."""
-        most = 0.0
-        for _, modules in self.places():
-            total = 0.0
-            for module, grid, stage in modules:
-                if self.costs.trains(module):
-                    seconds = sum(self.costs.reduction_s(count, replicas, grid.tp * grid.dp * grid.cp)
-                                  for count, replicas in self.parameters(module, grid, stage))
-                    overlaps = (self.config.ddp.overlap_grad_reduce if module == LANGUAGE
-                                else self.config.ddp.encoder_ddp_overlap)
-                    # The last bucket and the gather of parameters remain.
-                    total += seconds / 2 if overlaps else seconds
-            most = max(most, total)
-        return most
+        def seconds(module: str, grid: GridSpec, stage: int) -> float:
+            total = sum(self.costs.reduction_s(count, replicas, grid.tp * grid.dp * grid.cp)
+                        for count, replicas in self.parameters(module, grid, stage))
+            overlaps = (self.config.ddp.overlap_grad_reduce if module == LANGUAGE
+                        else self.config.ddp.encoder_ddp_overlap)
+            # The last bucket and the gather of parameters remain.
+            return total / 2 if overlaps else total
+
+        return self._most_of_a_rank(seconds)
+
+    def _most_of_a_rank(self, seconds: Callable[[str, GridSpec, int], float]) -> float:
+        """Return the most seconds that any rank needs for all of its modules that train."""
+        return max(sum(seconds(*module) for module in modules if self.costs.trains(module[0]))
+                   for _, modules in self.places())
 
     # Memory.
 
@@ -526,8 +530,8 @@ class Step:
         if self.layout.encoder_window is None:
             return 0.0, 0.0, 0.0
         (encoder,), tokens = self.sampled.encoders, self.costs.provider.token_spec(self.config.model_family)
-        floats = 2 if self.config.model.bf16 else 4
-        each = (1 if has_eight_bit_pixels(self.config, self.costs.provider) else floats) * tokens.num_channels
+        each = tokens.num_channels * (1 if has_eight_bit_pixels(self.config, self.costs.provider)
+                                      else 2 if self.config.model.bf16 else 4)
         _, width = self.costs.projector_bytes(encoder.name)
         sent, received, features, cp = 0.0, 0.0, 0.0, self.layout.language.cp
         for batch in batches:
@@ -575,8 +579,7 @@ class Step:
             replicas = [[(share.lane, share.start, share.stop) for share in lane_shares(dp, lanes, rows, replica)]
                         for replica in range(dp)]
         kept = min(kept, self.num_microbatches)
-        # Shortened iterations may have fewer microbatches than are kept.
-        seen = min(kept, min(map(len, batches)))
+        seen = min(kept, min(map(len, batches)))  # fewer in a shortened iteration
         # Microbatches between two moments; windows without stages do not overlap.
         apart = seen if window is not None and stages == 1 else 1
         sizes = {tokens for batch in batches for microbatch in batch for lane in microbatch for sample in lane

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -211,7 +212,7 @@ def greedy_decode(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> li
                 for sample, (start, stop) in enumerate(lane):
                     place = start + step
                     if place < stop and place + 1 < ids.shape[1]:
-                        ids[sample, place + 1] = tokens[index, sample, place]
+                        ids[sample, place + 1] = tokens[index][sample, place]
     set_training(parts.built.model, True)
     decoded = []
     for text, ids, lane in zip(texts, inputs, spans, strict=True):
@@ -221,8 +222,8 @@ def greedy_decode(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> li
     return decoded
 
 
-def next_tokens(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> torch.Tensor:
-    """Return the argmax at every position, int64 `[microbatches, b, s]` on the host, on every language rank."""
+def next_tokens(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:
+    """Return each microbatch's argmax at every position, int64 `[b, s]` on the host; nothing without language model."""
     found: list[torch.Tensor] = []
     groups = parts.grids.collections.get(LANGUAGE)
 
@@ -239,15 +240,16 @@ def next_tokens(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> torc
 
     run_schedule(parts, microbatches, partial(forward_values, function=choose, consume=collect), forward_only=True)
     if groups is None:
-        return torch.empty(0)
-    text = microbatches[0].text
-    assert text is not None, "language ranks hold text"
-    shape = (len(microbatches), *text.input_ids.shape)
-    tokens = torch.stack(found) if found else torch.empty(shape, dtype=torch.int64, device=parts.platform.device)
+        return []
+    shapes = [batch.text.input_ids.shape for batch in microbatches if batch.text is not None]
+    count = sum(map(math.prod, shapes))
+    tokens = torch.cat([each.flatten() for each in found]) if found else torch.empty(
+        count, dtype=torch.int64, device=parts.platform.device)
     if groups.pp.size() > 1:
         # Stages before the last need the tokens as their next input.
         dist.broadcast(tokens, src=dist.get_global_rank(groups.pp, groups.pp.size() - 1), group=groups.pp)
-    return tokens.cpu()
+    return [each.view(shape) for each, shape in zip(tokens.cpu().split([math.prod(shape) for shape in shapes]), shapes,
+                                                    strict=True)]
 
 
 # Most samples whose images are shown, because one rank holds all of them in memory.

@@ -13,7 +13,7 @@ from megatron.core.utils import get_model_config
 from mimo.comm.host import broadcast_object, gather, raise_on_any_rank
 from mimo.compat import process_group_names
 from mimo.config.trainer import RunConfig
-from mimo.config.validate import num_microbatches, steps_ahead
+from mimo.config.validate import num_microbatches, row_multiple, steps_ahead
 from mimo.data.batch import Microbatch
 from mimo.data.loader import StepLoader, open_loader
 from mimo.data.sources import check_bad_samples
@@ -223,6 +223,7 @@ class TrainingLoop:
             micro_batch_size=train.micro_batch_size,
             num_microbatches=num_microbatches(self.config),
             seq_length=train.seq_length,
+            row_multiple=row_multiple(self.config, self.grids.layout),
             seed=train.seed,
             split=split,
             lane_loader=self.config.data.lane_loader,
@@ -359,8 +360,7 @@ class TrainingLoop:
             tokens_per_s_per_gpu=(result.text_tokens + result.image_tokens) / seconds / self.grids.layout.world_size,
             image_tokens=result.image_tokens,
             text_tokens=result.text_tokens,
-            packing_utilisation=(result.text_tokens + result.image_tokens)
-            / (self.config.train.global_batch_size * self.config.train.seq_length),
+            packing_utilisation=(result.text_tokens + result.image_tokens) / max(result.work.padded.tokens, 1),
             bad_samples=progress.bad_samples,
             encoder_imbalance=uneven[0],
             encoder_imbalance_unbalanced=uneven[1],

@@ -15,7 +15,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from mimo.bridge.disjoint import Bridge
 from mimo.bridge.exchange import Exchange
 from mimo.bridge.handshake import Handshake
-from mimo.bridge.pipeline import PipelineCommunicator
+from mimo.bridge.pipeline import PipelineCommunicator, StageShapes
 from mimo.checkpoint.differences import data_fields
 from mimo.checkpoint.load import find_checkpoint, load_checkpoint
 from mimo.checkpoint.state import Progress, RunState
@@ -116,17 +116,16 @@ def _communicator(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     model_config = get_model_config(built.model)
     # Ranks without the language model have its configuration only for its sizes, and without this dtype.
     model_config.pipeline_dtype = params_dtype(config)
-    # Shapes of the hidden states before and after this rank's stage of the language model. With DeepStack, they also
+    # Columns of the hidden states before and after this rank's stage of the language model. With DeepStack, they also
     # have the features that later layers add.
     language, hidden = grids.layout.language, provider.hidden_size(family)
     split = language.cp * (language.tp if config.layout.sequence_parallel else 1)
-    rows = (config.train.seq_length // split, config.train.micro_batch_size)
-    before, after = (*rows, hidden), (*rows, hidden)
+    before = after = hidden
     levels = max((num_levels(provider, family, encoder.name) for encoder in grids.layout.encoders), default=0)
     if levels and LANGUAGE in grids.modules:
         stage, decoder = language.coordinates(grids.rank)["pp"], get_model_config(built.model.language_model)
-        before, after = ((*rows, hidden * (1 + stage_levels(decoder, levels, stage + more))) for more in (0, 1))
-    return PipelineCommunicator(grids, model_config, bridges, (before, after), schedule_spans)
+        before, after = (hidden * (1 + stage_levels(decoder, levels, stage + more)) for more in (0, 1))
+    return PipelineCommunicator(grids, model_config, bridges, StageShapes(split, before, after), schedule_spans)
 
 
 def _windows(config: RunConfig, provider: ModelProvider, grids: Grids, platform: Platform, built: BuiltModel,

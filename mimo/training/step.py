@@ -237,6 +237,8 @@ def run_schedule(
     collection = parts.grids.schedule_collection()
     schedule = get_forward_backward_func(pp_size=1, vp_size=None, schedule_pg_collection=collection)
     train = parts.config.train
+    if parts.communicator is not None:
+        parts.communicator.begin_rows(microbatches)
     parts.grad_sync.force_all_reduce = force_all_reduce
     if loss_scale is not None:
         loss_scale.install(get_model_config(parts.built.model))

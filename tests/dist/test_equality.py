@@ -131,6 +131,33 @@ def test_balancing_lowers_the_imbalance_that_a_run_reports(pool: WorkerPool, tmp
     assert all(1 <= actual <= would_be for actual, would_be in balanced)
 
 
+ROW_LAYOUTS = {
+    "pp2": (3, "--llm-pp 2 --micro-batch-size 2"),
+    "cp2-pp2": (4, "--layout colocated --encoder-dp 4 --llm-cp 2 --llm-pp 2 --encoder-window 1"),
+    # Lanes whose rows differ in length exchange tokens.
+    "ep2": (4, f"{' '.join(MOE)} --moe-aux-loss-coeff 0 --layout homogeneous --llm-pp 2 --llm-dp 2 --llm-ep 2"),
+}
+
+
+def losses_by_row_length(rank: int, world_size: int, flags: tuple[str, ...], run_dir: str
+                         ) -> list[tuple[float, float | None, float]]:
+    """Train; return loss, gradient norm and the share of tokens that is not padding of each step."""
+    records = run_loop(rank, flags, world_size, run_dir)
+    return [(record.lm_loss, record.grad_norm, record.packing_utilisation) for record in records]
+
+
+@pytest.mark.parametrize("layout", ROW_LAYOUTS)
+def test_rows_may_have_any_length(pool: WorkerPool, layout: str, tmp_path: Path) -> None:
+    ranks, flags = ROW_LAYOUTS[layout]
+    whole, few, many = (
+        pool.run(losses_by_row_length, ranks, (*flags.split(), "--row-lengths", lengths), str(tmp_path / lengths),
+                 world_size=ranks)[-1] for lengths in ("1", "2", "64"))
+    for step, (loss, grad_norm, used) in enumerate(whole):
+        for other in (few, many):
+            assert other[step][:2] == pytest.approx((loss, grad_norm), rel=1e-5)
+        assert 0 < used < few[step][2] < many[step][2] < 1
+
+
 # Losses of load balancing: the gradient of one process is that of a layout with the same --micro-batch-size.
 BALANCING = {
     "seq_aux_loss": {"two-lanes": True, "two-samples": True, "two-lanes-of-two-samples": True, "cp2": True},

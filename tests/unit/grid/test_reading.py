@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mimo.config.cli import parse
+from mimo.config.validate import row_multiple, validate
 from mimo.grid.lanes import lanes_read_by, needs_from, needs_of, reader_of
 from mimo.grid.spec import GridSpec, Layout
 
@@ -92,3 +94,22 @@ def test_language_ranks_read_where_grids_are_not_disjoint() -> None:
     colocated = Layout("colocated", 4, (GridSpec("vision", 0, dp=4),), language)
     assert [reader_of(colocated, lane) for lane in range(2)] == [0, 2]
     assert [reader_of(Layout("disjoint", 4, (), language), lane) for lane in range(2)] == [0, 2]
+
+
+@pytest.mark.parametrize(("flags", "ranks", "expected"), [
+    ("", 1, 256),
+    ("--row-lengths 1", 1, 4096),
+    ("--row-lengths 100", 1, 48),  # 41 tokens, in multiples of 8
+    ("--row-lengths 4096", 1, 8),
+    ("--row-lengths 100 --llm-tp 2 --llm-cp 4", 8, 48),  # each rank has two chunks
+    ("--row-lengths 64 --llm-tp 2 --sequence-parallel --fp8-format e4m3 --fp8-recipe blockwise", 2, 256),
+    ("--seq-length 100 --row-lengths 2", 1, 56),
+    ("--num-experts 4", 1, 4096),  # load balancing counts padding
+    ("--num-experts 4 --row-lengths 16 --llm-dp 2 --llm-ep 2", 2, 256),
+    ("--num-experts 4 --moe-aux-loss-coeff 0 --llm-dp 2 --llm-ep 2", 2, 256),
+    ("--num-experts 4 --row-lengths 16 --llm-dp 2 --llm-ep 2 --moe-token-dispatcher-type allgather", 2, 4096),
+])
+def test_rows_have_lengths_that_their_ranks_can_share(flags: str, ranks: int, expected: int) -> None:
+    config = parse(["--model-provider", "causal_lm", "--dataset-provider", "mock", "--train-iters", "1", "--seq-length",
+                    "4096", "--max-position-embeddings", "4096", *flags.split()])
+    assert row_multiple(config, validate(config, ranks)) == expected

@@ -31,13 +31,14 @@ def sample(key="set/1", tokens=(1, IMAGE, 5, 6, 2), targets=2, sizes=((8, 8),), 
     return replace(Sample(key, np.array(tokens, np.int64), mask, list(sizes), images), **changes)
 
 
-def text(*samples, modules=None, seq_length=10, pad_token_id=PAD):
+def text(*samples, modules=None, seq_length=10, pad_token_id=PAD, row_multiple=None):
     return collate_text(
         samples,
         images=Placeholders({"vision": IMAGE} if modules is None else modules, num_image_tokens, 1),
         seq_length=seq_length,
         vocab_size=20,
         pad_token_id=pad_token_id,
+        row_multiple=row_multiple,
     )
 
 
@@ -63,6 +64,22 @@ def test_text_is_expanded_shifted_and_padded():
     assert batch.num_tokens == 12
     assert batch.input_ids.dtype == batch.labels.dtype == batch.position_ids.dtype == torch.int64
     assert batch.loss_mask.dtype == torch.float32
+
+
+def test_rows_are_as_long_as_the_longest_sample_rounded_up():
+    short, long = sample("set/2", tokens=(1, 7, 8, 2), targets=2, sizes=()), sample()
+    for samples, multiple, length in (((short,), 1, 4), ((short,), 3, 6), ((short, long), 3, 9), ((long,), 6, 10),
+                                      ((sample(lengths=(5,)),), 4, 8)):
+        cut, whole = text(*samples, row_multiple=multiple), text(*samples)
+        assert cut.input_ids.shape == cut.labels.shape == cut.position_ids.shape == (len(samples), length)
+        for one, other in ((cut.input_ids, whole.input_ids), (cut.labels, whole.labels),
+                           (cut.loss_mask, whole.loss_mask)):
+            assert torch.equal(one, other[:, :length]) and not other[:, length:].any()
+        assert torch.equal(cut.placeholders["vision"], whole.placeholders["vision"])
+        assert cut.num_tokens == whole.num_tokens
+    # A pack ends with a sequence of padding, if there is any.
+    packed = text(sample(lengths=(5,)), row_multiple=4).packed
+    assert packed.cu_seqlens.tolist() == [0, 8]
 
 
 def test_placeholders_index_the_sequence_first_tensor_in_sample_order():
