@@ -198,7 +198,7 @@ class DataRequest:
             a video whose `VideoSize` has these four values. Raises ValueError for a size that it cannot take.
         num_lanes: lanes of the run.
         micro_batch_size: rows of one lane in a microbatch.
-        seq_length: tokens of a row, after image expansion.
+        seq_length: most tokens of a row, after image expansion.
         seed: seed of the sample order; every lane of a run has the same.
         split: `train` or `valid`.
         sequence_multiple: a pack has to leave room for padding each of its samples to a multiple of so many tokens.
@@ -365,7 +365,7 @@ class BuildContext:
         transformer_impl: `transformer_engine` or `local`.
         sequence_parallel: whether the module runs with sequence parallelism.
         pre_process, post_process: whether this rank has the module's first and its last pipeline stage.
-        seq_length: padded tokens per sample.
+        seq_length: most tokens of a sample.
         deterministic: whether to use only kernels that give the same bits every time.
         moe_permute_fusion, moe_router_fusion: whether Transformer Engine sorts tokens by expert, and chooses experts.
         moe_token_dispatcher_type: how tokens get to the ranks of their experts, `alltoall` or `allgather`.

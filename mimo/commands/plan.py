@@ -30,7 +30,7 @@ MAX_SAMPLES = 4096
 # all flags of the section.
 RUN_SECTIONS: Mapping[str, Sequence[str] | None] = {
     "train": ("global-batch-size", "seq-length"), "model-family": None,
-    "data": ("dataset-provider", "microbatch-order"), "dataset": None,
+    "data": ("dataset-provider", "microbatch-order", "row-lengths"), "dataset": None,
     "optim": ("use-distributed-optimizer", "use-precision-aware-optimizer", "exp-avg-dtype", "exp-avg-sq-dtype"),
     "ddp": ("grad-reduce-in-fp32", "overlap-grad-reduce", "encoder-ddp-overlap")}
 LAYOUT_SECTIONS: Mapping[str, Sequence[str] | None] = {

@@ -266,8 +266,7 @@ def _check_batch(config: RlRunConfig) -> None:
     refuse(config.data.microbatch_order != DataConfig().microbatch_order,
            f"--microbatch-order {config.data.microbatch_order}: an update orders its microbatches itself; leave it out")
     refuse(config.data.row_lengths != DataConfig().row_lengths,
-           f"--row-lengths {config.data.row_lengths}: rows have --max-tokens-per-microbatch tokens at most, and fewer "
-           "where they are shorter; leave it out")
+           f"--row-lengths {config.data.row_lengths}: an update packs sequences into rows of its own; leave it out")
 
 
 def _check_evaluation(config: RlRunConfig) -> None:

@@ -148,8 +148,8 @@ class DataConfig:
     row_lengths: int | None = None
     """Number of lengths that rows can have. The rows of a microbatch are as long as its longest sample, rounded up to a
     multiple of --seq-length / N, so that little padding is computed and few shapes occur. 1: all rows have --seq-length
-    tokens, as they always have with expert parallelism and --moe-token-dispatcher-type allgather. Default: 16, or 1 if
-    routers balance the load of experts, because load-balancing losses and expert biases count padding."""
+    tokens. Default: 16; 1 if routers balance the load of experts, because load-balancing losses and expert biases count
+    padding, and where experts are split and --moe-token-dispatcher-type is allgather."""
 
     def check(self) -> None:
         """Refuse values within this section. Raises ValueError."""
@@ -490,7 +490,7 @@ class TrainConfig:
     global_batch_size: int = 8
     """Samples of all lanes in one iteration; a multiple of micro-batch-size times llm-dp."""
     seq_length: int = 2048
-    """Tokens per sample after image expansion and padding."""
+    """Most tokens of a sample after image expansion; see --row-lengths for the padding."""
     train_iters: int | None = None
     """Length of the run in iterations (exclusive with --train-samples)."""
     train_samples: int | None = None

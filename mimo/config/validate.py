@@ -187,6 +187,7 @@ def validate_without_data(config: RunConfig, world_size: int) -> Layout:
     _check_schedule(config)
     _check_precision_aware(config)
     _check_fp8(config, layout)
+    _check_rows(config, layout)
     _check_ddp(config, layout)
     _check_checkpoint(config)
     provider.validate(config.model_family, layout, train.seq_length)
@@ -204,11 +205,10 @@ def row_multiple(config: RunConfig, layout: Layout) -> int:
     products take multiples of their own on each. Kernels prefer multiples of 8.
     """
     train, model, language = config.train, config.model, layout.language
-    if language.ep > 1 and model.moe_token_dispatcher_type == "allgather":
+    gathers = model.moe_token_dispatcher_type == "allgather" and language.ep * language.expt_tp > 1
+    if gathers or balances_experts(config):
         return train.seq_length  # The ranks that gather each other's tokens need rows of one length.
-    lengths = config.data.row_lengths
-    if lengths is None:
-        lengths = 1 if _balances_experts(config) else ROW_LENGTHS
+    lengths = config.data.row_lengths or ROW_LENGTHS
     fp8 = model.fp8(LANGUAGE)
     unit = math.lcm(8, language.tp * sequence_multiple(layout), 1 if fp8 is None else language.tp * language.cp
                     * fp8.multiple)
@@ -216,14 +216,28 @@ def row_multiple(config: RunConfig, layout: Layout) -> int:
     return min(-(-share // unit) * unit, train.seq_length)
 
 
-def _balances_experts(config: RunConfig) -> bool:
+def balances_experts(config: RunConfig) -> bool:
     """Return whether routers balance the load of experts while the model trains, which counts padding."""
     family = config.model_family
     if not registry.model_provider(config.model.model_provider).num_experts(family):
         return False
+    has_loss = getattr(family, "moe_router_load_balancing_type", "none") != "none"
     biased = getattr(family, "moe_router_enable_expert_bias", False)
-    return bool(getattr(family, "moe_aux_loss_coeff", 0.0)
+    return bool((has_loss and getattr(family, "moe_aux_loss_coeff", 0.0))
                 or (biased and getattr(family, "moe_router_bias_update_rate", 0.0)))
+
+
+def _check_rows(config: RunConfig, layout: Layout) -> None:
+    """Refuse rows of several lengths where all have to be whole."""
+    lengths = config.data.row_lengths or 1
+    refuse(lengths > 1 and balances_experts(config),
+           f"--row-lengths {lengths}: routers of this model balance the load of experts and count padding; "
+           "leave it out, or turn balancing off (--moe-router-load-balancing-type none, and where there are expert "
+           "biases --moe-router-bias-update-rate 0)")
+    refuse(lengths > 1 and config.model.moe_token_dispatcher_type == "allgather"
+           and layout.language.ep * layout.language.expt_tp > 1,
+           f"--row-lengths {lengths} with --moe-token-dispatcher-type allgather: the ranks that gather each other's "
+           "tokens need rows of one length; leave one of them out")
 
 
 def num_microbatches(config: RunConfig) -> int:

@@ -270,8 +270,8 @@ def collate_text(
         rows[0].starts = places[0][rows[0].starts]
     row_length = seq_length
     if row_multiple is not None:
-        longest = int(stops[-1]) if is_packed else max((len(row.tokens) for row in rows), default=1)
-        row_length = min(-(-longest // row_multiple) * row_multiple, seq_length)
+        longest = int(stops[-1]) if is_packed else max((len(row.tokens) for row in rows), default=0)
+        row_length = min(-(-max(longest, 1) // row_multiple) * row_multiple, seq_length)
     input_ids = np.full((len(samples), row_length), pad_token_id, np.int64)
     labels = input_ids.copy()
     loss_mask = np.zeros(input_ids.shape, np.float32)

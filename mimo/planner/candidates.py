@@ -8,14 +8,16 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import batched, islice
+from statistics import fmean
 
 from mimo.config.toml_file import flag_name
 from mimo.config.trainer import LayoutConfig, ModelConfig, RunConfig, TrainConfig
-from mimo.config.validate import check_data, layers_of_stages, validate_without_data
-from mimo.grid.spec import Layout
+from mimo.config.validate import check_data, layers_of_stages, row_multiple, validate_without_data
+from mimo.grid.spec import GridSpec, Layout
 from mimo.planner.costs import GIB, Costs
 from mimo.planner.predict import Prediction, Step, predict
 from mimo.planner.workload import Microbatches, SampleSize
+from mimo.protocols import LANGUAGE
 
 HOMOGENEOUS, COLOCATED, DISJOINT = "homogeneous", "colocated", "disjoint"
 # A text model has no encoder to place.
@@ -133,6 +135,11 @@ class Search:
         self.refusal = ""
         # Message with which the data set refuses layouts, by (lanes, micro-batch size); empty if it accepts them.
         self._data_refusals: dict[tuple[int, int], str] = {}
+        # Tokens of the rows of a mean microbatch.
+        multiple, most = row_multiple(base, Layout("disjoint", 1, (), GridSpec(LANGUAGE))), base.train.seq_length
+        self._mean_length = round(fmean(
+            min(-(-max(sample.num_tokens for sample in rows) // multiple) * multiple, most)
+            for rows in batched(samples, base.train.micro_batch_size)))
         few = size > MANY_GPUS
         self._micro_batches: tuple[int, ...] = MICRO_BATCHES[:2] if few else MICRO_BATCHES
         if any(sample.is_packed for sample in samples):
@@ -327,7 +334,8 @@ class Search:
     def _cuts(self, layout: LayoutConfig) -> list[str]:
         """Return cuts with fewer layers on the first stage, for the encoder, or on the last one, for the logits."""
         layers, stages = self.costs.num_layers, layout.llm_pp
-        cost = self.costs.language(layout.llm_tp, self.base.train.micro_batch_size, layout.llm_ep, layout.llm_cp)
+        cost = self.costs.language(layout.llm_tp, self.base.train.micro_batch_size, layout.llm_ep, layout.llm_cp,
+                                   self._mean_length)
         layer = cost.forward_s + cost.backward_s
         first = last = 0.0
         if layer > 0:
@@ -351,7 +359,7 @@ class Search:
 
     def _encoder_sizes(self) -> list[int]:
         """Return numbers of ranks for a disjoint layout's encoder, those nearest to its share of the work first."""
-        cost = self.costs.language(1, self.base.train.micro_batch_size)
+        cost = self.costs.language(1, self.base.train.micro_batch_size, length=self._mean_length)
         language = self.costs.num_layers * (cost.forward_s + cost.backward_s)
         language += cost.ends_forward_s + cost.ends_backward_s
         images = self._encoder_s(1)

@@ -21,8 +21,8 @@ from mimo.grid.lanes import has_eight_bit_pixels
 from mimo.grid.spec import GridSpec, Layout, lane_shares
 from mimo.grid.windows import BACKWARD_COST, WindowSchedule, deal_in_order, deal_iteration
 from mimo.planner.costs import GIB, LATENCY_S, Costs
-from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, Timeline, links_of, simulate
-from mimo.planner.workload import Microbatches, SampleSize, iterations
+from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, links_of, simulate
+from mimo.planner.workload import Microbatches, SampleSize, iterations, longest_in_windows
 from mimo.protocols import LANGUAGE
 
 # Most lanes that are simulated, those with the most work in images.
@@ -34,6 +34,7 @@ SHORT_ITERATION = 16
 # Most iterations and most passes that are simulated, but at least one iteration.
 MAX_ITERATIONS, MAX_PASSES = 4, 1000
 ENCODING = "encoding"
+PASSES = (FORWARD, BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[S
         whole, longer = timeline.seconds, 1.0
         if short < count:
             # Each further microbatch is assumed to add as much as the mean of half of these, between the two ends.
-            each = (whole - step.passes([*batch[: short // 2 - 1], batch[-1]]).seconds) / (short - short // 2)
+            ends = simulate(step.programs([*batch[: short // 2 - 1], batch[-1]]), step.transfer_s)
+            each = (whole - ends.seconds) / (short - short // 2)
             longer = 1 + each * (count - short) / whole
         bound += step.bound_s(batch, programs) * longer / len(batches)
         for label, spent in busy.items():
@@ -97,10 +99,7 @@ def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[S
 
 
 class Step:
-    """One training step of a layout.
-
-    Args:
-        config, layout, costs: see `predict`.
+    """One training step of a layout, whose arguments are those of `predict`.
 
     Attributes:
         sampled: the layout with few enough lanes to read the samples of each.
@@ -136,7 +135,7 @@ class Step:
         return list(islice(found, min(max(most, 1), MAX_ITERATIONS)))
 
     def _padded(self, tokens: int) -> int:
-        """Return the length of the rows of a microbatch, the longest of which has so many tokens."""
+        """Return the length of rows, the longest of which has so many tokens."""
         return min(-(-tokens // self._row_multiple) * self._row_multiple, self.config.train.seq_length)
 
     # Time of single passes.
@@ -144,7 +143,7 @@ class Step:
     def language_s(self, kind: str, stage: int, length: int) -> float:
         """Return the seconds of a pass on a stage of the language model over rows of this length."""
         layers, cost = self.layers[stage], self.costs.language(*self._sizes, length)
-        is_last = stage == self.layout.language.pp - 1
+        is_last = stage == len(self.layers) - 1
         if kind == FORWARD:
             return layers * cost.forward_s + (cost.ends_forward_s if is_last else 0.0)
         again = self.recomputed[stage] * cost.forward_s if cost.backward_s else 0.0
@@ -179,11 +178,11 @@ class Step:
         """
         layout, count, rows = self.layout, self.num_microbatches, Counter(map(self._padded, longest))
         stages = [sum(number * self.language_s(kind, stage, length) for length, number in rows.items()
-                      for kind in (FORWARD, BACKWARD)) / len(longest) for stage in range(layout.language.pp)]
+                      for kind in PASSES) / len(longest) for stage in range(layout.language.pp)]
         samples = self.config.train.micro_batch_size * count * layout.num_lanes
         encoding = [samples / encoder.dp * sum(
                         number * self.encoder_s(kind, encoder, [tokens], calls=0)
-                        for tokens, number in images.items() for kind in (FORWARD, BACKWARD))
+                        for tokens, number in images.items() for kind in PASSES)
                     for encoder in layout.encoders]
         bounds = [*encoding, *(count * each + sum(stages[:stage]) for stage, each in enumerate(stages))]
         if layout.kind == "homogeneous":
@@ -197,37 +196,30 @@ class Step:
 
         A colocated layout of n replicas needs at least `T + max(0, E / n - idle)`. T is the time of 1F1B without
         images, E the time of the images, with one call for each window, and `idle` the idle time of the busiest stage
-        in T.
-
-        Args:
-            batch: samples of the iteration.
-            programs: programs of its workers.
+        in T. `programs` are those of the iteration's workers.
         """
         if self.layout.kind != "colocated":
             return simulate(programs).seconds
         (encoder,), count, stages = self.sampled.encoders, len(batch), self.layout.language.pp
         images = [tokens for microbatch in batch for lane in microbatch for tokens in self._images(lane)]
-        windows = count
-        if self.layout.encoder_window is not None:
-            windows = len(self._window_schedule(count).windows)
+        windows = count if self.layout.encoder_window is None else len(self._window_schedule(count).windows)
         forward, backward = (self.encoder_s(kind, encoder, images, calls=windows * encoder.dp) / encoder.dp
-                             for kind in (FORWARD, BACKWARD))
+                             for kind in PASSES)
         encoding = forward * (1 + self.recomputed_images([batch])) + backward
-        passes = [partial(self._stage_s, batch, stage, None) for stage in range(stages)]
+        lengths = max(self._lengths(batch), key=sum)
+        passes = [partial(self._stage_s, lengths, stage) for stage in range(stages)]
         alone = simulate({stage: Stage(stage, stages, count, each, *links_of(LANGUAGE, stage, stages)).program()
                           for stage, each in enumerate(passes)})
-        busiest = max(sum(each(kind, microbatch) for microbatch in range(count) for kind in (FORWARD, BACKWARD))
-                      for each in passes)
+        busiest = max(sum(each(kind, number) for number in range(count) for kind in PASSES) for each in passes)
         return max(alone.seconds, busiest + encoding)
 
-    def _stage_s(self, batch: Microbatches, stage: int, lane: int | None, kind: str, microbatch: int) -> float:
-        lanes = batch[microbatch] if lane is None else [batch[microbatch][lane]]
-        longest = max(sample.num_tokens for rows in lanes for sample in rows)
-        return self.language_s(kind, stage, self._padded(longest))
+    def _lengths(self, batch: Microbatches) -> list[list[int]]:
+        """Return the lengths of the rows of each microbatch, lane by lane."""
+        return [[self._padded(max(sample.num_tokens for sample in rows)) for rows in lane]
+                for lane in zip(*batch, strict=True)]
 
-    def passes(self, batch: Microbatches) -> Timeline:
-        """Simulate the passes of one iteration."""
-        return simulate(self.programs(batch), self.transfer_s)
+    def _stage_s(self, lengths: Sequence[int], stage: int, kind: str, microbatch: int) -> float:
+        return self.language_s(kind, stage, lengths[microbatch])
 
     def programs(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
         """Return the program of each worker for one iteration."""
@@ -251,11 +243,13 @@ class Step:
         return [tokens for sample in lane for tokens in sample.images]
 
     def _heaviest(self, batch: Microbatches, group: int) -> list[range]:
-        """Return the groups of `group` neighbouring lanes with the most image tokens, few enough to simulate."""
+        """Return the groups of `group` neighbouring lanes with the most work, few enough to simulate."""
+        work = [sum(self.language_s(kind, 0, length) for length in lengths for kind in PASSES)
+                + sum(self.encoder_s(kind, encoder, self._images(microbatch[lane])) for kind in PASSES
+                      for encoder in self.layout.encoders for microbatch in batch)
+                for lane, lengths in enumerate(self._lengths(batch))]
         groups = [range(first, first + group) for first in range(0, self.sampled.num_lanes, group)]
-        work = {lanes.start: sum(sum(self._images(microbatch[lane])) for microbatch in batch for lane in lanes)
-                for lanes in groups}
-        groups.sort(key=lambda lanes: -work[lanes.start])
+        groups.sort(key=lambda lanes: -sum(work[lane] for lane in lanes))
         return groups[: max(MAX_LANES // group, 1)]
 
     def _replicas(self, encoder: GridSpec, lanes: Iterable[int]) -> list[int]:
@@ -267,23 +261,25 @@ class Step:
     def _replica_s(self, kind: str, encoder: GridSpec, replica: int, microbatch: Sequence[Sequence[SampleSize]]
                    ) -> float:
         """Return the seconds of a replica's pass over its images of a microbatch, which is given by lanes."""
-        rows = self.config.train.micro_batch_size
-        images = [tokens for share in lane_shares(encoder.dp, self.sampled.num_lanes, rows, replica)
-                  for tokens in self._images(microbatch[share.lane][share.start:share.stop])]
-        return self.encoder_s(kind, encoder, images)
+        shares = lane_shares(encoder.dp, self.sampled.num_lanes, self.config.train.micro_batch_size, replica)
+        return self.encoder_s(kind, encoder, [
+            tokens for share in shares for tokens in self._images(microbatch[share.lane][share.start:share.stop])])
 
     def _homogeneous(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
         programs: dict[Hashable, list[Action]] = {}
         stages = self.layout.language.pp
         for (lane,) in self._heaviest(batch, 1):
-            for stage in range(stages):
-                def seconds(kind: str, microbatch: int, stage: int = stage, lane: int = lane) -> float:
-                    images = sum(self.encoder_s(kind, encoder, self._images(batch[microbatch][lane]))
-                                 for encoder in self.layout.encoders) if stage == 0 else 0.0
-                    return self._stage_s(batch, stage, lane, kind, microbatch) + images
+            lengths = self._lengths(batch)[lane]
 
-                links = links_of(lane, stage, stages)
-                programs[lane, stage] = Stage(stage, stages, len(batch), seconds, *links).program()
+            def first(kind: str, microbatch: int, lane: int = lane, lengths: Sequence[int] = lengths) -> float:
+                return self._stage_s(lengths, 0, kind, microbatch) + sum(
+                    self.encoder_s(kind, encoder, self._images(batch[microbatch][lane]))
+                    for encoder in self.layout.encoders)
+
+            for stage in range(stages):
+                seconds = partial(self._stage_s, lengths, stage) if stage else first
+                programs[lane, stage] = Stage(
+                    stage, stages, len(batch), seconds, *links_of(lane, stage, stages)).program()
         return programs
 
     def _colocated(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
@@ -296,14 +292,14 @@ class Step:
         for members in self._heaviest(batch, max(self.sampled.num_lanes // encoder.dp, 1)):
             replicas = self._replicas(encoder, members)
             for lane in members:
-                program = programs[lane] = []
+                program, lengths = programs.setdefault(lane, []), self._lengths(batch)[lane]
                 for microbatch in range(len(batch)):
-                    for kind in (FORWARD, BACKWARD):
+                    for kind in PASSES:
                         slowest_s = max(self._replica_s(kind, encoder, replica, batch[microbatch])
                                         for replica in replicas)
                         images = Action(slowest_s, posts=((members, kind, microbatch),),
                                         awaits=((members, kind, microbatch),), label=ENCODING)
-                        own = Action(self._stage_s(batch, 0, lane, kind, microbatch), label=LANGUAGE)
+                        own = Action(self._stage_s(lengths, 0, kind, microbatch), label=LANGUAGE)
                         program += [images, own] if kind == FORWARD else [own, images]
         return programs
 
@@ -312,6 +308,7 @@ class Step:
         (encoder,), stages = self.sampled.encoders, self.layout.language.pp
         whole = self._window_schedule(len(batch))
         forward, backward = self._window_seconds(batch, whole)
+        lengths = longest_in_windows(self._lengths(batch), whole.windows)
         programs: dict[Hashable, list[Action]] = {}
         for stage in range(stages):
             schedule = replace(whole, stage=stage)
@@ -339,7 +336,7 @@ class Step:
                 return lambda microbatch: take(due(microbatch))
 
             passes = Stage(
-                stage, stages, len(batch), partial(self._stage_s, batch, stage, None), *links_of(0, stage, stages),
+                stage, stages, len(batch), partial(self._stage_s, lengths, stage), *links_of(0, stage, stages),
                 label=LANGUAGE,
                 before_forward=at(schedule.before), after_forward=at(schedule.after),
                 after_backward=at(schedule.after_backward), before_backward=at(schedule.before_backward)).program()
@@ -357,7 +354,7 @@ class Step:
         cost, again = self.costs.encoder(encoder.name, encoder.tp), self.recomputed_images([batch])
         windows = [[image for microbatch in window for lane in batch[microbatch] for sample in lane
                     for image in sample.whole_images] for window in schedule.windows]
-        each = {image: tuple(self.encoder_s(kind, encoder, image, calls=0) for kind in (FORWARD, BACKWARD))
+        each = {image: tuple(self.encoder_s(kind, encoder, image, calls=0) for kind in PASSES)
                 for image in {image for images in windows for image in images}}
         costs = [[each[image][0] for image in images] for images in windows]
         if self.config.layout.encoder_balance:
@@ -399,11 +396,12 @@ class Step:
                         run_ahead=ahead, prefetch=self.config.train.encoder_prefetch_depth,
                         buffered=out if ahead and stage == encoder.pp - 1 else ()).program()
             for lane in members:
+                lengths = self._lengths(batch)[lane]
                 for stage in range(language.pp):
                     before, after = links_of(lane, stage, language.pp)
                     into = tuple(links[replica, lane] for replica in replicas) if stage == 0 else before
                     programs[lane, stage] = Stage(
-                        encoder.pp + stage, stages, count, partial(self._stage_s, batch, stage, lane), into, after,
+                        encoder.pp + stage, stages, count, partial(self._stage_s, lengths, stage), into, after,
                         label=LANGUAGE,
                         sends_gradients=trains or stage > 0,
                         buffered=into if ahead and stage == 0 else ()).program()
@@ -427,11 +425,12 @@ class Step:
 
     def reduction_s(self) -> float:
         """Return the seconds of gradient reduction and parameter gather that do not overlap with passes."""
+        ddp = self.config.ddp
+
         def seconds(module: str, grid: GridSpec, stage: int) -> float:
             total = sum(self.costs.reduction_s(count, replicas, grid.tp * grid.dp * grid.cp)
                         for count, replicas in self.parameters(module, grid, stage))
-            overlaps = (self.config.ddp.overlap_grad_reduce if module == LANGUAGE
-                        else self.config.ddp.encoder_ddp_overlap)
+            overlaps = ddp.overlap_grad_reduce if module == LANGUAGE else ddp.encoder_ddp_overlap
             # The last bucket and the gather of parameters remain.
             return total / 2 if overlaps else total
 

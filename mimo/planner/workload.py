@@ -118,3 +118,20 @@ def iterations(samples: Sequence[SampleSize], config: RunConfig, layout: Layout,
             lanes = [[lane[number] for number in cheap_ends(
                 [sum(sum(sample.images) for sample in batch) for batch in lane])] for lane in lanes]
         yield [list(batch) for batch in zip(*lanes, strict=True)]
+
+
+def longest_in_windows(lanes: Sequence[Sequence[int]], windows: Sequence[Sequence[int]]) -> list[int]:
+    """Return the lengths of each microbatch's rows in the lane with the most tokens in the microbatch's window.
+
+    Lanes that encode their images together wait for each other once a window.
+
+    Args:
+        lanes: for each lane, the length of the rows of each microbatch.
+        windows: the microbatches of each window.
+    """
+    found = [0] * len(lanes[0])
+    for window in windows:
+        slowest = max(([lane[microbatch] for microbatch in window] for lane in lanes), key=sum)
+        for microbatch, length in zip(window, slowest, strict=True):
+            found[microbatch] = length
+    return found

@@ -56,8 +56,8 @@ def transformer_config(context: BuildContext | None, kind: type[TransformerConfi
     fused_rotary = fused and kind is TransformerConfig and "mrope_section" not in sizes
     if fused and context is not None and context.fp8 is not None:
         sizes |= {"fp8": context.fp8.format, "fp8_recipe": context.fp8.recipe}
-    # Megatron Core refuses to gather tokens if lengths vary. Here, --seq-length makes all rows of a step equally long,
-    # and only the messages between pipeline stages vary, which announce their shapes.
+    # Megatron Core refuses to gather tokens if lengths vary. Here, rows all have --seq-length tokens where tokens are
+    # gathered (`mimo.config.validate.row_multiple`).
     gathers = sizes.pop("moe_token_dispatcher_type", "alltoall") == "allgather"
     built = kind(
         tensor_model_parallel_size=grid.tp, pipeline_model_parallel_size=grid.pp,

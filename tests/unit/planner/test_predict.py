@@ -20,7 +20,8 @@ from mimo.planner.costs import EXPERT_EFFICIENCY, GIB, GPUS, HOST_EXPERTS_S, HOS
 from mimo.planner.measure import _line, _split
 from mimo.planner.memory import memory_line
 from mimo.planner.predict import Prediction, Step, predict
-from mimo.planner.workload import SampleSize, draw_samples, iterations
+from mimo.planner.simulation import simulate
+from mimo.planner.workload import SampleSize, draw_samples, iterations, longest_in_windows
 from scripts.bench import presets
 
 # Costs that `mimo plan --measure` found for the preset 10b-uneven on two H200 with Transformer Engine.
@@ -89,7 +90,7 @@ def test_a_frozen_encoder_that_prefetches_delays_nobody() -> None:
         assert (forward > language) == of_encoder
         # The projector trains. Nothing else waits for it than the encoder itself.
         slower = forward + backward if of_encoder else language
-        assert slower <= step.passes(batch).seconds < 1.01 * slower
+        assert slower <= simulate(step.programs(batch), step.transfer_s).seconds < 1.01 * slower
     found = [predicted("h200", f"{frozen} --microbatch-order read {more}", Profile(GPUS["H200"])).step_s
              for more in ("", "--encoder-prefetch-depth 1")]
     assert found[1] < 0.99 * found[0]
@@ -140,7 +141,7 @@ def test_a_layout_without_stages_takes_the_sum_of_its_passes() -> None:
         for tokens in sample.images:
             forward, backward = costs.image_flops("vision", tokens)
             expected += forward / encoder.forward_flops_s + backward / encoder.backward_flops_s
-    assert step.passes(batch).seconds == pytest.approx(expected)
+    assert simulate(step.programs(batch), step.transfer_s).seconds == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("provider", "layers"), [
@@ -206,7 +207,8 @@ def test_recomputed_parts_take_time_and_give_memory() -> None:
 
 
 def test_the_encoder_gets_numbers_of_ranks_that_the_trainer_takes() -> None:
-    config = parse([*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1", "--global-batch-size", "768"])
+    config = parse([*presets.PRESETS["10b-even"], *WHOLE_ROWS, "--bf16", "--train-iters", "1",
+                    "--global-batch-size", "768"])
     costs = Costs(config, Profile(GPUS["H200"]))
     search = Search(config, costs, [SampleSize(2000, (144,))] * 8, 264)
     sizes = search._encoder_sizes()
@@ -606,3 +608,41 @@ def test_the_command_plans_for_the_context_parallelism_of_the_run(capsys: pytest
     found = json.loads(capsys.readouterr().out)["layouts"]
     assert len(found) > 5 and all("--llm-cp 2" in each["flags"] for each in found)
     assert main(["plan", "--gpus", "1", *run, "--llm-cp", "2"]) == 2
+
+
+@pytest.mark.parametrize("flags", [
+    "--encoder-dp 4 --llm-dp 4", "--encoder-dp 4 --llm-dp 4 --encoder-window 0",
+    "--encoder-dp 4 --llm-dp 4 --encoder-window 2",
+    "--encoder-dp 4 --llm-dp 2 --llm-tp 2 --sequence-parallel --encoder-window 2"])
+def test_lanes_of_different_rows_wait_for_each_other_at_windows_only(flags: str) -> None:
+    config = parse([*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1", "--num-layers", "8",
+                    "--global-batch-size", "64", "--layout", "colocated", *flags.split()])
+    costs, rng = Costs(config, Profile(GPUS["H200"])), random.Random(1)
+    step = Step(config, validate(config, 4), costs)
+    samples = [SampleSize(rng.choice((300, 3900)), (64,)) for _ in range(64)]
+    batch = step.batches(samples)[0]
+    programs = step.programs(batch)
+    # The mean over lanes is what balanced rows would take.
+    lanes = step._lengths(batch)
+    own = [sum(step.language_s(kind, 0, length) for length in lane for kind in ("forward", "backward"))
+           for lane in lanes]
+    apart = sum(max(step.language_s(kind, 0, length) for length in column) for column in zip(*lanes, strict=True)
+                for kind in ("forward", "backward"))
+    seconds = simulate(programs, step.transfer_s).seconds
+    assert max(own) <= seconds and step.bound_s(batch, programs) <= 1.0001 * seconds
+    assert seconds < apart or "--encoder-window 2" in flags
+
+
+def test_the_longest_rows_of_a_window() -> None:
+    assert longest_in_windows([[1, 5, 2], [3, 1, 9]], [[0, 1], [2]]) == [1, 5, 9]
+
+
+def test_the_lane_with_the_most_work_is_simulated() -> None:
+    config = parse([*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1", "--num-layers", "8",
+                    "--global-batch-size", "8", "--layout", "homogeneous", "--llm-dp", "8"])
+    costs = Costs(config, Profile(GPUS["H200"]))
+    step = Step(config, validate(config, 8), costs)
+    short = [SampleSize(300, (16,))] * 7
+    slow, fast = (simulate(step.programs([[[sample] for sample in [*short, last]]])).seconds
+                  for last in (SampleSize(4000), short[0]))
+    assert slow > 3 * fast

@@ -77,6 +77,7 @@ def test_rows_are_as_long_as_the_longest_sample_rounded_up():
             assert torch.equal(one, other[:, :length]) and not other[:, length:].any()
         assert torch.equal(cut.placeholders["vision"], whole.placeholders["vision"])
         assert cut.num_tokens == whole.num_tokens
+    assert text(sample(tokens=(), targets=0, sizes=()), row_multiple=4).input_ids.shape == (1, 4)
     # A pack ends with a sequence of padding, if there is any.
     packed = text(sample(lengths=(5,)), row_multiple=4).packed
     assert packed.cu_seqlens.tolist() == [0, 8]
