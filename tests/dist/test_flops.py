@@ -181,7 +181,7 @@ def test_a_frozen_router_computes_the_gradient_of_its_weights_all_the_same(pool:
 def test_every_layout_has_the_work_of_one_process(pool: WorkerPool, ranks: int, layout: str) -> None:
     flags = (*COMMON[:-2], *MODEL, "--global-batch-size", "4")
     (expected,) = pool.run(work_of, (*flags, *ONE), 1, world_size=1)
-    assert expected.text.sequences == 4 and 4 < expected.text.tokens < expected.padded.tokens == 4 * 256
+    assert expected.text.sequences == 4 and 4 < expected.text.tokens < expected.padded.tokens < 4 * 256
     assert expected.images["vision"].sequences > 1
     for found in pool.run(work_of, (*flags, *layout.split()), ranks, world_size=ranks):
         assert found == expected
