@@ -193,7 +193,8 @@ def packing_html(report: Report) -> str:
              *("&ndash;" if value is None else f"{value:.2f}"
                for value in (packing.imbalance, packing.imbalance_balanced))]
             for name, packing in zip(names, packings, strict=True)]
-    note = (f"<p>Rows have {number(report.seq_length)} tokens (<code>--seq-length</code>). A buffer is the "
+    note = (f"<p>The shares are those of rows of {number(report.seq_length)} tokens (<code>--seq-length</code>); "
+            "without packing, most rows are shorter (<code>--row-lengths</code>). A buffer is the "
             "number of samples among which a pack is chosen (<code>--packing-buffer-size</code>). "
             f"{IMBALANCE_NOTE if measured else ''}</p>")
     if given > len(report.records):

@@ -188,7 +188,7 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
     def begin_step(self, microbatches: Sequence[Microbatch], owners: Mapping[str, Owners]) -> None:
         """Tell every bridge of this rank how many rows each microbatch of the coming schedule moves.
 
-        `owners` are those of `Handshake`. Call `begin_rows`, too.
+        `owners` are those of `Handshake`.
         """
         layout, rank = self.grids.layout, self.grids.rank
         for bridge in self.bridges:

@@ -204,40 +204,39 @@ def row_multiple(config: RunConfig, layout: Layout) -> int:
     Tensor-parallel ranks share the tokens of a row with sequence parallelism, context-parallel ranks always, and FP8
     products take multiples of their own on each. Kernels prefer multiples of 8.
     """
-    train, model, language = config.train, config.model, layout.language
-    gathers = model.moe_token_dispatcher_type == "allgather" and language.ep * language.expt_tp > 1
-    if gathers or balances_experts(config):
-        return train.seq_length  # The ranks that gather each other's tokens need rows of one length.
-    lengths = config.data.row_lengths or ROW_LENGTHS
-    fp8 = model.fp8(LANGUAGE)
+    train, language = config.train, layout.language
+    if _why_whole_rows(config, layout):
+        return train.seq_length
+    fp8 = config.model.fp8(LANGUAGE)
     unit = math.lcm(8, language.tp * sequence_multiple(layout), 1 if fp8 is None else language.tp * language.cp
                     * fp8.multiple)
-    share = -(-train.seq_length // lengths)
+    share = -(-train.seq_length // (config.data.row_lengths or ROW_LENGTHS))
     return min(-(-share // unit) * unit, train.seq_length)
 
 
-def balances_experts(config: RunConfig) -> bool:
-    """Return whether routers balance the load of experts while the model trains, which counts padding."""
-    family = config.model_family
-    if not registry.model_provider(config.model.model_provider).num_experts(family):
-        return False
-    has_loss = getattr(family, "moe_router_load_balancing_type", "none") != "none"
-    biased = getattr(family, "moe_router_enable_expert_bias", False)
-    return bool((has_loss and getattr(family, "moe_aux_loss_coeff", 0.0))
-                or (biased and getattr(family, "moe_router_bias_update_rate", 0.0)))
+def _why_whole_rows(config: RunConfig, layout: Layout) -> str:
+    """Say why all rows must have --seq-length tokens; empty if they may be shorter."""
+    language = layout.language
+    if config.model.moe_token_dispatcher_type == "allgather" and language.ep * language.expt_tp > 1:
+        return ("with --moe-token-dispatcher-type allgather, the ranks that gather each other's tokens need rows of "
+                "one length; leave out one of the two")
+    if not registry.model_provider(config.model.model_provider).num_experts(config.model_family):
+        return ""
+    # A family that has other fields may balance, too.
+    family = vars(config.model_family)
+    has_loss = family.get("moe_router_load_balancing_type", "") != "none" and family.get("moe_aux_loss_coeff", 1.0)
+    biased = family.get("moe_router_enable_expert_bias", False) and family.get("moe_router_bias_update_rate", 1.0)
+    if has_loss or biased:
+        return ("routers of this model balance the load of experts and count padding; leave it out, or turn balancing "
+                "off (--moe-router-load-balancing-type none, and where there are expert biases "
+                "--moe-router-bias-update-rate 0)")
+    return ""
 
 
 def _check_rows(config: RunConfig, layout: Layout) -> None:
     """Refuse rows of several lengths where all have to be whole."""
-    lengths = config.data.row_lengths or 1
-    refuse(lengths > 1 and balances_experts(config),
-           f"--row-lengths {lengths}: routers of this model balance the load of experts and count padding; "
-           "leave it out, or turn balancing off (--moe-router-load-balancing-type none, and where there are expert "
-           "biases --moe-router-bias-update-rate 0)")
-    refuse(lengths > 1 and config.model.moe_token_dispatcher_type == "allgather"
-           and layout.language.ep * layout.language.expt_tp > 1,
-           f"--row-lengths {lengths} with --moe-token-dispatcher-type allgather: the ranks that gather each other's "
-           "tokens need rows of one length; leave one of them out")
+    lengths, why = config.data.row_lengths or 1, _why_whole_rows(config, layout)
+    refuse(lengths > 1 and bool(why), f"--row-lengths {lengths}: {why}")
 
 
 def num_microbatches(config: RunConfig) -> int:

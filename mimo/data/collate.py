@@ -18,6 +18,7 @@ import torch
 from mimo.data.batch import EncoderBatch, PackedSequences, TextBatch
 from mimo.data.encoder_inputs import PatchOrder, merge_inputs, packed_patches, tiled_images, whole_images
 from mimo.data.positions import TokenGrid, multimodal_positions
+from mimo.grid.lanes import row_length
 from mimo.grid.spec import Layout
 from mimo.protocols import ModelProvider, Sample
 from mimo.text import counted
@@ -268,11 +269,9 @@ def collate_text(
     if is_packed:
         stops, places[0] = _aligned(rows[0], sequence_multiple, seq_length, samples[0].key)
         rows[0].starts = places[0][rows[0].starts]
-    row_length = seq_length
-    if row_multiple is not None:
-        longest = int(stops[-1]) if is_packed else max((len(row.tokens) for row in rows), default=0)
-        row_length = min(-(-max(longest, 1) // row_multiple) * row_multiple, seq_length)
-    input_ids = np.full((len(samples), row_length), pad_token_id, np.int64)
+    longest = int(stops[-1]) if is_packed else max((len(row.tokens) for row in rows), default=0)
+    length = row_length(longest, row_multiple or seq_length, seq_length)
+    input_ids = np.full((len(samples), length), pad_token_id, np.int64)
     labels = input_ids.copy()
     loss_mask = np.zeros(input_ids.shape, np.float32)
     for index, (row, at) in enumerate(zip(rows, places, strict=True)):
@@ -282,12 +281,12 @@ def collate_text(
         # The last token of a sample predicts nothing, because the token after it belongs to another sample.
         last = at[row.ends[row.ends > 0] - 1]
         labels[index, last], loss_mask[index, last] = pad_token_id, 0
-    packed = packed_sequences(stops, row_length) if is_packed else None
+    packed = packed_sequences(stops, length) if is_packed else None
     if images.token_grid is None:
-        position_ids = positions_of(packed, row_length).expand(len(samples), row_length).contiguous()
+        position_ids = positions_of(packed, length).expand(len(samples), length).contiguous()
     else:
         # Padding behind a single sample continues its positions, because nothing attends to it.
-        lengths = [row_length] if packed is None else packed.cu_seqlens.diff().tolist()
+        lengths = [length] if packed is None else packed.cu_seqlens.diff().tolist()
         position_ids = torch.from_numpy(np.stack(
             [multimodal_positions(lengths, image_grids(sample.image_sizes, row, images.token_grid))
              for sample, row in zip(samples, rows, strict=True)], axis=1))

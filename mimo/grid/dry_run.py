@@ -197,7 +197,7 @@ def _batch_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
     cp = layout.language.cp
     if cp > 1:
         lines.append(f"context parallelism: each of {cp} ranks computes {train.seq_length // cp} of the "
-                     f"{train.seq_length} tokens of a row, chunks r and {2 * cp - 1} - r of {2 * cp} on rank r")
+                     f"{train.seq_length} tokens of a whole row, chunks r and {2 * cp - 1} - r of {2 * cp} on rank r")
     lines += logits_lines(config, layout, provider)
     if not layout.encoders:
         return lines

@@ -121,6 +121,11 @@ def sequence_multiple(layout: Layout) -> int:
     return 2 * layout.language.cp if layout.language.cp > 1 else 1
 
 
+def row_length(longest: int, multiple: int, most: int) -> int:
+    """Return the length of the rows of a microbatch, whose longest sample has `longest` tokens; at least a multiple."""
+    return min(-(-max(longest, 1) // multiple) * multiple, most)
+
+
 def data_request(layout: Layout, model_provider: ModelProvider, model_config: Any, *, micro_batch_size: int,
                  seq_length: int, seed: int, split: str) -> DataRequest:
     """Return the request of a run to a data set that is read once for all ranks."""

@@ -13,6 +13,7 @@ from statistics import fmean
 from mimo.config.toml_file import flag_name
 from mimo.config.trainer import LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from mimo.config.validate import check_data, layers_of_stages, row_multiple, validate_without_data
+from mimo.grid.lanes import row_length
 from mimo.grid.spec import GridSpec, Layout
 from mimo.planner.costs import GIB, Costs
 from mimo.planner.predict import Prediction, Step, predict
@@ -136,10 +137,9 @@ class Search:
         # Message with which the data set refuses layouts, by (lanes, micro-batch size); empty if it accepts them.
         self._data_refusals: dict[tuple[int, int], str] = {}
         # Tokens of the rows of a mean microbatch.
-        multiple, most = row_multiple(base, Layout("disjoint", 1, (), GridSpec(LANGUAGE))), base.train.seq_length
-        self._mean_length = round(fmean(
-            min(-(-max(sample.num_tokens for sample in rows) // multiple) * multiple, most)
-            for rows in batched(samples, base.train.micro_batch_size)))
+        multiple = row_multiple(base, Layout("disjoint", 1, (), GridSpec(LANGUAGE)))
+        self._mean_length = round(fmean(row_length(longest, multiple, base.train.seq_length)
+                                        for longest in self._longest(base.train.micro_batch_size)))
         few = size > MANY_GPUS
         self._micro_batches: tuple[int, ...] = MICRO_BATCHES[:2] if few else MICRO_BATCHES
         if any(sample.is_packed for sample in samples):
@@ -168,9 +168,8 @@ class Search:
                     continue
                 config, fits = self._fitted(config, accepted)
                 if fits or few:
-                    longest = [max(sample.num_tokens for sample in rows)
-                               for rows in batched(self.samples, train.micro_batch_size)]
-                    least = 0.0 if few else Step(config, accepted, self.costs).least_s(images, longest)
+                    least = 0.0 if few else Step(config, accepted, self.costs).least_s(
+                        images, self._longest(train.micro_batch_size))
                     plausible.append((least, len(plausible), kind, config, accepted))
                 else:
                     self.large += 1
@@ -186,6 +185,10 @@ class Search:
             if all(candidate.prediction != each.prediction for each in found):
                 found.append(candidate)
         return sorted(found, key=lambda each: (not each.fits, each.prediction.step_s))
+
+    def _longest(self, micro_batch_size: int) -> list[int]:
+        """Return the tokens of the longest sample of each microbatch, if neighbouring samples share one."""
+        return [max(sample.num_tokens for sample in rows) for rows in batched(self.samples, micro_batch_size)]
 
     def _prefetch_depths(self, kind: str) -> tuple[int, ...]:
         """Return the prefetch depths to try. They differ from 0 only for a frozen encoder on ranks of its own."""

@@ -17,7 +17,7 @@ from statistics import fmean
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import layers_of_stages, num_microbatches, row_multiple
 from mimo.grid.dry_run import parameters_per_rank
-from mimo.grid.lanes import has_eight_bit_pixels
+from mimo.grid.lanes import has_eight_bit_pixels, row_length
 from mimo.grid.spec import GridSpec, Layout, lane_shares
 from mimo.grid.windows import BACKWARD_COST, WindowSchedule, deal_in_order, deal_iteration
 from mimo.planner.costs import GIB, LATENCY_S, Costs
@@ -25,7 +25,7 @@ from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, links_of, 
 from mimo.planner.workload import Microbatches, SampleSize, iterations, longest_in_windows
 from mimo.protocols import LANGUAGE
 
-# Most lanes that are simulated, those with the most work in images.
+# Most lanes that are simulated, those with the most work.
 MAX_LANES = 4
 # Most lanes whose samples are read. With more lanes, which are alike, a layout with fewer replicas stands for them.
 LANES_WITH_DATA = 8
@@ -136,7 +136,7 @@ class Step:
 
     def _padded(self, tokens: int) -> int:
         """Return the length of rows, the longest of which has so many tokens."""
-        return min(-(-tokens // self._row_multiple) * self._row_multiple, self.config.train.seq_length)
+        return row_length(tokens, self._row_multiple, self.config.train.seq_length)
 
     # Time of single passes.
 
@@ -267,17 +267,15 @@ class Step:
 
     def _homogeneous(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
         programs: dict[Hashable, list[Action]] = {}
-        stages = self.layout.language.pp
+        stages, lengths = self.layout.language.pp, self._lengths(batch)
         for (lane,) in self._heaviest(batch, 1):
-            lengths = self._lengths(batch)[lane]
-
-            def first(kind: str, microbatch: int, lane: int = lane, lengths: Sequence[int] = lengths) -> float:
-                return self._stage_s(lengths, 0, kind, microbatch) + sum(
+            def first(kind: str, microbatch: int, lane: int = lane) -> float:
+                return self._stage_s(lengths[lane], 0, kind, microbatch) + sum(
                     self.encoder_s(kind, encoder, self._images(batch[microbatch][lane]))
                     for encoder in self.layout.encoders)
 
             for stage in range(stages):
-                seconds = partial(self._stage_s, lengths, stage) if stage else first
+                seconds = partial(self._stage_s, lengths[lane], stage) if stage else first
                 programs[lane, stage] = Stage(
                     stage, stages, len(batch), seconds, *links_of(lane, stage, stages)).program()
         return programs
@@ -287,19 +285,19 @@ class Step:
 
         Lanes that share a replica wait for each other.
         """
-        (encoder,) = self.sampled.encoders
+        (encoder,), lengths = self.sampled.encoders, self._lengths(batch)
         programs: dict[Hashable, list[Action]] = {}
         for members in self._heaviest(batch, max(self.sampled.num_lanes // encoder.dp, 1)):
             replicas = self._replicas(encoder, members)
             for lane in members:
-                program, lengths = programs.setdefault(lane, []), self._lengths(batch)[lane]
+                program = programs[lane] = []
                 for microbatch in range(len(batch)):
                     for kind in PASSES:
                         slowest_s = max(self._replica_s(kind, encoder, replica, batch[microbatch])
                                         for replica in replicas)
                         images = Action(slowest_s, posts=((members, kind, microbatch),),
                                         awaits=((members, kind, microbatch),), label=ENCODING)
-                        own = Action(self._stage_s(lengths, 0, kind, microbatch), label=LANGUAGE)
+                        own = Action(self._stage_s(lengths[lane], 0, kind, microbatch), label=LANGUAGE)
                         program += [images, own] if kind == FORWARD else [own, images]
         return programs
 
@@ -381,6 +379,7 @@ class Step:
         stages, ahead = encoder.pp + language.pp, self.config.layout.encoder_run_ahead
         trains = self.costs.trains(encoder.name) or self.costs.trains("projector")
         programs: dict[Hashable, list[Action]] = {}
+        lengths = self._lengths(batch)
         for members in self._heaviest(batch, max(self.sampled.num_lanes // encoder.dp, 1)):
             replicas = self._replicas(encoder, members)
             links = {(replica, lane): ("bridge", replica, lane) for replica in replicas for lane in members}
@@ -396,14 +395,12 @@ class Step:
                         run_ahead=ahead, prefetch=self.config.train.encoder_prefetch_depth,
                         buffered=out if ahead and stage == encoder.pp - 1 else ()).program()
             for lane in members:
-                lengths = self._lengths(batch)[lane]
                 for stage in range(language.pp):
                     before, after = links_of(lane, stage, language.pp)
                     into = tuple(links[replica, lane] for replica in replicas) if stage == 0 else before
                     programs[lane, stage] = Stage(
-                        encoder.pp + stage, stages, count, partial(self._stage_s, lengths, stage), into, after,
-                        label=LANGUAGE,
-                        sends_gradients=trains or stage > 0,
+                        encoder.pp + stage, stages, count, partial(self._stage_s, lengths[lane], stage), into, after,
+                        label=LANGUAGE, sends_gradients=trains or stage > 0,
                         buffered=into if ahead and stage == 0 else ()).program()
         return programs
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -242,14 +241,13 @@ def next_tokens(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> list
     if groups is None:
         return []
     shapes = [batch.text.input_ids.shape for batch in microbatches if batch.text is not None]
-    count = sum(map(math.prod, shapes))
+    sizes = [shape.numel() for shape in shapes]
     tokens = torch.cat([each.flatten() for each in found]) if found else torch.empty(
-        count, dtype=torch.int64, device=parts.platform.device)
+        sum(sizes), dtype=torch.int64, device=parts.platform.device)
     if groups.pp.size() > 1:
         # Stages before the last need the tokens as their next input.
         dist.broadcast(tokens, src=dist.get_global_rank(groups.pp, groups.pp.size() - 1), group=groups.pp)
-    return [each.view(shape) for each, shape in zip(tokens.cpu().split([math.prod(shape) for shape in shapes]), shapes,
-                                                    strict=True)]
+    return [each.view(shape) for each, shape in zip(tokens.cpu().split(sizes), shapes, strict=True)]
 
 
 # Most samples whose images are shown, because one rank holds all of them in memory.

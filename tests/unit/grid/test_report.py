@@ -50,7 +50,7 @@ def test_fan_out_serves_whole_lanes_and_fp32_moves_twice_the_bytes():
 def test_context_parallel_ranks_and_what_they_get():
     text = report("--llm-cp 2 --seq-length 64")
     assert row(text, "language") == ["language", "1-2", "1", "2", "1", "1", "1", "1", "2"]
-    assert "each of 2 ranks computes 32 of the 64 tokens of a row, chunks r and 3 - r of 4 on rank r\n" in text
+    assert "each of 2 ranks computes 32 of the 64 tokens of a whole row, chunks r and 3 - r of 4 on rank r\n" in text
     assert "  the 2 context-parallel ranks of a lane each get the rows of their own tokens, 128 B on average" in text
 
 

@@ -622,7 +622,6 @@ def test_lanes_of_different_rows_wait_for_each_other_at_windows_only(flags: str)
     samples = [SampleSize(rng.choice((300, 3900)), (64,)) for _ in range(64)]
     batch = step.batches(samples)[0]
     programs = step.programs(batch)
-    # The mean over lanes is what balanced rows would take.
     lanes = step._lengths(batch)
     own = [sum(step.language_s(kind, 0, length) for length in lane for kind in ("forward", "backward"))
            for lane in lanes]
