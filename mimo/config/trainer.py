@@ -316,6 +316,9 @@ class ModelConfig:
     13.5, blockwise 13.6, or newer); cutlass: one CUTLASS kernel where Transformer Engine has one, which leaves out
     weight gradients and FP8; separate: one cuBLAS kernel for each expert. auto: packed where it can run, else cutlass,
     in FP8 separate; separate with --deterministic-mode. Local layers ignore it."""
+    cuda_graphs: bool = False
+    """Launch all kernels of the language model's layers at once, from CUDA graphs recorded for each length of rows, so
+    that the GPU does not wait for the host (docs/precision.md). Packed rows run without graphs."""
 
     @property
     def frozen(self) -> frozenset[str]:

@@ -188,6 +188,7 @@ def validate_without_data(config: RunConfig, world_size: int) -> Layout:
     _check_precision_aware(config)
     _check_fp8(config, layout)
     _check_rows(config, layout)
+    _check_graphs(config)
     _check_ddp(config, layout)
     _check_checkpoint(config)
     provider.validate(config.model_family, layout, train.seq_length)
@@ -237,6 +238,25 @@ def _check_rows(config: RunConfig, layout: Layout) -> None:
     """Refuse rows of several lengths where all have to be whole."""
     lengths, why = config.data.row_lengths or 1, _why_whole_rows(config, layout)
     refuse(lengths > 1 and bool(why), f"--row-lengths {lengths}: {why}")
+
+
+def _check_graphs(config: RunConfig) -> None:
+    """Refuse CUDA graphs of what they cannot contain. The built model is checked again."""
+    model, layout = config.model, config.layout
+    if not model.cuda_graphs:
+        return
+    for flags, is_given, reason in (
+            (f"--recompute {model.recompute}", model.recompute != "none", "recomputed layers set random generators"),
+            (f"--fp8-format {model.fp8_format}", model.fp8_format != "none",
+             "weights are quantised once in a step, and a graph would repeat that in every microbatch"),
+            (f"--llm-cp {layout.llm_cp}", layout.llm_cp > 1, "long rows keep the GPU busy without them"),
+            (f"--llm-ep {layout.llm_ep}", layout.llm_ep > 1, "the host waits for the numbers of tokens that ranks "
+             "exchange"),
+            (f"--llm-expt-tp {layout.llm_expt_tp}", layout.llm_expt_tp > 1,
+             "the host waits for the numbers of tokens that ranks exchange"),
+            ("--moe-shared-expert-overlap", model.moe_shared_expert_overlap, "one rank has all experts"),
+            ("--overlap-param-gather", config.ddp.overlap_param_gather, "layers would not wait for their weights")):
+        refuse(is_given, f"--cuda-graphs with {flags}: {reason}; leave out one of the two")
 
 
 def num_microbatches(config: RunConfig) -> int:

@@ -18,9 +18,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mimo.config.trainer import RunConfig
 from mimo.grid.groups import Grids
 from mimo.grid.spec import GridSpec
+from mimo.model.cuda_graphs import replay_decoder
 from mimo.model.fp8 import use_fp8
 from mimo.model.language import PaddedVocabulary
-from mimo.model.layer_ops import accumulate_into_main_grad, call_norm_kernels, install_packed_rotary, install_split
+from mimo.model.layer_ops import (
+    accumulate_into_main_grad,
+    call_norm_kernels,
+    draw_nothing_in_attention,
+    install_packed_rotary,
+    install_split,
+)
 from mimo.model.mimo_model import HeteroModel
 from mimo.model.moe import install_padded_routing
 from mimo.model.packed_experts import choose_grouped_gemm
@@ -165,6 +172,8 @@ def build_model(
 
     The model reports its waits to `watchdog`, and its work to `spans` if they are given.
     """
+    if config.model.cuda_graphs:
+        platform.leave_default_stream()
     # Replacements of Megatron Core's functions come before any layer is built.
     install_packed_rotary()
     install_padded_routing()
@@ -192,6 +201,7 @@ def build_model(
     freeze(model, config.model.frozen)
     if impl == "transformer_engine":
         call_norm_kernels(model)
+        draw_nothing_in_attention(model)
     prepare_recomputation(config.model, grids, dict(named_modules_of(model)), impl)
     model.to(platform.device)
     cast_parameters(model, params_dtype(config))
@@ -218,6 +228,8 @@ def build_model(
     if impl == "transformer_engine" and model.language_model is not None:
         choose_grouped_gemm(config.model.moe_gemm, model.language_model, params_dtype(config),
                             deterministic=config.train.deterministic_mode, fp8=config.model.fp8(LANGUAGE))
+    if config.model.cuda_graphs and model.language_model is not None:
+        replay_decoder(model.language_model, platform.device)
     return BuiltModel(model, wrapped, trainable, params_dtype(config))
 
 

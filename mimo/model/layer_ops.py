@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -122,6 +123,19 @@ def call_norm_kernels(module: torch.nn.Module) -> None:
     for part in module.modules():
         if type(part) is te.RMSNorm and part.weight.dim() == 1:
             part.forward = partial(call, part)
+
+
+def draw_nothing_in_attention(module: torch.nn.Module) -> None:
+    """Have Transformer Engine's attention without dropout leave random generators alone.
+
+    In every forward pass, it switches to the generator of the tensor-parallel rank and back, which takes the host's
+    time, and which no CUDA graph may contain.
+    """
+    part: Any
+    for part in module.modules():
+        dropout = getattr(part, "attention_dropout", None)
+        if hasattr(part, "attention_dropout_ctx") and not getattr(dropout, "p", dropout):
+            part.attention_dropout_ctx = nullcontext
 
 
 def accumulate_into_main_grad(module: torch.nn.Module) -> None:

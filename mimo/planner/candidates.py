@@ -33,6 +33,8 @@ USUAL_PREFETCH = 2
 WINDOWS = (1, 2, 4, 0)
 # Most sizes of expert parallelism that are tried, those nearest to a node's number of GPUs.
 MAX_EXPERT_SIZES = 3
+# Most cuts of a pipeline whose memory is looked at, and how many are added if the fastest ones do not fit.
+MAX_CUTS, CUTS_THAT_FIT = 60, 2
 # On more GPUs than this, fewer of each are tried, as there are more grids.
 MANY_GPUS = 16
 # Number of layouts that a search has to find, of all kinds together and of each kind.
@@ -345,8 +347,20 @@ class Search:
             last = (cost.ends_forward_s + cost.ends_backward_s) / layer
             if layout.layout == "homogeneous":
                 first = self._encoder_s(layout.llm_tp) / layer
-        found = [cut for cut in cuts(layers, stages, first, last) if len(set(cut)) > 1]
-        return [",".join(map(str, cut)) for cut in found[: self._num_cuts]]
+        found = [",".join(map(str, cut)) for cut in cuts(layers, stages, first, last) if len(set(cut)) > 1]
+        fastest, others = found[: self._num_cuts], found[self._num_cuts : MAX_CUTS]
+        if self.size > MANY_GPUS or any(self._fits(layout, cut) for cut in fastest):
+            return fastest
+        return [*fastest, *islice((cut for cut in others if self._fits(layout, cut)), CUTS_THAT_FIT)]
+
+    def _fits(self, layout: LayoutConfig, cut: str) -> bool:
+        """Return whether a layout with a cut fits without recomputation, with the run's micro-batch size."""
+        config = replace(self.base, layout=replace(layout, llm_pp_layout=cut))
+        try:
+            step = Step(config, validate_without_data(config, self.size), self.costs)
+        except ValueError:
+            return False
+        return step.memory(step.batches(self.samples))[0] <= USABLE * self.costs.gpu.memory_gib * GIB
 
     def _encoder_s(self, tp: int) -> float:
         """Return the seconds of both passes over the images of a mean microbatch."""

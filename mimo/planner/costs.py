@@ -70,6 +70,10 @@ SPLIT_ENCODER = 0.75
 PROFILE_VERSION = 2
 # Least seconds that the host needs to launch the kernels of a layer's forward pass, and those of its backward pass.
 HOST_FORWARD_S, HOST_BACKWARD_S = 0.2e-3, 0.4e-3
+# Least seconds of a layer's forward and backward pass in a language model without CUDA graphs, on one GPU and with
+# tensor parallelism, whose layers also launch collectives. On two hosts with H200, a layer with --llm-tp 2 took 4.4 and
+# 5.3 ms in both passes together, however few tokens it had (docs/when.md).
+LAUNCH_S = {False: (0.8e-3, 1.4e-3), True: (1.6e-3, 2.8e-3)}
 # Seconds before the first byte of a collective arrives.
 LATENCY_S = 20e-6
 # Bytes of memory that Adam reads and writes for a parameter: gradient, master weight, two moments, bf16 weight.
@@ -290,10 +294,17 @@ class Costs:
             moved_bytes = tokens * self._key_value_bytes() / tp
             shared = (cp - 1) * (moved_bytes / (self.gpu.link_gb_s * 1e9) + LATENCY_S)
         ratios = self.profile.ratios(LANGUAGE, tp, micro_batch_size)
+        launch_s = (0.0, 0.0)
+        if self.config.model.cuda_graphs:
+            host_forward_s = host_backward_s = 0.0
+        elif self.gpu.tflops >= GPUS["A100"].tflops:  # a CPU launches no kernels
+            launch_s = LAUNCH_S[tp > 1]
         forward_s = max(layers[0] / rate / self.num_layers, host_forward_s) + 2 * moved + dispatch + shared
+        forward_s = max(forward_s * ratios.forward, launch_s[0])
         backward_s = 0.0
         if layers[1]:
             backward_s = max(layers[1] / rate / self.num_layers, host_backward_s) + 3 * moved + dispatch + 2 * shared
+            backward_s = max(backward_s * ratios.backward, launch_s[1])
         kept = tokens * self._kept_bytes(LANGUAGE, self.hidden_size) / self.num_layers / tp
         vocabulary = max((shape.shape[0] for shape in self.shapes[LANGUAGE] if shape.stage != "layer"), default=0)
         chunk = self.config.model.logits_chunk_size
@@ -301,7 +312,7 @@ class Costs:
         # The gradient of the output layer is summed over the chunks, see `mimo.grid.dry_run.logits_lines`.
         summed = 8.0 * vocabulary * self.hidden_size / tp if chunk is not None and layers[1] else 0.0
         return LanguageCost(
-            forward_s * ratios.forward, backward_s * ratios.backward,
+            forward_s, backward_s,
             ends[0] / ends_rate * ratios.ends_forward, ends[1] / ends_rate * ratios.ends_backward,
             kept * ratios.bytes, tokens * self.hidden_size * 2 / tp, 6.0 * logits * ratios.ends_bytes + summed)
 

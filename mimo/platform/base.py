@@ -66,6 +66,12 @@ class Platform(abc.ABC):
     def make_deterministic(self) -> None:  # noqa: B027  (a platform that is deterministic anyway does nothing)
         """Use only kernels and reductions that give the same bits every time. Call it before `set_device`."""
 
+    def leave_default_stream(self) -> None:  # noqa: B027  (a CPU has no streams)
+        """Let this thread queue its work on a stream that CUDA graphs may record. Call it before a model is built.
+
+        Autograd keeps the stream on which it first saw a parameter, and no graph may wait for the default one.
+        """
+
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
         """Return a mixed-precision context; `dtype` is the dtype of matrix products (float32 switches it off)."""
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32)

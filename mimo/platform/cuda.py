@@ -93,6 +93,10 @@ class CudaPlatform(Platform):
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
 
+    def leave_default_stream(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.set_stream(torch.cuda.Stream())
+
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 

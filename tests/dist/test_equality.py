@@ -82,6 +82,12 @@ LAYOUTS = {
     "homogeneous-cp2-pp2": (
         4, "--layout homogeneous --llm-cp 2 --llm-pp 2 --micro-batch-size 3 --logits-chunk-size 20"),
     "tp2-logits-by-9": (3, "--llm-tp 2 --logits-chunk-size 9"),
+    "graphs-llm-tp2": (3, "--llm-tp 2 --sequence-parallel --cuda-graphs"),
+    "graphs-llm-dp2-overlap": (
+        3, "--llm-dp 2 --cuda-graphs --overlap-grad-reduce --ddp-num-buckets 3"),
+    "graphs-windows-llm-tp2-pp2-overlap": (
+        4, "--layout colocated --encoder-dp 4 --llm-tp 2 --llm-pp 2 --sequence-parallel --cuda-graphs "
+           "--overlap-grad-reduce"),
 }
 MODELS = {"dense": DENSE, "moe": MOE}
 FAST = [("dense", "encoder-dp1-llm-dp2"), ("dense", "encoder-tp2-llm-tp2"), ("dense", "colocated-encoder-dp2-llm-tp2"),

@@ -45,6 +45,7 @@ LAYOUTS = {
     "homogeneous": ("tiny", 2, "--layout colocated --encoder-dp 2 --llm-dp 2 --llm-ep 2"),
     "latent-pp2": ("latent", 3, "--llm-pp 2"),
     "tied-pp2": ("tied", 3, "--llm-pp 2"),
+    "graphs-pp2": ("tiny", 3, "--llm-pp 2 --cuda-graphs"),
     "wide-encoder-tp2": ("wide", 3, "--encoder-tp 2"),
 }
 PACKED = """--model-provider nemotron-moe-vlm-tiny --hybrid-layer-pattern ME*-M --image-token-id 95

@@ -27,6 +27,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
                                      "vision,projector")),
     "moe-ep2-overlap": (3, ("--llm-dp", "2", "--llm-ep", "2", "--bf16", *OVERLAP, *MOE)),
     "pp2": (3, ("--llm-pp", "2", "--bf16", "--freeze", "vision")),
+    "graphs": (2, ("--cuda-graphs", "--bf16")),
 }
 
 

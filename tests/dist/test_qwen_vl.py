@@ -55,9 +55,11 @@ LAYOUTS = {
     "homogeneous-cp2-pp2": (4, "--layout homogeneous --llm-cp 2 --llm-pp 2"),
     "recomputed": (2, "--recompute full --encoder-recompute full"),
     "recomputed-selectively": (2, "--recompute selective"),
+    "graphs-tp2": (3, "--llm-tp 2 --sequence-parallel --cuda-graphs"),
+    "graphs-windows-pp2": (2, "--layout colocated --encoder-dp 2 --llm-pp 2 --cuda-graphs"),
 }
-FAST = [("qwen2.5-vl", "disjoint-tp2"), ("qwen2.5-vl", "disjoint-pp2"), ("qwen3-vl", "colocated-windows"),
-        ("llava-next", "disjoint-tp2"), ("llava-next", "colocated-windows")]
+FAST = [("qwen2.5-vl", "graphs-tp2"), ("qwen2.5-vl", "disjoint-tp2"), ("qwen2.5-vl", "disjoint-pp2"),
+        ("qwen3-vl", "colocated-windows"), ("llava-next", "disjoint-tp2"), ("llava-next", "colocated-windows")]
 SIZES: dict[str, tuple[ImageSize, ...]] = {
     "qwen2.5-vl": ((16, 24), VideoSize(8, 16, 4, 0.5), (8, 32), VideoSize(16, 24, 4, 1.0)),
     "qwen3-vl": ((16, 24), VideoSize(16, 16, 2), (8, 32), VideoSize(40, 24, 2)),

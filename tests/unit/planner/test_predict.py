@@ -10,13 +10,24 @@ from statistics import median
 
 import pytest
 
+from mimo import registry
 from mimo.commands.main import main
 from mimo.config.cli import parse
 from mimo.config.validate import layers_of_stages, validate
 from mimo.grid.windows import BACKWARD_COST, Image, deal_in_order, deal_iteration, encoding_cost
 from mimo.observability.flops import SequenceSums
 from mimo.planner.candidates import BEST, HOMOGENEOUS, USABLE, Search, cuts
-from mimo.planner.costs import EXPERT_EFFICIENCY, GIB, GPUS, HOST_EXPERTS_S, HOST_FORWARD_S, LATENCY_S, Costs, Profile
+from mimo.planner.costs import (
+    EXPERT_EFFICIENCY,
+    GIB,
+    GPUS,
+    HOST_EXPERTS_S,
+    HOST_FORWARD_S,
+    LATENCY_S,
+    LAUNCH_S,
+    Costs,
+    Profile,
+)
 from mimo.planner.measure import _line, _split
 from mimo.planner.memory import memory_line
 from mimo.planner.predict import Prediction, Step, predict
@@ -473,6 +484,27 @@ def test_cuts_leave_the_first_stage_room_for_the_encoder() -> None:
     assert sum(first) == 40 and first[1] == first[2] and first[0] < first[3] < first[1]
 
 
+def test_a_cut_that_fits_is_tried_where_the_fastest_ones_do_not() -> None:
+    # Balanced, this encoder leaves the first stage three layers, and the second one needs more memory than there is.
+    config = parse([*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1"])
+    samples = draw_samples(config, registry.model_provider("llava"), 48)
+    found = Search(config, Costs(config, Profile.load(PROFILE)), samples, 2).run()
+    pipelines = [each for each in found if each.kind == HOMOGENEOUS and "--llm-pp-layout" in each.flags]
+    assert not any(each.fits for each in pipelines if "--llm-pp-layout 3,37" in each.flags)
+    best = next(each for each in found if each.kind == HOMOGENEOUS)
+    assert best.fits and best.flags == "--layout homogeneous --llm-pp 2 --llm-pp-layout 9,31"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_short_rows_wait_for_the_host_unless_graphs_launch_their_kernels(tp: int) -> None:
+    flags = [*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1"]
+    plain, graphs = (Costs(parse([*flags, *more]), Profile(GPUS["H200"])) for more in ([], ["--cuda-graphs"]))
+    short, long = plain.language(tp, 1, length=64), plain.language(tp, 1, length=65536)
+    assert (short.forward_s, short.backward_s) == LAUNCH_S[tp > 1]
+    assert long == graphs.language(tp, 1, length=65536)
+    assert graphs.language(tp, 1, length=64).backward_s < short.backward_s / 4
+
+
 def test_an_encoder_that_runs_ahead_does_not_wait_for_gradients() -> None:
     config = parse([*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1", "--llm-pp", "2"])
     costs, samples = Costs(config, Profile(GPUS["H200"])), [SampleSize(1500, (144,) * 9)] * 12
@@ -644,4 +676,4 @@ def test_the_lane_with_the_most_work_is_simulated() -> None:
     short = [SampleSize(300, (16,))] * 7
     slow, fast = (simulate(step.programs([[[sample] for sample in [*short, last]]])).seconds
                   for last in (SampleSize(4000), short[0]))
-    assert slow > 3 * fast
+    assert slow > 2 * fast

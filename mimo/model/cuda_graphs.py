@@ -1,0 +1,314 @@
+"""CUDA graphs of a decoder: one launch for all kernels of its layers.
+
+With short rows, tensor parallelism or experts, kernels are shorter than the host needs to launch them, and the GPU
+waits. A graph records the kernels of a pass once and launches them together. The layers of a decoder have two graphs
+for each shape of their input: one of the forward pass, and one of the backward pass, which also adds weight gradients
+to `main_grad`. Embeddings, the output layer and the loss stay outside, and so do passes without gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
+
+from mimo.model.packed_experts import PackedLinear
+
+logger = logging.getLogger(__name__)
+
+# Most shapes that get graphs, because every graph takes the host's time once and memory for good.
+MAX_SHAPES = 64
+HIDDEN = "hidden_states"
+
+
+def replay_decoder(language: torch.nn.Module, device: torch.device) -> None:
+    """Have the decoder of a language model replay its passes from CUDA graphs.
+
+    Args:
+        language: the built language model, in `DistributedDataParallel` if it trains. The caller has left CUDA's
+            default stream before it built the model (`Platform.leave_default_stream`).
+        device: its device. On a CPU, a replay calls the layers again with the same buffers, for tests.
+
+    Raises:
+        ValueError: the model has a part that graphs cannot contain.
+    """
+    model: Any = unwrap_model(language)
+    reason = _unsupported_reason(model, on_gpu=device.type == "cuda")
+    if reason:
+        raise ValueError(f"--cuda-graphs: {reason}; leave it out")
+    decoder = model.decoder
+    decoder.forward = _DecoderGraphs(decoder, language if isinstance(language, DistributedDataParallel) else None,
+                                     device)
+
+
+def _unsupported_reason(model: Any, *, on_gpu: bool) -> str:
+    decoder = getattr(model, "decoder", None)
+    if decoder is None:
+        return f"{type(model).__name__} has no `decoder` whose passes could be recorded"
+    config: TransformerConfig = model.config
+    if config.hidden_dropout or config.attention_dropout or config.moe_input_jitter_eps:
+        return "dropout and router jitter draw random numbers, which a replay would repeat"
+    if config.multi_latent_attention:
+        return "latent attention keeps rotary positions in a cache that may move them"
+    experts: list[Any] = [part.experts for part in decoder.modules() if isinstance(part, MoELayer)]
+    if on_gpu and not all(isinstance(each, TEGroupedMLP) and isinstance(each.linear_fc1.forward, PackedLinear)
+                          for each in experts):
+        return "the host waits for the number of tokens of each expert, because --moe-gemm packed cannot run here"
+    return ""
+
+
+class _DecoderGraphs:
+    """Replaces the `forward` method of a decoder.
+
+    The first microbatch of a shape runs without a graph, so that kernels are compiled, planned and timed outside of
+    one. The next one is recorded. A graph reads and writes the same addresses in every replay, so microbatches that are
+    between their forward and backward passes at the same time (in a pipeline) need graphs of their own: each takes a
+    free slot. The graphs of a slot share their memory, because no two of its microbatches overlap.
+
+    Args:
+        decoder: the layers.
+        wrapper: `DistributedDataParallel` around the language model; None if nothing of it trains.
+        device: device of the layers.
+    """
+
+    def __init__(self, decoder: Any, wrapper: DistributedDataParallel | None, device: torch.device) -> None:
+        self.decoder, self.wrapper, self.device = decoder, wrapper, device
+        self.run = decoder.forward
+        self.parameters = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
+        self._watched = _one_of_each_storage(decoder)
+        # The stream of the parameters in autograd (`Platform.leave_default_stream`).
+        self._stream = torch.cuda.current_stream() if device.type == "cuda" else None
+        # Gives the output a gradient if no input has one.
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._addresses = [tensor.data_ptr() for tensor in self._watched]
+        self._seen: Counter[Any] = Counter()
+        self._passes: dict[tuple[Any, int], _Passes] = {}
+        self._pools: dict[int, Any] = {}
+        self._busy: set[int] = set()
+
+    def __call__(self, **inputs: Any) -> torch.Tensor:
+        """Run or replay the forward pass of the layers.
+
+        Args:
+            inputs: arguments of the decoder's own method.
+        """
+        if not self.decoder.pre_process:
+            inputs[HIDDEN] = self.decoder.input_tensor
+        key = self._key(inputs)
+        if key is None:
+            output: torch.Tensor = self.run(**inputs)
+            return output
+        if self._addresses != [tensor.data_ptr() for tensor in self._watched]:
+            # Weights or gradients have been offloaded and are back somewhere else.
+            self._reset()
+        self._seen[key] += 1
+        if self._seen[key] == 1 or len(self._seen) > MAX_SHAPES and (key, 0) not in self._passes:
+            return self.run(**inputs)
+        slot = next(number for number in range(len(self._busy) + 1) if number not in self._busy)
+        lease = _Lease(self._busy, slot)
+        passes = self._passes.get((key, slot))
+        if passes is None:
+            passes = self._passes[key, slot] = self._record(inputs, slot)
+        tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+        result: torch.Tensor = _Replay.apply(passes, lease, self._anchor, *tensors)
+        return result
+
+    def _key(self, inputs: dict[str, Any]) -> Any:
+        """Return what the graphs depend on, or None if this pass runs without them."""
+        if not torch.is_grad_enabled() or inputs.get("packed_seq_params") is not None or self._reduces():
+            return None
+        parts: list[Any] = [self.decoder.training]
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor):
+                parts.append((name, tuple(value.shape), value.dtype, value.requires_grad))
+            elif value is not None:
+                return None
+        return tuple(parts) if self.parameters or inputs[HIDDEN].requires_grad else None
+
+    def _reduces(self) -> bool:
+        """Return whether gradient reductions start during the coming backward pass, parameter by parameter."""
+        wrapper = self.wrapper
+        return wrapper is not None and wrapper.ddp_config.overlap_grad_reduce and any(
+            group.is_last_microbatch for group in wrapper.bucket_groups + wrapper.expert_parallel_bucket_groups)
+
+    def register_gradients(self) -> None:
+        """Tell overlapped reductions that the gradients of the layers are ready, which parameter hooks do otherwise.
+
+        Without pipeline stages, the last microbatch of a step runs without a graph (`_reduces`). Later stages learn
+        only after the forward pass that it was the last one.
+        """
+        wrapper = self.wrapper
+        if wrapper is None or not wrapper.ddp_config.overlap_grad_reduce:
+            return
+        for parameter in reversed(self.parameters):
+            wrapper.param_to_bucket_group[parameter].register_grad_ready(parameter, wrapper.force_all_reduce)
+
+    def _record(self, inputs: dict[str, Any], slot: int) -> _Passes:
+        if self._stream is None:
+            return _Passes(self, inputs, lambda function: function)
+        if slot not in self._pools:
+            self._pools[slot] = torch.cuda.graph_pool_handle()
+
+        def record(function: Callable[[], None]) -> Callable[[], None]:
+            graph = torch.cuda.CUDAGraph()
+            # Other threads, such as NCCL's watchdog and those that pin memory, may call CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=self._pools[slot], stream=self._stream,
+                                  capture_error_mode="thread_local"):
+                function()
+            replay: Callable[[], None] = graph.replay
+            return replay
+
+        with _without_random_streams():
+            passes = _Passes(self, inputs, record)
+            passes.record_backward(record)
+        logger.info("CUDA graphs of %d tokens (microbatch %d in flight): recorded, %d shapes so far",
+                    passes.num_tokens, slot, len(self._seen))
+        return passes
+
+
+class _Passes:
+    """The recorded passes of one shape of input, and the buffers between them and the rest of the model.
+
+    Args:
+        graphs: the decoder.
+        inputs: arguments of the pass that is recorded.
+        record: records the kernels of a function and returns what launches them.
+    """
+
+    def __init__(self, graphs: _DecoderGraphs, inputs: dict[str, Any],
+                 record: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
+        self._graphs = graphs
+        self._inputs = {name: torch.empty_like(value).requires_grad_(value.requires_grad)
+                        if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+        self._buffers = [value for value in self._inputs.values() if isinstance(value, torch.Tensor)]
+        self._leaves = [buffer for buffer in self._buffers if buffer.requires_grad]
+        self._output: torch.Tensor | None = None
+        self._of_output: torch.Tensor | None = None
+        self._of_leaves: list[torch.Tensor | None] = []
+        # The contents matter if a kernel reads sizes or positions from the device.
+        self._fill(inputs[name] for name, value in self._inputs.items() if isinstance(value, torch.Tensor))
+        self._launch_forward = record(self._run_forward)
+        self._launch_backward: Callable[[], None] = self._run_backward
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the input."""
+        return self._inputs[HIDDEN].shape[:-1].numel()
+
+    def record_backward(self, record: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
+        """Record the backward pass, and drop the autograd graph that led to it."""
+        assert self._output is not None, "the forward pass is recorded first"
+        self._of_output = torch.empty_like(self._output)
+        for parameter in self._graphs.parameters:
+            parameter.grad_added_to_main_grad = False
+        self._launch_backward = record(self._run_backward)
+        self._output = self._output.detach()
+
+    def _fill(self, tensors: Any) -> None:
+        with torch.no_grad():
+            for buffer, tensor in zip(self._buffers, tensors, strict=True):
+                buffer.copy_(tensor)
+
+    def _run_forward(self) -> None:
+        graphs = self._graphs
+        if not graphs.decoder.pre_process:
+            graphs.decoder.set_input_tensor(self._inputs[HIDDEN])
+        with torch.enable_grad():
+            self._output = graphs.run(**self._inputs)
+
+    def _run_backward(self) -> None:
+        parameters = self._graphs.parameters
+        assert self._output is not None and self._of_output is not None, "a backward pass follows a forward pass"
+        found = torch.autograd.grad(self._output, [*self._leaves, *parameters], self._of_output, allow_unused=True)
+        self._of_leaves = list(found[:len(self._leaves)])
+        for parameter, gradient in zip(parameters, found[len(self._leaves):], strict=True):
+            # Most layers of Transformer Engine have added it inside the matrix product.
+            if gradient is not None and not parameter.grad_added_to_main_grad:
+                parameter.main_grad.add_(gradient)
+
+    def forward(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Replay the forward pass on `tensors`, one for each buffer. The output is valid until the backward pass."""
+        self._fill(tensors)
+        self._launch_forward()
+        assert self._output is not None
+        return self._output.detach()
+
+    def backward(self, gradient: torch.Tensor) -> list[torch.Tensor | None]:
+        """Replay the backward pass from the gradient of the output; return one gradient for each buffer, or None."""
+        if self._of_output is None:
+            self._of_output = torch.empty_like(gradient)
+        self._of_output.copy_(gradient)
+        self._launch_backward()
+        # Copies, because autograd may keep a gradient beyond the next replay.
+        found = iter([None if each is None else each.clone() for each in self._of_leaves])
+        self._graphs.register_gradients()
+        return [next(found) if buffer.requires_grad else None for buffer in self._buffers]
+
+
+class _Lease:
+    """Occupies a slot until the backward pass is over, or until autograd drops a pass that has none."""
+
+    def __init__(self, busy: set[int], slot: int) -> None:
+        self._busy, self._slot, self._holds = busy, slot, True
+        busy.add(slot)
+
+    def release(self) -> None:
+        if self._holds:
+            self._busy.discard(self._slot)
+        self._holds = False
+
+    __del__ = release
+
+
+class _Replay(torch.autograd.Function):
+    """Both passes of a decoder as one node."""
+
+    @staticmethod
+    def forward(ctx: Any, passes: _Passes, lease: _Lease, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        """Replay the forward pass. `anchor` has a gradient even if no other input has."""
+        ctx.passes, ctx.lease = passes, lease
+        return passes.forward(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Replay the backward pass."""
+        found = ctx.passes.backward(gradients[0])
+        ctx.lease.release()
+        return None, None, None, *found
+
+
+def _one_of_each_storage(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return tensors whose addresses change if weights or gradients of a module move, few if they share storages."""
+    found: dict[int, torch.Tensor] = {}
+    for parameter in module.parameters():
+        for tensor in (parameter.data, getattr(parameter, "main_grad", None)):
+            if tensor is not None:
+                found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+    return list(found.values())
+
+
+@contextmanager
+def _without_random_streams() -> Iterator[None]:
+    """Have Megatron Core's layers draw from the default generator, whose state a graph can contain; none of them does.
+
+    With sequence parallelism, the decoder switches to another generator around its layers.
+    """
+    tracker: Any = get_cuda_rng_tracker()
+    tracker.fork = lambda *unused: nullcontext()
+    try:
+        yield
+    finally:
+        del tracker.fork

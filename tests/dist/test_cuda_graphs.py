@@ -1,0 +1,105 @@
+"""CUDA graphs of a decoder, on a CPU, where a replay calls the layers again with the same buffers.
+
+That results equal those of one process is tested with all other layouts (test_equality.py and the tests of models).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.spawn import WorkerPool
+from tests.support.steps import run_loop, trainer_of
+
+
+def replays(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str) -> tuple[Any, Counter[str], int, int]:
+    """Train with graphs; return losses and gradient norms, how often each kind of pass ran, and shapes and slots."""
+    from mimo.model import cuda_graphs
+
+    ran: Counter[str] = Counter()
+    found: list[Any] = []
+
+    def watch(parts: Any) -> None:
+        language = parts.built.wrapped["language"].module if "language" in parts.built.wrapped else None
+        graphs = getattr(language, "decoder", None) and language.decoder.forward
+        if not isinstance(graphs, cuda_graphs._DecoderGraphs):
+            return
+        found.append(graphs)
+        run = graphs.run
+
+        def counted(**inputs: Any) -> torch.Tensor:
+            ran["with gradients" if torch.is_grad_enabled() else "without"] += 1
+            return run(**inputs)
+
+        graphs.run = counted
+
+    forward = cuda_graphs._Passes.forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_graphs._Passes, "forward",
+                      lambda self, tensors: (ran.update(["replayed"]), forward(self, tensors))[1])
+        records = run_loop(rank, flags, world_size, run_dir, watch)
+    shapes, slots = set(), set()
+    for graphs in found:
+        assert not graphs._busy, "a slot was not given back"
+        shapes |= {key for key, _ in graphs._passes}
+        slots |= {slot for _, slot in graphs._passes}
+    return [(record.lm_loss, record.grad_norm) for record in records], ran, len(shapes), len(slots)
+
+
+@pytest.mark.parametrize(("ranks", "grids", "slots"), [
+    (1, ("--layout", "colocated"), 1), (3, ("--llm-pp", "2"), 2)], ids=["one-stage", "two-stages"])
+def test_all_but_the_first_microbatch_of_a_shape_are_replayed(pool: WorkerPool, tmp_path: Path, ranks: int,
+                                                             grids: tuple[str, ...], slots: int) -> None:
+    flags = (*grids, "--row-lengths", "4", "--eval-interval", "3", "--eval-iters", "1", "--train-iters", "4")
+    plain = pool.run(replays, flags, ranks, str(tmp_path / "plain"), world_size=ranks)
+    found = pool.run(replays, (*flags, "--cuda-graphs"), ranks, str(tmp_path / "graphs"), world_size=ranks)
+    assert [losses for losses, *_ in found] == [losses for losses, *_ in plain], "the same bits"
+    with_language = [(ran, shapes, used) for _, ran, shapes, used in found if ran]
+    assert len(with_language) == (2 if "--llm-pp" in grids else 1)
+    for stage, (ran, shapes, used) in enumerate(with_language):
+        # A replay on a CPU calls the layers, too.
+        assert 48 - ran["replayed"] == shapes > 1 and ran["with gradients"] == 48
+        assert ran["without"] == 24, "evaluations run without graphs"
+        assert used == slots - stage, "one for each microbatch in flight"
+
+
+def passes_without_backward(rank: int) -> tuple[list[int], int]:
+    """Run forward passes whose results are dropped, and some that are kept; return the slots in use after each."""
+    with trainer_of(rank, ("--layout", "colocated", "--cuda-graphs"), 1) as (parts, loader):
+        graphs = parts.built.wrapped["language"].module.decoder.forward
+        batch, used, kept = loader.next_step()[0], [], []
+        from mimo.training.step import begin_schedule
+
+        for keeps in (False, False, True, True, False):
+            begin_schedule(parts, [batch])
+            output = parts.built.model(batch)
+            if keeps:
+                kept.append(output)
+            del output
+            used.append(len(graphs._busy))
+        return used, len({slot for _, slot in graphs._passes})
+
+
+def test_a_pass_that_is_dropped_gives_its_slot_back(pool: WorkerPool) -> None:
+    ((used, slots),) = pool.run(passes_without_backward, world_size=1)
+    # The first pass of the shape has no slot.
+    assert used == [0, 0, 1, 2, 2] and slots == 3
+
+
+def refused(rank: int, flags: tuple[str, ...]) -> str:
+    """Return the error with which a model is not built."""
+    try:
+        with trainer_of(rank, (*flags, "--layout", "colocated", "--cuda-graphs"), 1):
+            return ""
+    except ValueError as error:
+        return str(error)
+
+
+def test_layers_that_draw_random_numbers_are_refused(pool: WorkerPool) -> None:
+    (error,) = pool.run(refused, ("--hidden-dropout", "0.1"), world_size=1)
+    assert error == ("--cuda-graphs: dropout and router jitter draw random numbers, which a replay would repeat; "
+                     "leave it out")

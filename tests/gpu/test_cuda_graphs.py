@@ -1,0 +1,62 @@
+"""Training with CUDA graphs of the decoder, against the same training without them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.launch import records, torchrun
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
+    pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine"),
+]
+
+SHARED = """--device cuda --bf16 --transformer-impl transformer_engine --vocab-size 512 --hidden-size 256
+--num-attention-heads 4 --num-query-groups 2 --max-position-embeddings 512 --dataset-provider mock --mock-min-length 100
+--mock-max-length 400 --seq-length 512 --row-lengths 4 --micro-batch-size 2 --global-batch-size 16 --lr 1e-3
+--lr-decay-style constant --train-iters 10 --num-generations 0 --log-interval 1 --eval-interval 5 --eval-iters 1
+--watchdog-timeout-s 200""".split()
+TEXT = ("--mock-text-only-fraction", "1")
+EXPERTS = """--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 128 --moe-gemm packed --moe-router-fusion
+--moe-aux-loss-coeff 0.01 --row-lengths 1""".split()
+DENSE = ("--model-provider", "llava", "--num-layers", "3", "--ffn-hidden-size", "512", "--vision-num-layers", "2",
+         "--vision-hidden-size", "64", "--vision-num-attention-heads", "2", "--vision-ffn-hidden-size", "128",
+         "--vision-image-size", "112", "--image-token-id", "511", "--mock-images-max", "3")
+# name -> (ranks, flags)
+CASES = {
+    "dense": (1, (*DENSE, "--layout", "colocated", "--encoder-window", "2")),
+    "dense-frozen-language": (1, (*DENSE, "--layout", "colocated", "--freeze", "vision,language")),
+    "experts": (1, ("--model-provider", "causal_lm", "--num-layers", "2", "--qk-layernorm", *TEXT, *EXPERTS)),
+    "hybrid": (1, ("--model-provider", "nemotron_h", "--hybrid-layer-pattern", "MEM*E", "--kv-channels", "64",
+                   "--mamba-num-heads", "8", "--mamba-head-dim", "64", "--mamba-num-groups", "2", "--mamba-state-dim",
+                   "32", "--moe-shared-expert-intermediate-size", "128", *TEXT, *EXPERTS)),
+    "tp2": (2, (*DENSE, "--layout", "colocated", "--encoder-dp", "2", "--encoder-window", "2", "--llm-tp", "2",
+                "--sequence-parallel")),
+    "pp2": (2, (*DENSE, "--layout", "colocated", "--encoder-dp", "2", "--llm-pp", "2", "--llm-pp-layout", "1,2",
+                "--micro-batch-size", "1")),
+    "dp2-overlap": (2, (*DENSE, "--layout", "homogeneous", "--llm-dp", "2", "--overlap-grad-reduce",
+                        "--ddp-num-buckets", "3")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_are_those_without_graphs(tmp_path: Path, case: str) -> None:
+    ranks, flags = CASES[case]
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    found = {}
+    for name, further in (("plain", ()), ("graphs", ("--cuda-graphs",))):
+        done = torchrun(ranks, *SHARED, *flags, *further, "--run-dir", str(tmp_path / name), NCCL_NVLS_ENABLE="0")
+        assert done.returncode == 0, done.stdout[-4000:]
+        assert ("CUDA graphs of" in done.stdout) == bool(further), done.stdout[-2000:]
+        found[name] = [(record["lm loss"], record["grad-norm"]) for record in records(tmp_path / name)
+                       if "lm loss" in record]
+    print(case, found)
+    assert len(found["plain"]) == 10
+    np.testing.assert_allclose(found["graphs"], found["plain"], rtol=2e-3)
