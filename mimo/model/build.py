@@ -210,21 +210,7 @@ def build_model(
         fp8 = config.model.fp8(name)
         if fp8 is not None:
             use_fp8(part, fp8, impl)
-    # A module has a wrapper on all of its ranks or on none, because its reductions are collective. A pipeline stage may
-    # have no trained parameter of its own.
-    trainable = {}
-    for name, part in named_modules_of(model):
-        count = torch.tensor([sum(parameter.requires_grad for parameter in part.parameters())], device=platform.device)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=grids.collections[name].intra_dist_opt)
-        trainable[name] = bool(count.item())
-    wrapped = {}
-    for name, part in list(named_modules_of(model)):
-        if trainable[name]:
-            wrapped[name] = _wrap(config, part, grids, name)
-            if name == LANGUAGE:
-                model.language_model = wrapped[name]
-            else:
-                model.modality_submodules[name] = wrapped[name]
+    trainable, wrapped = _wrap_trainable(config, model, grids, platform)
     if impl == "transformer_engine" and model.language_model is not None:
         choose_grouped_gemm(config.model.moe_gemm, model.language_model, params_dtype(config),
                             deterministic=config.train.deterministic_mode, fp8=config.model.fp8(LANGUAGE))
@@ -329,6 +315,28 @@ def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
+
+
+def _wrap_trainable(config: RunConfig, model: HeteroModel, grids: Grids, platform: Platform
+                    ) -> tuple[dict[str, bool], dict[str, DistributedDataParallel]]:
+    """Wrap the modules that train. Returns whether each module trains, and the wrappers of those that do.
+
+    A module has a wrapper on all of its ranks or on none, because its reductions are collective. A pipeline stage may
+    have no trained parameter of its own.
+    """
+    trainable, wrapped = {}, {}
+    for name, part in named_modules_of(model):
+        count = torch.tensor([sum(parameter.requires_grad for parameter in part.parameters())], device=platform.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=grids.collections[name].intra_dist_opt)
+        trainable[name] = bool(count.item())
+    for name, part in list(named_modules_of(model)):
+        if trainable[name]:
+            wrapped[name] = _wrap(config, part, grids, name)
+            if name == LANGUAGE:
+                model.language_model = wrapped[name]
+            else:
+                model.modality_submodules[name] = wrapped[name]
+    return trainable, wrapped
 
 
 def _wrap(config: RunConfig, part: Any, grids: Grids, name: str) -> DistributedDataParallel:
