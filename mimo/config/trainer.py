@@ -148,8 +148,7 @@ class DataConfig:
     row_lengths: int | None = None
     """Number of lengths that rows can have. The rows of a microbatch are as long as its longest sample, rounded up to a
     multiple of --seq-length / N, so that little padding is computed and few shapes occur. 1: all rows have --seq-length
-    tokens. Default: 16; 1 if routers balance the load of experts, because load-balancing losses and expert biases count
-    padding, and where experts are split and --moe-token-dispatcher-type is allgather."""
+    tokens. Default: 16; 1 where experts are split and --moe-token-dispatcher-type is allgather."""
 
     def check(self) -> None:
         """Refuse values within this section. Raises ValueError."""

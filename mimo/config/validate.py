@@ -221,16 +221,6 @@ def _why_whole_rows(config: RunConfig, layout: Layout) -> str:
     if config.model.moe_token_dispatcher_type == "allgather" and language.ep * language.expt_tp > 1:
         return ("with --moe-token-dispatcher-type allgather, the ranks that gather each other's tokens need rows of "
                 "one length; leave out one of the two")
-    if not registry.model_provider(config.model.model_provider).num_experts(config.model_family):
-        return ""
-    # A family that has other fields may balance, too.
-    family = vars(config.model_family)
-    has_loss = family.get("moe_router_load_balancing_type", "") != "none" and family.get("moe_aux_loss_coeff", 1.0)
-    biased = family.get("moe_router_enable_expert_bias", False) and family.get("moe_router_bias_update_rate", 1.0)
-    if has_loss or biased:
-        return ("routers of this model balance the load of experts and count padding; leave it out, or turn balancing "
-                "off (--moe-router-load-balancing-type none, and where there are expert biases "
-                "--moe-router-bias-update-rate 0)")
     return ""
 
 

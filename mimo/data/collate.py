@@ -274,8 +274,11 @@ def collate_text(
     input_ids = np.full((len(samples), length), pad_token_id, np.int64)
     labels = input_ids.copy()
     loss_mask = np.zeros(input_ids.shape, np.float32)
+    padding = np.ones(input_ids.shape, bool)
     for index, (row, at) in enumerate(zip(rows, places, strict=True)):
         input_ids[index, at] = row.tokens
+        # A sample without tokens counts as one, so that no mean is over nothing.
+        padding[index, at if len(at) else 0] = False
         labels[index, at[:-1]] = row.tokens[1:]
         loss_mask[index, at[:-1]] = row.targets[1:]
         # The last token of a sample predicts nothing, because the token after it belongs to another sample.
@@ -309,6 +312,8 @@ def collate_text(
         image_lengths={module: tuple(count for row in rows for count in row.images[module])
                        for module in images.modules},
         tile_lengths=images.tile_lengths(rows, samples),
+        # Given even without padding: without a mask, routers assume that every lane has as many tokens as theirs.
+        padding=torch.from_numpy(padding),
     )
 
 

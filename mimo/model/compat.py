@@ -15,6 +15,7 @@ import torch
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.mimo.config.role import RankRole
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.moe import router
 from megatron.core.transformer.moe.router import TopKRouter
 
 OVERRIDDEN = {
@@ -38,6 +39,12 @@ rotary_of_rows: Callable[..., Any] = rope_utils._apply_rotary_pos_emb_bshd
 apply_expert_bias: Callable[..., Any] = TopKRouter._apply_expert_bias
 
 
+# Balances the load of each sequence, but takes all sequences of a microbatch to have equally many tokens.
+apply_sequence_loss: Callable[..., Any] = TopKRouter._apply_seq_aux_loss
+# Megatron Core's routers count tokens as a float, and Transformer Engine's kernel reads an integer.
+balancing_loss: Callable[..., Any] = router.switch_load_balancing_loss_func
+
+
 def replace_rotary_of_packed_rows(function: Callable[..., Any]) -> None:
     """Have Megatron Core's attention layers call `function`."""
     rope_utils._apply_rotary_pos_emb_thd = function
@@ -46,6 +53,16 @@ def replace_rotary_of_packed_rows(function: Callable[..., Any]) -> None:
 def replace_apply_expert_bias(function: Callable[..., Any]) -> None:
     """Have Megatron Core's routers call `function`."""
     TopKRouter._apply_expert_bias = function
+
+
+def replace_apply_sequence_loss(function: Callable[..., Any]) -> None:
+    """Have Megatron Core's routers call `function`."""
+    TopKRouter._apply_seq_aux_loss = function
+
+
+def replace_balancing_loss(function: Callable[..., Any]) -> None:
+    """Have Megatron Core's routers call `function`."""
+    router.switch_load_balancing_loss_func = function
 
 
 def replace_share_storage(function: Callable[[Any, Any], None]) -> None:

@@ -56,8 +56,9 @@ def _unsupported_reason(model: Any, *, on_gpu: bool) -> str:
     if decoder is None:
         return f"{type(model).__name__} has no `decoder` whose passes could be recorded"
     config: TransformerConfig = model.config
-    if config.hidden_dropout or config.attention_dropout or config.moe_input_jitter_eps:
-        return "dropout and router jitter draw random numbers, which a replay would repeat"
+    if (config.hidden_dropout or config.attention_dropout or config.moe_input_jitter_eps
+            or config.moe_router_force_load_balancing):
+        return "dropout and random routing draw numbers, which a replay would repeat"
     if config.multi_latent_attention:
         return "latent attention keeps rotary positions in a cache that may move them"
     experts: list[Any] = [part.experts for part in decoder.modules() if isinstance(part, MoELayer)]

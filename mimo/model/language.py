@@ -258,7 +258,7 @@ class HybridLanguageModel(PaddedVocabulary, HybridModel):
         if labels is not None:
             if self.mtp_process:
                 assert mtp_inputs is not None, "multi-token prediction reads the tokens"
-                predictions = self.mtp(hidden, mtp_inputs, self.embedding, packed_seq_params)
+                predictions = self.mtp(hidden, mtp_inputs, self.embedding, packed_seq_params, padding_mask)
                 hidden = self.mtp.attach_losses(hidden, predictions, mtp_inputs, self.token_losses)
             return self.token_losses(labels, hidden)
         if function is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -58,9 +59,11 @@ class LocalMoELayer(MoELayer):
             moe_layer.HAVE_TE, moe_layer.TELinear = names
 
 
-# Megatron Core's routers take a mask of padding, with two faults that the functions below correct. The load that moves
-# the expert bias is masked along experts instead of tokens, which fails. And the number of tokens that weights the
-# load-balancing loss is taken for that of one rank, although it has already been summed over the ranks in place.
+# Megatron Core's routers take a mask of padding, with faults that the functions below correct. The load that moves the
+# expert bias is masked along experts instead of tokens, which fails. The number of tokens that weights the
+# load-balancing loss is taken for that of one rank, although it has already been summed over the ranks in place. The
+# loss of sequences takes those of a microbatch to be equally long. And a number of tokens is a float, which Transformer
+# Engine's kernel does not read.
 
 
 _attach_loss = TopKRouter.attach_and_log_load_balancing_loss
@@ -101,7 +104,57 @@ def attach_loss(router: Any, activation: torch.Tensor, coeff: float, loss: torch
                         **kwargs)
 
 
+def apply_sequence_loss(router: Any, probs: torch.Tensor, scores_for_aux_loss: torch.Tensor, routing_map: torch.Tensor,
+                        seq_length: int, bsz: int, with_padding_mask: bool = False) -> torch.Tensor:
+    """Attach the load-balancing loss of each sequence, weighted by its number of tokens.
+
+    Args:
+        router: the router.
+        probs: tensor through which the gradient of the loss flows.
+        scores_for_aux_loss: `[s * b, experts]`, zero for padding.
+        routing_map: bool of the same shape, False for padding.
+        seq_length: `s`, with sequence or context parallelism this rank's part of it.
+        bsz: `b`.
+        with_padding_mask: whether there may be padding.
+
+    Returns:
+        `probs`.
+    """
+    coeff = router.get_aux_loss_coeff("seq_aux_loss")
+    if not coeff or not with_padding_mask or bsz == 1:
+        result: torch.Tensor = compat.apply_sequence_loss(router, probs, scores_for_aux_loss, routing_map, seq_length,
+                                                          bsz, with_padding_mask)
+        return result
+    experts, topk = routing_map.shape[-1], router.topk
+    counts = reduce_from_tensor_model_parallel_region(
+        routing_map.reshape(seq_length, bsz * experts).sum(dim=0), router.tp_cp_group).view(bsz, experts)
+    tokens = counts.sum(dim=-1) / topk
+    sums = scores_for_aux_loss.reshape(seq_length, bsz, experts).sum(dim=0)
+    # The loss of a sequence of T tokens has the factor 1 / T^2, and its weight is T.
+    losses = (sums * counts).sum(dim=-1) * (experts * coeff / topk) / tokens
+    result = router.attach_and_log_load_balancing_loss(
+        probs, coeff, losses.sum() / tokens.sum(), "seq_load_balancing_loss", router.tp_cp_group,
+        valid_token_count=tokens.sum())
+    return result
+
+
+def balancing_loss(*, total_num_tokens: int | torch.Tensor, fused: bool = False, **options: Any) -> torch.Tensor:
+    """Compute a load-balancing loss, with a number of tokens that a fused kernel can read.
+
+    Args:
+        total_num_tokens: number of tokens; with padding a float scalar on the device.
+        fused: whether Transformer Engine's kernel computes the loss.
+        options: further arguments of Megatron Core's function.
+    """
+    if fused and isinstance(total_num_tokens, torch.Tensor):
+        total_num_tokens = total_num_tokens.round().long()
+    result: torch.Tensor = compat.balancing_loss(total_num_tokens=total_num_tokens, fused=fused, **options)
+    return result
+
+
 def install_padded_routing() -> None:
     """Have Megatron Core's routers ignore padding."""
     compat.replace_apply_expert_bias(apply_expert_bias)
+    compat.replace_apply_sequence_loss(apply_sequence_loss)
+    compat.replace_balancing_loss(balancing_loss)
     TopKRouter.attach_and_log_load_balancing_loss = attach_loss

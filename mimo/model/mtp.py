@@ -94,15 +94,17 @@ class MtpLayer(MultiTokenPredictionLayer):
     """One depth. Its stack recomputes its own activations if recomputation is on."""
 
     def forward(self, hidden_states: torch.Tensor, decoder_input: torch.Tensor,
-                packed_seq_params: PackedSeqParams | None) -> torch.Tensor:
+                packed_seq_params: PackedSeqParams | None, padding_mask: torch.Tensor | None) -> torch.Tensor:
         """Return the hidden states of this depth.
 
         Args:
             hidden_states: those of the depth before, `[s, b, h]`, with sequence parallelism this rank's part of `s`.
             decoder_input: embeddings of the tokens that this depth adds, of the same shape.
             packed_seq_params: starts of the sequences of a packed row.
+            padding_mask: tokens that routers ignore.
         """
-        return self._proj_and_transformer_layer(hidden_states, decoder_input, packed_seq_params=packed_seq_params)
+        return self._proj_and_transformer_layer(hidden_states, decoder_input, packed_seq_params=packed_seq_params,
+                                                padding_mask=padding_mask)
 
 
 class MtpBlock(MultiTokenPredictionBlock):
@@ -149,7 +151,8 @@ class MtpBlock(MultiTokenPredictionBlock):
         self.loss_sums = torch.zeros(len(self.layers), dtype=torch.float64, device=targets.device)
 
     def forward(self, hidden_states: torch.Tensor, inputs: MtpInputs, embedding: LanguageModelEmbedding,
-                packed_seq_params: PackedSeqParams | None) -> list[torch.Tensor]:
+                packed_seq_params: PackedSeqParams | None, padding_mask: torch.Tensor | None = None
+                ) -> list[torch.Tensor]:
         """Return the hidden states of every depth, each `[s, b, h]`, given the decoder's."""
         assert not embedding.scatter_to_sequence_parallel, "embeddings are scattered here"
         found = []
@@ -161,7 +164,7 @@ class MtpBlock(MultiTokenPredictionBlock):
             embedded = torch.where(inputs.own(is_text).t()[..., None], embedded, embedded.detach())
             if self.config.sequence_parallel:
                 embedded = scatter_to_sequence_parallel_region(embedded, group=self.tp_group)
-            hidden_states = layer(hidden_states, embedded, packed_seq_params)
+            hidden_states = layer(hidden_states, embedded, packed_seq_params, padding_mask)
             found.append(hidden_states)
         return found
 

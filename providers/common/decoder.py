@@ -63,8 +63,8 @@ class DecoderConfig:
     global_aux_loss on --micro-batch-size and --llm-dp. In train_rl.py all depend on --max-tokens-per-microbatch and
     --llm-dp."""
     moe_aux_loss_coeff: float = 1e-3
-    """Weight of the load-balancing loss; 0: off. In train_hetero.py Megatron multiplies it by all tokens, padding
-    included, and the gradient is divided by the target tokens, so it weighs more if there are few targets. In
+    """Weight of the load-balancing loss; 0: off. In train_hetero.py Megatron multiplies it by the number of tokens
+    without padding, and the gradient is divided by the target tokens, so it weighs more if there are few targets. In
     train_rl.py the loss is the mean over all tokens except padding."""
     hidden_dropout: float = 0.0
     """Dropout on the residual branches."""

@@ -86,8 +86,8 @@ class HybridConfig:
     global_aux_loss on --micro-batch-size and --llm-dp. In train_rl.py all depend on --max-tokens-per-microbatch and
     --llm-dp."""
     moe_aux_loss_coeff: float = 1e-4
-    """Weight of the load-balancing loss; 0: off. In train_hetero.py Megatron multiplies it by all tokens, padding
-    included, and the gradient is divided by the target tokens, so it weighs more if there are few targets. In
+    """Weight of the load-balancing loss; 0: off. In train_hetero.py Megatron multiplies it by the number of tokens
+    without padding, and the gradient is divided by the target tokens, so it weighs more if there are few targets. In
     train_rl.py the loss is the mean over all tokens except padding."""
     moe_router_force_load_balancing: bool = False
     """Send tokens evenly to random experts. For benchmarks only, because the model does not learn."""

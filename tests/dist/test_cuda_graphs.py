@@ -101,5 +101,5 @@ def refused(rank: int, flags: tuple[str, ...]) -> str:
 
 def test_layers_that_draw_random_numbers_are_refused(pool: WorkerPool) -> None:
     (error,) = pool.run(refused, ("--hidden-dropout", "0.1"), world_size=1)
-    assert error == ("--cuda-graphs: dropout and router jitter draw random numbers, which a replay would repeat; "
-                     "leave it out")
+    assert error == ("--cuda-graphs: dropout and random routing draw numbers, which a replay would repeat; leave it "
+                     "out")

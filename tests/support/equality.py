@@ -360,8 +360,9 @@ def find_differences(oracle: Outcome, outcomes: list[Outcome]) -> list[str]:
                     found.append(f"{what} of step {step} on rank {rank}: {value} is not {expected}")
     expected_routing, routing = gather_routing([oracle]), gather_routing(outcomes)
     assert routing.keys() == expected_routing.keys()
+    # The oracle's rows are whole, and those of a layout may have less padding.
     found += [f"routing of {place}" for place, choice in expected_routing.items()
-              if not np.array_equal(routing[place], choice)]
+              if not np.array_equal(routing[place], choice[:len(routing[place])])]
     gradients, parameters = reference(oracle)
     for what, whole, by_rank in (("gradient", gradients, [outcome.gradients for outcome in outcomes]),
                                  ("parameter", parameters, [outcome.parameters for outcome in outcomes])):

@@ -14,7 +14,6 @@ from mimo.grid.lanes import lanes_read_by, needs_from, needs_of, reader_of
 from mimo.grid.spec import GridSpec, Layout
 
 sizes = st.sampled_from([1, 2, 4])
-UNBALANCED = "--num-experts 4 --moe-aux-loss-coeff 0"
 
 
 @st.composite
@@ -105,11 +104,9 @@ def test_language_ranks_read_where_grids_are_not_disjoint() -> None:
     ("--row-lengths 100 --llm-tp 2 --llm-cp 4", 8, 48),  # each rank has two chunks
     ("--row-lengths 64 --llm-tp 2 --sequence-parallel --fp8-format e4m3 --fp8-recipe blockwise", 2, 256),
     ("--seq-length 100 --row-lengths 2", 1, 56),
-    ("--num-experts 4", 1, 4096),  # load balancing counts padding
-    ("--num-experts 4 --moe-router-load-balancing-type none --llm-dp 2 --llm-ep 2", 2, 256),
-    (f"{UNBALANCED} --llm-dp 2 --llm-ep 2", 2, 256),
-    (f"{UNBALANCED} --llm-dp 2 --llm-ep 2 --moe-token-dispatcher-type allgather", 2, 4096),
-    (f"{UNBALANCED} --llm-dp 2 --llm-expt-tp 2 --moe-token-dispatcher-type allgather", 2, 4096),
+    ("--num-experts 4 --llm-dp 2 --llm-ep 2", 2, 256),
+    ("--num-experts 4 --llm-dp 2 --llm-ep 2 --moe-token-dispatcher-type allgather", 2, 4096),
+    ("--num-experts 4 --llm-dp 2 --llm-expt-tp 2 --moe-token-dispatcher-type allgather", 2, 4096),
 ])
 def test_rows_have_lengths_that_their_ranks_can_share(flags: str, ranks: int, expected: int) -> None:
     config = parse(["--model-provider", "causal_lm", "--dataset-provider", "mock", "--train-iters", "1", "--seq-length",
@@ -119,8 +116,8 @@ def test_rows_have_lengths_that_their_ranks_can_share(flags: str, ranks: int, ex
 
 @pytest.mark.parametrize(("flags", "message"), [
     ("--row-lengths 0", "--row-lengths 0"),
-    ("--num-experts 4 --row-lengths 2", "balance the load of experts"),
-    (f"{UNBALANCED} --llm-dp 2 --llm-ep 2 --moe-token-dispatcher-type allgather --row-lengths 2", "rows of one length"),
+    ("--num-experts 4 --llm-dp 2 --llm-ep 2 --moe-token-dispatcher-type allgather --row-lengths 2",
+     "rows of one length"),
 ])
 def test_row_lengths_that_cannot_be_are_refused(flags: str, message: str) -> None:
     config = parse(f"--model-provider causal_lm --dataset-provider mock --train-iters 1 {flags}".split())
