@@ -70,9 +70,9 @@ SPLIT_ENCODER = 0.75
 PROFILE_VERSION = 2
 # Least seconds that the host needs to launch the kernels of a layer's forward pass, and those of its backward pass.
 HOST_FORWARD_S, HOST_BACKWARD_S = 0.2e-3, 0.4e-3
-# Least seconds of a layer's forward and backward pass in a language model without CUDA graphs, on one GPU and with
-# tensor parallelism, whose layers also launch collectives. On two hosts with H200, a layer with --llm-tp 2 took 4.4 and
-# 5.3 ms in both passes together, however few tokens it had (docs/when.md).
+# Least seconds of the passes of a layer (attention and MLP) in a language model without CUDA graphs, on one GPU and
+# with tensor parallelism, whose layers also launch collectives. On two hosts with H200, a layer with --llm-tp 2 took
+# 4.4 and 5.3 ms in both passes together, however few tokens it had (docs/when.md).
 LAUNCH_S = {False: (0.8e-3, 1.4e-3), True: (1.6e-3, 2.8e-3)}
 # Seconds before the first byte of a collective arrives.
 LATENCY_S = 20e-6
@@ -294,11 +294,11 @@ class Costs:
             moved_bytes = tokens * self._key_value_bytes() / tp
             shared = (cp - 1) * (moved_bytes / (self.gpu.link_gb_s * 1e9) + LATENCY_S)
         ratios = self.profile.ratios(LANGUAGE, tp, micro_batch_size)
-        launch_s = (0.0, 0.0)
+        launch_s: tuple[float, ...] = (0.0, 0.0)
         if self.config.model.cuda_graphs:
             host_forward_s = host_backward_s = 0.0
         elif self.gpu.tflops >= GPUS["A100"].tflops:  # a CPU launches no kernels
-            launch_s = LAUNCH_S[tp > 1]
+            launch_s = tuple(seconds * self._parts_of_layers() / self.num_layers / 2 for seconds in LAUNCH_S[tp > 1])
         forward_s = max(layers[0] / rate / self.num_layers, host_forward_s) + 2 * moved + dispatch + shared
         forward_s = max(forward_s * ratios.forward, launch_s[0])
         backward_s = 0.0
