@@ -317,7 +317,7 @@ class ModelConfig:
     in FP8 separate; separate with --deterministic-mode. Local layers ignore it."""
     cuda_graphs: bool = False
     """Launch all kernels of the language model's layers at once, from CUDA graphs recorded for each length of rows, so
-    that the GPU does not wait for the host (docs/precision.md). Packed rows run without graphs."""
+    that the GPU does not wait for the host (docs/precision.md)."""
 
     @property
     def frozen(self) -> frozenset[str]:

@@ -216,6 +216,7 @@ def build_model(
                             deterministic=config.train.deterministic_mode, fp8=config.model.fp8(LANGUAGE))
     if config.model.cuda_graphs and model.language_model is not None:
         replay_decoder(model.language_model, platform.device)
+        model.few_shapes = True
     return BuiltModel(model, wrapped, trainable, params_dtype(config))
 
 

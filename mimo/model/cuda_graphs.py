@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -28,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Most shapes that get graphs, because every graph takes the host's time once and memory for good.
 MAX_SHAPES = 64
-HIDDEN = "hidden_states"
+# Names of arguments; the last two are parts of `packed_seq_params`.
+HIDDEN, PACKED, STARTS, NUMBERS = "hidden_states", "packed_seq_params", "cu_seqlens", "seq_idx"
 
 
 def replay_decoder(language: torch.nn.Module, device: torch.device) -> None:
@@ -108,8 +111,9 @@ class _DecoderGraphs:
         """
         if not self.decoder.pre_process:
             inputs[HIDDEN] = self.decoder.input_tensor
-        key = self._key(inputs)
-        if key is None:
+        call = _Call.of(inputs)
+        key = self._key(call)
+        if call is None or key is None:
             output: torch.Tensor = self.run(**inputs)
             return output
         if self._addresses != [tensor.data_ptr() for tensor in self._watched]:
@@ -122,22 +126,18 @@ class _DecoderGraphs:
         lease = _Lease(self._busy, slot)
         passes = self._passes.get((key, slot))
         if passes is None:
-            passes = self._passes[key, slot] = self._record(inputs, slot)
-        tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
-        result: torch.Tensor = _Replay.apply(passes, lease, self._anchor, *tensors)
+            passes = self._passes[key, slot] = self._record(call, slot)
+        result: torch.Tensor = _Replay.apply(passes, lease, self._anchor, *call.tensors.values())
         return result
 
-    def _key(self, inputs: dict[str, Any]) -> Any:
+    def _key(self, call: _Call | None) -> Any:
         """Return what the graphs depend on, or None if this pass runs without them."""
-        if not torch.is_grad_enabled() or inputs.get("packed_seq_params") is not None or self._reduces():
+        if call is None or not torch.is_grad_enabled() or self._reduces():
             return None
-        parts: list[Any] = [self.decoder.training]
-        for name, value in inputs.items():
-            if isinstance(value, torch.Tensor):
-                parts.append((name, tuple(value.shape), value.dtype, value.requires_grad))
-            elif value is not None:
-                return None
-        return tuple(parts) if self.parameters or inputs[HIDDEN].requires_grad else None
+        if not self.parameters and not call.tensors[HIDDEN].requires_grad:
+            return None
+        return (self.decoder.training, call.longest, *(
+            (name, value.shape, value.dtype, value.requires_grad) for name, value in call.tensors.items()))
 
     def _reduces(self) -> bool:
         """Return whether gradient reductions start during the coming backward pass, parameter by parameter."""
@@ -157,9 +157,9 @@ class _DecoderGraphs:
         for parameter in reversed(self.parameters):
             wrapper.param_to_bucket_group[parameter].register_grad_ready(parameter, wrapper.force_all_reduce)
 
-    def _record(self, inputs: dict[str, Any], slot: int) -> _Passes:
+    def _record(self, call: _Call, slot: int) -> _Passes:
         if self._stream is None:
-            return _Passes(self, inputs, lambda function: function)
+            return _Passes(self, call, lambda function: function)
         if slot not in self._pools:
             self._pools[slot] = torch.cuda.graph_pool_handle()
 
@@ -173,11 +173,52 @@ class _DecoderGraphs:
             return replay
 
         with _without_random_streams():
-            passes = _Passes(self, inputs, record)
+            passes = _Passes(self, call, record)
             passes.record_backward(record)
         logger.info("CUDA graphs of %d tokens (microbatch %d in flight): recorded, %d shapes so far",
                     passes.num_tokens, slot, len(self._seen))
         return passes
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Arguments of a decoder as tensors, those of packed rows included.
+
+    Attributes:
+        tensors: the tensors by name.
+        others: names of the arguments that are None.
+        longest: with packed rows, the longest sequence that kernels have to reckon with; None without.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    others: tuple[str, ...]
+    longest: int | None
+
+    @classmethod
+    def of(cls, inputs: dict[str, Any]) -> _Call | None:
+        """Take arguments apart. Returns None if graphs cannot have them."""
+        packed: PackedSeqParams | None = inputs.get(PACKED)
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+        others = tuple(name for name, value in inputs.items() if value is None)
+        if packed is None:
+            return cls(tensors, others, None) if len(tensors) + len(others) == len(inputs) else None
+        if len(tensors) + len(others) + 1 < len(inputs) or packed.cu_seqlens_q_padded is not None:
+            return None
+        if packed.max_seqlen_q == tensors[HIDDEN].shape[:-1].numel():
+            return None  # one sequence, see `mimo.model.packed_attention.packed_seq_params`
+        assert packed.cu_seqlens_q is packed.cu_seqlens_kv and packed.seq_idx is not None, packed
+        return cls({**tensors, STARTS: packed.cu_seqlens_q, NUMBERS: packed.seq_idx}, others, packed.max_seqlen_q)
+
+    def arguments(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Put arguments together again, from other tensors of the same names."""
+        found: dict[str, Any] = {**tensors, **dict.fromkeys(self.others)}
+        if self.longest is not None:
+            starts = found.pop(STARTS)
+            # Made anew each time, because layers keep on it what they derive from its values.
+            found[PACKED] = PackedSeqParams(
+                qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=self.longest,
+                max_seqlen_kv=self.longest, seq_idx=found.pop(NUMBERS))
+        return found
 
 
 class _Passes:
@@ -185,22 +226,22 @@ class _Passes:
 
     Args:
         graphs: the decoder.
-        inputs: arguments of the pass that is recorded.
+        call: arguments of the pass that is recorded.
         record: records the kernels of a function and returns what launches them.
     """
 
-    def __init__(self, graphs: _DecoderGraphs, inputs: dict[str, Any],
+    def __init__(self, graphs: _DecoderGraphs, call: _Call,
                  record: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
-        self._graphs = graphs
+        self._graphs, self._call = graphs, call
         self._inputs = {name: torch.empty_like(value).requires_grad_(value.requires_grad)
-                        if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-        self._buffers = [value for value in self._inputs.values() if isinstance(value, torch.Tensor)]
+                        for name, value in call.tensors.items()}
+        self._buffers = list(self._inputs.values())
         self._leaves = [buffer for buffer in self._buffers if buffer.requires_grad]
         self._output: torch.Tensor | None = None
         self._of_output: torch.Tensor | None = None
         self._of_leaves: list[torch.Tensor | None] = []
         # The contents matter if a kernel reads sizes or positions from the device.
-        self._fill(inputs[name] for name, value in self._inputs.items() if isinstance(value, torch.Tensor))
+        self._fill(call.tensors.values())
         self._launch_forward = record(self._run_forward)
         self._launch_backward: Callable[[], None] = self._run_backward
 
@@ -218,7 +259,7 @@ class _Passes:
         self._launch_backward = record(self._run_backward)
         self._output = self._output.detach()
 
-    def _fill(self, tensors: Any) -> None:
+    def _fill(self, tensors: Iterable[torch.Tensor]) -> None:
         with torch.no_grad():
             for buffer, tensor in zip(self._buffers, tensors, strict=True):
                 buffer.copy_(tensor)
@@ -228,7 +269,7 @@ class _Passes:
         if not graphs.decoder.pre_process:
             graphs.decoder.set_input_tensor(self._inputs[HIDDEN])
         with torch.enable_grad():
-            self._output = graphs.run(**self._inputs)
+            self._output = graphs.run(**self._call.arguments(self._inputs))
 
     def _run_backward(self) -> None:
         parameters = self._graphs.parameters

@@ -64,6 +64,7 @@ class HeteroModel(MimoModel):
     Attributes:
         prefetch: features that this rank's encoder has computed ahead; None if it does not.
         windows: encodes the images of several microbatches together; None: each forward pass encodes its own.
+        few_shapes: whether packed rows are described with few different shapes, for CUDA graphs.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class HeteroModel(MimoModel):
         self._holds_several = len(grids.modules) > 1
         self.prefetch: FeatureQueue | None = None
         self.windows: FeatureWindows | None = None
+        self.few_shapes = False
         groups = grids.collections.get(LANGUAGE)
         super().__init__(mimo_config, cp_group=groups.cp if groups else None, tp_group=groups.tp if groups else None)
         if self.partition_adapter is not None:
@@ -209,7 +211,7 @@ class HeteroModel(MimoModel):
             attention_mask=None,
             decoder_input=embeddings,
             labels=labels if with_labels else None,
-            packed_seq_params=packed_seq_params(packed, text.part),
+            packed_seq_params=packed_seq_params(packed, text.part, few_shapes=self.few_shapes),
             padding_mask=self._padding(text),
             **further,
         )

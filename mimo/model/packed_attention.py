@@ -27,7 +27,8 @@ from mimo.data.context import positions
 MAX_SCORES = 1 << 20
 
 
-def packed_seq_params(sequences: PackedSequences | None, part: ContextPart | None = None) -> PackedSeqParams | None:
+def packed_seq_params(sequences: PackedSequences | None, part: ContextPart | None = None, *, few_shapes: bool = False
+                      ) -> PackedSeqParams | None:
     """Return Megatron Core's description of packed rows in self-attention; None for rows that are not packed.
 
     There are no gaps between the sequences: padding is one of them, or belongs to the end of one. Without context
@@ -38,10 +39,17 @@ def packed_seq_params(sequences: PackedSequences | None, part: ContextPart | Non
         sequences: starts of the sequences of whole rows.
         part: the tokens of this rank if context-parallel ranks share the rows. Transformer Engine then needs the
             fields of padded sequences, and to know that there are no gaps.
+        few_shapes: whether to round up the number of sequences and the longest one's length to powers of two, as far as
+            the row has room for it. Sequences that are added have no tokens.
     """
     if sequences is None:
         return None
     starts, longest = sequences.cu_seqlens, sequences.max_seqlen
+    length = longest if sequences.seq_idx is None else sequences.seq_idx.shape[-1]
+    if few_shapes and longest < length:
+        missing = (1 << (len(starts) - 2).bit_length()) + 1 - len(starts)
+        starts = torch.nn.functional.pad(starts, (0, missing), value=length)
+        longest = min(1 << (longest - 1).bit_length(), length - 1)
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest,
                              max_seqlen_kv=longest, seq_idx=sequences.seq_idx)
     if part is not None:
