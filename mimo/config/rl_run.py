@@ -267,7 +267,8 @@ def _check_batch(config: RlRunConfig) -> None:
            f"--microbatch-order {config.data.microbatch_order}: an update orders its microbatches itself; leave it out")
     refuse(config.data.row_lengths != DataConfig().row_lengths,
            f"--row-lengths {config.data.row_lengths}: an update packs sequences into rows of its own; leave it out")
-    refuse(config.model.cuda_graphs, "--cuda-graphs: rows of an update may have any length, and a graph has one; leave it out")
+    refuse(config.model.cuda_graphs, "--cuda-graphs: rows of an update may have any length, and a graph has one; "
+           "leave it out")
 
 
 def _check_evaluation(config: RlRunConfig) -> None:
