@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Most shapes that get graphs, because every graph takes the host's time once and memory for good.
 MAX_SHAPES = 64
+# A pass without graphs gets this multiple of the memory of recorded passes.
+ROOM = 1.25
 # Names of arguments; the last two are parts of `packed_seq_params`.
 HIDDEN, PACKED, STARTS, NUMBERS = "hidden_states", "packed_seq_params", "cu_seqlens", "seq_idx"
 
@@ -94,14 +96,18 @@ class _DecoderGraphs:
         self._stream = torch.cuda.current_stream() if device.type == "cuda" else None
         # Gives the output a gradient if no input has one.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._reset()
-
-    def _reset(self) -> None:
-        self._addresses = [tensor.data_ptr() for tensor in self._watched]
         self._seen: Counter[Any] = Counter()
+        self._drop()
+
+    def _drop(self) -> None:
+        """Drop all graphs. Those of microbatches in flight live until their backward passes."""
+        self._addresses = [tensor.data_ptr() for tensor in self._watched]
         self._passes: dict[tuple[Any, int], _Passes] = {}
-        self._pools: dict[int, Any] = {}
         self._busy: set[int] = set()
+        # Memory of the graphs by slot: its handle, and its bytes.
+        self._pools: dict[int, Any] = {}
+        self._bytes: Counter[int] = Counter()
+        self._most_tokens = 0
 
     def __call__(self, **inputs: Any) -> torch.Tensor:
         """Run or replay the forward pass of the layers.
@@ -118,9 +124,10 @@ class _DecoderGraphs:
             return output
         if self._addresses != [tensor.data_ptr() for tensor in self._watched]:
             # Weights or gradients have been offloaded and are back somewhere else.
-            self._reset()
+            self._drop()
         self._seen[key] += 1
         if self._seen[key] == 1 or len(self._seen) > MAX_SHAPES and (key, 0) not in self._passes:
+            self._make_room(call.num_tokens)
             return self.run(**inputs)
         slot = next(number for number in range(len(self._busy) + 1) if number not in self._busy)
         lease = _Lease(self._busy, slot)
@@ -138,6 +145,17 @@ class _DecoderGraphs:
             return None
         return (self.decoder.training, call.longest, *(
             (name, value.shape, value.dtype, value.requires_grad) for name, value in call.tensors.items()))
+
+    def _make_room(self, num_tokens: int) -> None:
+        """Drop all graphs if a pass of so many tokens might not find room beside their memory."""
+        if self._stream is None or not self._passes:
+            return
+        needed = ROOM * max(self._bytes.values()) * max(num_tokens / self._most_tokens, 1.0)
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - self._bytes.total()
+        if torch.cuda.mem_get_info()[0] + cached < needed:
+            logger.info("CUDA graphs: dropped %d, because a new length of rows needs their memory", len(self._passes))
+            self._drop()
+            torch.cuda.empty_cache()
 
     def _reduces(self) -> bool:
         """Return whether gradient reductions start during the coming backward pass, parameter by parameter."""
@@ -172,11 +190,15 @@ class _DecoderGraphs:
             replay: Callable[[], None] = graph.replay
             return replay
 
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
         with _without_random_streams():
             passes = _Passes(self, call, record)
             passes.record_backward(record)
-        logger.info("CUDA graphs of %d tokens (microbatch %d in flight): recorded, %d shapes so far",
-                    passes.num_tokens, slot, len(self._seen))
+        self._bytes[slot] += torch.cuda.memory_reserved() - before
+        self._most_tokens = max(self._most_tokens, call.num_tokens)
+        logger.info("CUDA graphs of %d tokens (microbatch %d in flight): recorded, %d shapes so far, %.1f GiB",
+                    call.num_tokens, slot, len(self._seen), self._bytes.total() / 2**30)
         return passes
 
 
@@ -194,6 +216,11 @@ class _Call:
     others: tuple[str, ...]
     longest: int | None
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank."""
+        return self.tensors[HIDDEN].shape[:-1].numel()
+
     @classmethod
     def of(cls, inputs: dict[str, Any]) -> _Call | None:
         """Take arguments apart. Returns None if graphs cannot have them."""
@@ -204,9 +231,9 @@ class _Call:
             return cls(tensors, others, None) if len(tensors) + len(others) == len(inputs) else None
         if len(tensors) + len(others) + 1 < len(inputs) or packed.cu_seqlens_q_padded is not None:
             return None
-        if packed.max_seqlen_q == tensors[HIDDEN].shape[:-1].numel():
-            return None  # one sequence, see `mimo.model.packed_attention.packed_seq_params`
         assert packed.cu_seqlens_q is packed.cu_seqlens_kv and packed.seq_idx is not None, packed
+        if packed.max_seqlen_q == packed.seq_idx.shape[-1]:
+            return None  # one sequence, see `mimo.model.packed_attention.packed_seq_params`
         return cls({**tensors, STARTS: packed.cu_seqlens_q, NUMBERS: packed.seq_idx}, others, packed.max_seqlen_q)
 
     def arguments(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -244,11 +271,6 @@ class _Passes:
         self._fill(call.tensors.values())
         self._launch_forward = record(self._run_forward)
         self._launch_backward: Callable[[], None] = self._run_backward
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the input."""
-        return self._inputs[HIDDEN].shape[:-1].numel()
 
     def record_backward(self, record: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
         """Record the backward pass, and drop the autograd graph that led to it."""
