@@ -154,6 +154,7 @@ class _DecoderGraphs:
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - self._bytes.total()
         if torch.cuda.mem_get_info()[0] + cached < needed:
             logger.info("CUDA graphs: dropped %d, because a new length of rows needs their memory", len(self._passes))
+            torch.cuda.synchronize()  # the last replays may still run
             self._drop()
             torch.cuda.empty_cache()
 
