@@ -111,7 +111,8 @@ def _loaded(parts: Any, rank: int) -> list[Microbatch]:
 COMMON = (*BASE, "--seq-length", "256", "--global-batch-size", "3")
 ONE = ("--layout", "colocated")
 LLAVA = (*COMMON, *MODEL, *ONE)
-NEMOTRON = (*COMMON, *ONE, *"--model-provider nemotron-moe-vlm-tiny --mock-image-size 32 --image-token-id 95".split())
+NEMOTRON = (*COMMON, *ONE, *"""--model-provider nemotron-moe-vlm-tiny --mock-image-size 32 --image-token-id 95
+--row-lengths 1""".split())
 TEXT = """--dataset-provider mock --device cpu --no-bf16 --transformer-impl local --seq-length 256
 --global-batch-size 3 --micro-batch-size 1 --train-iters 1 --mock-min-length 5 --mock-max-length 200
 --num-generations 0 --watchdog-timeout-s 60""".split()

@@ -63,9 +63,10 @@ def train(rank: int, flags: tuple[str, ...], world_size: int) -> Any:
 
 
 def watch_expert_bias(rank: int, flags: tuple[str, ...], world_size: int, num_steps: int) -> list[dict[str, Any]]:
-    """Train; for each step: this rank's tokens per expert, and the bias before and after, by global layer number.
+    """Train; for each step: this rank's tokens, those of each expert, and the bias before and after.
 
-    Between the steps the model is evaluated, which must not count.
+    Experts and biases are by global layer number, and padding does not count. Between the steps the model is evaluated,
+    which must not count, either.
     """
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -76,16 +77,24 @@ def watch_expert_bias(rank: int, flags: tuple[str, ...], world_size: int, num_st
         routers = {part.layer_number: part for part in parts.built.model.modules() if isinstance(part, TopKRouter)}
         steps = []
         for _ in range(num_steps):
-            routing: list[tuple[int, Any]] = []
+            counts = {layer: torch.zeros(router.config.num_moe_experts, dtype=torch.int64)
+                      for layer, router in routers.items()}
+            tokens = 0
+
+            def count(router: Any, inputs: Any, outputs: Any, counts: dict[int, torch.Tensor] = counts) -> None:
+                nonlocal tokens
+                if torch.is_grad_enabled():  # a forward pass that will be recomputed has no graph
+                    _, padding = inputs
+                    counts[router.layer_number] += outputs[1][~padding.flatten()].sum(dim=0)
+                    tokens += int((~padding).sum())
+
             before = {layer: router.expert_bias.clone() for layer, router in routers.items()}
-            hooks = equality.watch_routing(parts.built.model, routing)
+            hooks = [router.register_forward_hook(count) for router in routers.values()]
             train_step(parts, loader.next_step())
             for hook in hooks:
                 hook.remove()
-            counts = {layer: sum(torch.from_numpy(choice).sum(dim=0) for at, choice in routing if at == layer)
-                      for layer in routers}
             after = {layer: router.expert_bias.clone() for layer, router in routers.items()}
-            steps.append({"counts": counts, "before": before, "after": after})
+            steps.append({"tokens": tokens, "counts": counts, "before": before, "after": after})
             evaluate(parts, [loader.next_step()], None)
             assert not any(router.local_tokens_per_expert.any() for router in routers.values())
     return steps

@@ -19,8 +19,8 @@ from tests.support import deepseek, equality
 from tests.support.provider_cases import randomize
 from tests.support.steps import logits_by_sample
 
-BASE = """--dataset-provider mock --device cpu --no-bf16 --transformer-impl local --seq-length 24 --micro-batch-size 2
---global-batch-size 4 --train-iters 1 --mock-min-length 5 --mock-max-length 12 --mock-images-max 2
+BASE = """--dataset-provider mock --device cpu --no-bf16 --transformer-impl local --seq-length 24 --row-lengths 1
+--micro-batch-size 2 --global-batch-size 4 --train-iters 1 --mock-min-length 5 --mock-max-length 12 --mock-images-max 2
 --mock-text-only-fraction 0.3 --watchdog-timeout-s 60""".split()
 # No multiple of 128, nor of anything.
 VOCAB_SIZE = 99
