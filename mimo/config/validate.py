@@ -235,6 +235,7 @@ def _check_graphs(config: RunConfig) -> None:
     model, layout = config.model, config.layout
     if not model.cuda_graphs:
         return
+    balancing = vars(config.model_family).get("moe_router_load_balancing_type")
     for flags, is_given, reason in (
             (f"--recompute {model.recompute}", model.recompute != "none", "recomputed layers set random generators"),
             (f"--fp8-format {model.fp8_format}", model.fp8_format != "none",
@@ -244,6 +245,9 @@ def _check_graphs(config: RunConfig) -> None:
              "exchange"),
             (f"--llm-expt-tp {layout.llm_expt_tp}", layout.llm_expt_tp > 1,
              "the host waits for the numbers of tokens that ranks exchange"),
+            (f"--moe-router-load-balancing-type {balancing} and --llm-dp {layout.llm_dp}",
+             balancing == "global_aux_loss" and layout.llm_dp > 1,
+             "lanes add up their loads, and rows of one may have graphs when those of another have not"),
             ("--moe-shared-expert-overlap", model.moe_shared_expert_overlap, "one rank has all experts"),
             ("--overlap-param-gather", config.ddp.overlap_param_gather, "layers would not wait for their weights")):
         refuse(is_given, f"--cuda-graphs with {flags}: {reason}; leave out one of the two")

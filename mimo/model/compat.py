@@ -86,6 +86,14 @@ def checkpoint_without_fp8() -> None:
     CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
+def after_backward(function: Callable[[], Any]) -> None:
+    """Call a function when the backward pass is over. To be called from a hook of a tensor.
+
+    `DistributedDataParallel` of PyTorch does the same; there is no public name for it.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
 def replace_product(layer: Any, product: Callable[..., Any]) -> None:
     """Have a linear layer in plain PyTorch call `product` with its own product, followed by the product's arguments.
 

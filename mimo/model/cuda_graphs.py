@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -24,6 +25,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
+from mimo.model import compat
 from mimo.model.packed_experts import PackedLinear
 
 logger = logging.getLogger(__name__)
@@ -36,19 +38,20 @@ ROOM = 1.25
 HIDDEN, PACKED, STARTS, NUMBERS = "hidden_states", "packed_seq_params", "cu_seqlens", "seq_idx"
 
 
-def replay_decoder(language: torch.nn.Module, device: torch.device) -> None:
+def replay_decoder(language: torch.nn.Module, device: torch.device, impl: str) -> None:
     """Have the decoder of a language model replay its passes from CUDA graphs.
 
     Args:
         language: the built language model, in `DistributedDataParallel` if it trains. The caller has left CUDA's
             default stream before it built the model (`Platform.leave_default_stream`).
         device: its device. On a CPU, a replay calls the layers again with the same buffers, for tests.
+        impl: implementation of its layers.
 
     Raises:
         ValueError: the model has a part that graphs cannot contain.
     """
     model: Any = unwrap_model(language)
-    reason = _unsupported_reason(model, on_gpu=device.type == "cuda")
+    reason = _unsupported_reason(model, impl if device.type == "cuda" else None)
     if reason:
         raise ValueError(f"--cuda-graphs: {reason}; leave it out")
     decoder = model.decoder
@@ -56,7 +59,8 @@ def replay_decoder(language: torch.nn.Module, device: torch.device) -> None:
                                      device)
 
 
-def _unsupported_reason(model: Any, *, on_gpu: bool) -> str:
+def _unsupported_reason(model: Any, impl: str | None) -> str:
+    """Return why the passes of a model cannot be recorded; `impl` is None on a CPU, which records nothing."""
     decoder = getattr(model, "decoder", None)
     if decoder is None:
         return f"{type(model).__name__} has no `decoder` whose passes could be recorded"
@@ -66,8 +70,10 @@ def _unsupported_reason(model: Any, *, on_gpu: bool) -> str:
         return "dropout and random routing draw numbers, which a replay would repeat"
     if config.multi_latent_attention:
         return "latent attention keeps rotary positions in a cache that may move them"
+    if impl == "local":
+        return "layers in plain PyTorch (--transformer-impl local) use buffers that move"
     experts: list[Any] = [part.experts for part in decoder.modules() if isinstance(part, MoELayer)]
-    if on_gpu and not all(isinstance(each, TEGroupedMLP) and isinstance(each.linear_fc1.forward, PackedLinear)
+    if impl is not None and not all(isinstance(each, TEGroupedMLP) and isinstance(each.linear_fc1.forward, PackedLinear)
                           for each in experts):
         return "the host waits for the number of tokens of each expert, because --moe-gemm packed cannot run here"
     return ""
@@ -76,10 +82,11 @@ def _unsupported_reason(model: Any, *, on_gpu: bool) -> str:
 class _DecoderGraphs:
     """Replaces the `forward` method of a decoder.
 
-    The first microbatch of a shape runs without a graph, so that kernels are compiled, planned and timed outside of
-    one. The next one is recorded. A graph reads and writes the same addresses in every replay, so microbatches that are
-    between their forward and backward passes at the same time (in a pipeline) need graphs of their own: each takes a
-    free slot. The graphs of a slot share their memory, because no two of its microbatches overlap.
+    Until one microbatch of a shape has been through both passes without graphs, others of its shape run without them,
+    too, so that kernels are compiled, planned and timed outside of one. The next one is recorded. A graph reads and
+    writes the same addresses in every replay, so microbatches that are between their forward and backward passes at the
+    same time (in a pipeline) need graphs of their own: each takes a free slot. The graphs of a slot share their memory,
+    because no two of its microbatches overlap.
 
     Args:
         decoder: the layers.
@@ -96,7 +103,9 @@ class _DecoderGraphs:
         self._stream = torch.cuda.current_stream() if device.type == "cuda" else None
         # Gives the output a gradient if no input has one.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._seen: Counter[Any] = Counter()
+        # Shapes that have run without graphs, and those whose backward pass is over.
+        self._seen: set[Any] = set()
+        self._warm: set[Any] = set()
         self._drop()
 
     def _drop(self) -> None:
@@ -108,6 +117,7 @@ class _DecoderGraphs:
         self._pools: dict[int, Any] = {}
         self._bytes: Counter[int] = Counter()
         self._most_tokens = 0
+        self._is_full = False
 
     def __call__(self, **inputs: Any) -> torch.Tensor:
         """Run or replay the forward pass of the layers.
@@ -125,10 +135,13 @@ class _DecoderGraphs:
         if self._addresses != [tensor.data_ptr() for tensor in self._watched]:
             # Weights or gradients have been offloaded and are back somewhere else.
             self._drop()
-        self._seen[key] += 1
-        if self._seen[key] == 1 or len(self._seen) > MAX_SHAPES and (key, 0) not in self._passes:
-            self._make_room(call.num_tokens)
-            return self.run(**inputs)
+        if key not in self._warm or not self._may_have_graphs(key):
+            if key not in self._seen:
+                self._seen.add(key)
+                self._make_room(call.num_tokens)
+            output = self.run(**inputs)
+            output.register_hook(lambda gradient: compat.after_backward(lambda: self._warm.add(key)))
+            return output
         slot = next(number for number in range(len(self._busy) + 1) if number not in self._busy)
         lease = _Lease(self._busy, slot)
         passes = self._passes.get((key, slot))
@@ -146,13 +159,28 @@ class _DecoderGraphs:
         return (self.decoder.training, call.longest, *(
             (name, value.shape, value.dtype, value.requires_grad) for name, value in call.tensors.items()))
 
+    def _may_have_graphs(self, key: Any) -> bool:
+        recorded = {shape for shape, _ in self._passes}
+        if key in recorded or len(recorded) < MAX_SHAPES:
+            return True
+        if not self._is_full:
+            logger.info("CUDA graphs: %d shapes have graphs; others run without them", MAX_SHAPES)
+        self._is_full = True
+        return False
+
     def _make_room(self, num_tokens: int) -> None:
-        """Drop all graphs if a pass of so many tokens might not find room beside their memory."""
+        """Drop all graphs if a pass of so many tokens might not find room beside their memory.
+
+        Collective over the tensor-parallel ranks if they have graphs, because NCCL wants either all of them to replay a
+        collective or none. They see the same shapes at the same time.
+        """
         if self._stream is None or not self._passes:
             return
         needed = ROOM * max(self._bytes.values()) * max(num_tokens / self._most_tokens, 1.0)
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - self._bytes.total()
-        if torch.cuda.mem_get_info()[0] + cached < needed:
+        is_short = torch.tensor(int(torch.cuda.mem_get_info()[0] + cached < needed), device=self.device)
+        dist.all_reduce(is_short, op=dist.ReduceOp.MAX, group=self.decoder.pg_collection.tp)
+        if is_short.item():
             logger.info("CUDA graphs: dropped %d, because a new length of rows needs their memory", len(self._passes))
             torch.cuda.synchronize()  # the last replays may still run
             self._drop()

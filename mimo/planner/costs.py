@@ -247,11 +247,11 @@ class Costs:
         self._top_k = int(vars(family).get("moe_router_topk") or 1) if self.num_experts else 1
 
     @_once
-    def language(self, tp: int, micro_batch_size: int, ep: int = 1, cp: int = 1, length: int | None = None
-                 ) -> LanguageCost:
+    def language(self, tp: int, micro_batch_size: int, ep: int = 1, cp: int = 1, length: int | None = None,
+                 *, launches: bool = True) -> LanguageCost:
         """Return the costs of a microbatch of the language model on a context-parallel rank.
 
-        Its rows have `length` tokens; None: --seq-length.
+        Its rows have `length` tokens; None: --seq-length. `launches` is whether short passes wait for the host.
         """
         length = length or self.config.train.seq_length
         tokens = micro_batch_size * length / cp
@@ -297,8 +297,12 @@ class Costs:
         launch_s: tuple[float, ...] = (0.0, 0.0)
         if self.config.model.cuda_graphs:
             host_forward_s = host_backward_s = 0.0
-        elif self.gpu.tflops >= GPUS["A100"].tflops:  # a CPU launches no kernels
+        elif launches and self.gpu.tflops >= GPUS["A100"].tflops:  # a CPU launches no kernels
             launch_s = tuple(seconds * self._parts_of_layers() / self.num_layers / 2 for seconds in LAUNCH_S[tp > 1])
+            if self.profile.modules and length < self.config.train.seq_length:
+                # The host that was measured may be faster. Rows had --seq-length tokens there.
+                whole = self.language(tp, micro_batch_size, ep, cp, launches=False)
+                launch_s = min(launch_s[0], whole.forward_s), min(launch_s[1], whole.backward_s)
         forward_s = max(layers[0] / rate / self.num_layers, host_forward_s) + 2 * moved + dispatch + shared
         forward_s = max(forward_s * ratios.forward, launch_s[0])
         backward_s = 0.0

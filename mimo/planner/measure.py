@@ -215,7 +215,7 @@ def _ratios(configs: Sequence[RunConfig], trainings: Sequence[Training], profile
     """Return the ratios of one tensor-parallel and micro-batch size, measured by trainings of two depths."""
     config, deep = configs[-1], trainings[-1]
     costs, tp, samples = Costs(config, profile), config.layout.llm_tp, config.train.micro_batch_size
-    cost = costs.language(tp, samples)
+    cost = costs.language(tp, samples, launches=False)
     depths = [Costs(each, profile).num_layers for each in configs]
     found: dict[str, float] = {}
     for kind, layer, ends in (("forward", cost.forward_s, cost.ends_forward_s),

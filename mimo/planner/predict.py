@@ -15,7 +15,7 @@ from itertools import cycle, islice
 from statistics import fmean
 
 from mimo.config.trainer import RunConfig
-from mimo.config.validate import layers_of_stages, num_microbatches, row_multiple
+from mimo.config.validate import ROW_LENGTHS, layers_of_stages, num_microbatches, row_multiple
 from mimo.grid.dry_run import parameters_per_rank
 from mimo.grid.lanes import has_eight_bit_pixels, row_length
 from mimo.grid.spec import GridSpec, Layout, lane_shares
@@ -504,6 +504,8 @@ class Step:
         total = kept * ((self.layers[stage] - again) * cost.layer_bytes + again * cost.recomputed_bytes)
         # The layer that is being recomputed has all its activations.
         total += cost.layer_bytes if again else 0.0
+        if self.config.model.cuda_graphs:  # input, output and its gradient, for each length of rows
+            total += kept * 3 * cost.recomputed_bytes * ((self.config.data.row_lengths or ROW_LENGTHS) + 1) / 2
         return total + (cost.ends_bytes if stage == stages - 1 else 0.0)
 
     def _encoder_bytes(self, grid: GridSpec, stage: int, batches: Sequence[Microbatches]) -> Iterator[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import logging
 import os
@@ -95,7 +96,13 @@ class CudaPlatform(Platform):
 
     def leave_default_stream(self) -> None:
         torch.cuda.synchronize()
-        torch.cuda.set_stream(torch.cuda.Stream())
+        # PyTorch's own streams are a few that take turns, so a communicator might get the same one.
+        runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+        created, non_blocking = ctypes.c_void_p(), 1
+        error = runtime.cudaStreamCreateWithFlags(ctypes.byref(created), non_blocking)
+        if error or not created.value:
+            raise RuntimeError(f"CUDA could not create a stream: error {error}")
+        torch.cuda.set_stream(torch.cuda.ExternalStream(created.value))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
