@@ -24,18 +24,22 @@ SHARED = """--device cuda --bf16 --transformer-impl transformer_engine --vocab-s
 --watchdog-timeout-s 200""".split()
 TEXT = ("--mock-text-only-fraction", "1")
 EXPERTS = """--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 128 --moe-gemm packed --moe-router-fusion
---moe-aux-loss-coeff 0.01 --row-lengths 1""".split()
+--moe-aux-loss-coeff 0.01""".split()
 DENSE = ("--model-provider", "llava", "--num-layers", "3", "--ffn-hidden-size", "512", "--vision-num-layers", "2",
          "--vision-hidden-size", "64", "--vision-num-attention-heads", "2", "--vision-ffn-hidden-size", "128",
          "--vision-image-size", "112", "--image-token-id", "511", "--mock-images-max", "3")
+HYBRID = ("--model-provider", "nemotron_h", "--kv-channels", "64", "--mamba-num-heads", "8", "--mamba-head-dim", "64",
+          "--mamba-num-groups", "2", "--mamba-state-dim", "32", "--moe-shared-expert-intermediate-size", "128", *TEXT,
+          *EXPERTS)
 # name -> (ranks, flags)
 CASES = {
     "dense": (1, (*DENSE, "--layout", "colocated", "--encoder-window", "2")),
     "dense-frozen-language": (1, (*DENSE, "--layout", "colocated", "--freeze", "vision,language")),
     "experts": (1, ("--model-provider", "causal_lm", "--num-layers", "2", "--qk-layernorm", *TEXT, *EXPERTS)),
-    "hybrid": (1, ("--model-provider", "nemotron_h", "--hybrid-layer-pattern", "MEM*E", "--kv-channels", "64",
-                   "--mamba-num-heads", "8", "--mamba-head-dim", "64", "--mamba-num-groups", "2", "--mamba-state-dim",
-                   "32", "--moe-shared-expert-intermediate-size", "128", *TEXT, *EXPERTS)),
+    "hybrid": (1, (*HYBRID, "--hybrid-layer-pattern", "MEM*E")),
+    "hybrid-packed": (1, (*HYBRID, "--hybrid-layer-pattern", "MEM*E", "--mock-packed-length", "512",
+                          "--micro-batch-size", "1")),
+    "hybrid-pp2": (2, (*HYBRID, "--hybrid-layer-pattern", "MEM*MEM*", "--llm-pp", "2", "--micro-batch-size", "1")),
     "tp2": (2, (*DENSE, "--layout", "colocated", "--encoder-dp", "2", "--encoder-window", "2", "--llm-tp", "2",
                 "--sequence-parallel")),
     "pp2": (2, (*DENSE, "--layout", "colocated", "--encoder-dp", "2", "--llm-pp", "2", "--llm-pp-layout", "1,2",
