@@ -130,10 +130,11 @@ def apply_sequence_loss(router: Any, probs: torch.Tensor, scores_for_aux_loss: t
         routing_map.reshape(seq_length, bsz * experts).sum(dim=0), router.tp_cp_group).view(bsz, experts)
     tokens = counts.sum(dim=-1) / topk
     sums = scores_for_aux_loss.reshape(seq_length, bsz, experts).sum(dim=0)
-    # The loss of a sequence of T tokens has the factor 1 / T^2, and its weight is T.
-    losses = (sums * counts).sum(dim=-1) * (experts * coeff / topk) / tokens
+    losses = (sums * counts).sum(dim=-1) * (experts * coeff / topk) / tokens**2
+    weighted = (losses * tokens).sum() / tokens.sum()
+    # The gradient is that of the weighted loss, and the report has the mean over sequences.
     result = router.attach_and_log_load_balancing_loss(
-        probs, coeff, losses.sum() / tokens.sum(), "seq_load_balancing_loss", router.tp_cp_group,
+        probs, coeff, weighted + (losses.mean() - weighted).detach(), "seq_load_balancing_loss", router.tp_cp_group,
         valid_token_count=tokens.sum())
     return result
 

@@ -268,18 +268,20 @@ def compute_moe_losses(rank: int, run_dir: str) -> tuple[list[dict[str, float]],
     """Train on one process; return its records and each layer's loss of the first step by its formula, in fp64.
 
     For a sequence of T tokens, E experts and k choices a token: E * sum_e (n_e / (k T)) * mean_t p_te, where n_e counts
-    the tokens sent to expert e and p are the router's probabilities (Switch Transformer, equations 4 to 6).
+    the tokens sent to expert e and p are the router's probabilities (Switch Transformer, equations 4 to 6). No token is
+    padding.
     """
     from megatron.core.transformer.moe.router import TopKRouter
 
     layers: dict[int, list[float]] = {}
     forward = TopKRouter.forward
 
-    def compute(router: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        probabilities, choice = forward(router, hidden, *args, **kwargs)
-        scores = torch.softmax(hidden.detach()[:, 0].double() @ router.weight.detach().double().T, dim=-1)
+    def compute(router: Any, hidden: torch.Tensor, padding: torch.Tensor) -> Any:
+        probabilities, choice = forward(router, hidden, padding)
+        own = ~padding[:, 0]
+        scores = torch.softmax(hidden.detach()[own, 0].double() @ router.weight.detach().double().T, dim=-1)
         experts, tokens = scores.shape[1], scores.shape[0]
-        share = choice.detach().double().sum(0) / (router.topk * tokens)
+        share = choice.detach()[own].double().sum(0) / (router.topk * tokens)
         layers.setdefault(router.layer_number, []).append((experts * (share * scores.mean(0)).sum()).item())
         return probabilities, choice
 
