@@ -249,6 +249,9 @@ def _check_graphs(config: RunConfig) -> None:
              balancing == "global_aux_loss" and layout.llm_dp > 1,
              "lanes add up their loads, and rows of one may have graphs when those of another have not"),
             ("--moe-shared-expert-overlap", model.moe_shared_expert_overlap, "one rank has all experts"),
+            ("--overlap-grad-reduce and one microbatch in a step",
+             config.ddp.overlap_grad_reduce and layout.llm_pp == 1 and num_microbatches(config) == 1,
+             "the last microbatch runs without graphs"),
             ("--overlap-param-gather", config.ddp.overlap_param_gather, "layers would not wait for their weights")):
         refuse(is_given, f"--cuda-graphs with {flags}: {reason}; leave out one of the two")
 

@@ -24,9 +24,9 @@ from mimo.model.language import PaddedVocabulary
 from mimo.model.layer_ops import (
     accumulate_into_main_grad,
     call_norm_kernels,
-    draw_nothing_in_attention,
     install_packed_rotary,
     install_split,
+    skip_dropout_generators,
 )
 from mimo.model.mimo_model import HeteroModel
 from mimo.model.moe import install_padded_routing
@@ -201,7 +201,7 @@ def build_model(
     freeze(model, config.model.frozen)
     if impl == "transformer_engine":
         call_norm_kernels(model)
-        draw_nothing_in_attention(model)
+        skip_dropout_generators(model)
     prepare_recomputation(config.model, grids, dict(named_modules_of(model)), impl)
     model.to(platform.device)
     cast_parameters(model, params_dtype(config))

@@ -1,7 +1,7 @@
 """CUDA graphs of a decoder: one launch for all kernels of its layers.
 
 With short rows, tensor parallelism or experts, kernels are shorter than the host needs to launch them, and the GPU
-waits. A graph records the kernels of a pass once and launches them together. The layers of a decoder have two graphs
+waits. A graph captures the kernels of a pass once and launches them together. The layers of a decoder have two graphs
 for each shape of their input: one of the forward pass, and one of the backward pass, which also adds weight gradients
 to `main_grad`. Embeddings, the output layer and the loss stay outside, and so do passes without gradients.
 """
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 # Most shapes that get graphs, because every graph takes the host's time once and memory for good.
 MAX_SHAPES = 64
-# A pass without graphs gets this multiple of the memory of recorded passes.
+# A pass without graphs gets this multiple of the memory of captured passes.
 ROOM = 1.25
 # Names of arguments; the last two are parts of `packed_seq_params`.
 HIDDEN, PACKED, STARTS, NUMBERS = "hidden_states", "packed_seq_params", "cu_seqlens", "seq_idx"
@@ -60,10 +60,10 @@ def replay_decoder(language: torch.nn.Module, device: torch.device, impl: str) -
 
 
 def _unsupported_reason(model: Any, impl: str | None) -> str:
-    """Return why the passes of a model cannot be recorded; `impl` is None on a CPU, which records nothing."""
+    """Return why the passes of a model cannot be captured; `impl` is None on a CPU, which captures nothing."""
     decoder = getattr(model, "decoder", None)
     if decoder is None:
-        return f"{type(model).__name__} has no `decoder` whose passes could be recorded"
+        return f"{type(model).__name__} has no `decoder` whose passes could be captured"
     config: TransformerConfig = model.config
     if (config.hidden_dropout or config.attention_dropout or config.moe_input_jitter_eps
             or config.moe_router_force_load_balancing):
@@ -83,7 +83,7 @@ class _DecoderGraphs:
     """Replaces the `forward` method of a decoder.
 
     Until one microbatch of a shape has been through both passes without graphs, others of its shape run without them,
-    too, so that kernels are compiled, planned and timed outside of one. The next one is recorded. A graph reads and
+    too, so that kernels are compiled, planned and timed outside of one. The next one is captured. A graph reads and
     writes the same addresses in every replay, so microbatches that are between their forward and backward passes at the
     same time (in a pipeline) need graphs of their own: each takes a free slot. The graphs of a slot share their memory,
     because no two of its microbatches overlap.
@@ -146,7 +146,7 @@ class _DecoderGraphs:
         lease = _Lease(self._busy, slot)
         passes = self._passes.get((key, slot))
         if passes is None:
-            passes = self._passes[key, slot] = self._record(call, slot)
+            passes = self._passes[key, slot] = self._capture(call, slot)
         result: torch.Tensor = _Replay.apply(passes, lease, self._anchor, *call.tensors.values())
         return result
 
@@ -160,8 +160,8 @@ class _DecoderGraphs:
             (name, value.shape, value.dtype, value.requires_grad) for name, value in call.tensors.items()))
 
     def _may_have_graphs(self, key: Any) -> bool:
-        recorded = {shape for shape, _ in self._passes}
-        if key in recorded or len(recorded) < MAX_SHAPES:
+        captured = {shape for shape, _ in self._passes}
+        if key in captured or len(captured) < MAX_SHAPES:
             return True
         if not self._is_full:
             logger.info("CUDA graphs: %d shapes have graphs; others run without them", MAX_SHAPES)
@@ -204,13 +204,13 @@ class _DecoderGraphs:
         for parameter in reversed(self.parameters):
             wrapper.param_to_bucket_group[parameter].register_grad_ready(parameter, wrapper.force_all_reduce)
 
-    def _record(self, call: _Call, slot: int) -> _Passes:
+    def _capture(self, call: _Call, slot: int) -> _Passes:
         if self._stream is None:
             return _Passes(self, call, lambda function: function)
         if slot not in self._pools:
             self._pools[slot] = torch.cuda.graph_pool_handle()
 
-        def record(function: Callable[[], None]) -> Callable[[], None]:
+        def capture(function: Callable[[], None]) -> Callable[[], None]:
             graph = torch.cuda.CUDAGraph()
             # Other threads, such as NCCL's watchdog and those that pin memory, may call CUDA meanwhile.
             with torch.cuda.graph(graph, pool=self._pools[slot], stream=self._stream,
@@ -222,11 +222,11 @@ class _DecoderGraphs:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         with _without_random_streams():
-            passes = _Passes(self, call, record)
-            passes.record_backward(record)
+            passes = _Passes(self, call, capture)
+            passes.capture_backward(capture)
         self._bytes[slot] += torch.cuda.memory_reserved() - before
         self._most_tokens = max(self._most_tokens, call.num_tokens)
-        logger.info("CUDA graphs of %d tokens (microbatch %d in flight): recorded, %d shapes so far, %.1f GiB",
+        logger.info("CUDA graphs of %d tokens (microbatch %d in flight): captured, %d shapes so far, %.1f GiB",
                     call.num_tokens, slot, len(self._seen), self._bytes.total() / 2**30)
         return passes
 
@@ -258,7 +258,7 @@ class _Call:
         others = tuple(name for name, value in inputs.items() if value is None)
         if packed is None:
             return cls(tensors, others, None) if len(tensors) + len(others) == len(inputs) else None
-        if len(tensors) + len(others) + 1 < len(inputs) or packed.cu_seqlens_q_padded is not None:
+        if len(tensors) + len(others) + 1 < len(inputs):
             return None
         assert packed.cu_seqlens_q is packed.cu_seqlens_kv and packed.seq_idx is not None, packed
         if packed.max_seqlen_q == packed.seq_idx.shape[-1]:
@@ -278,16 +278,16 @@ class _Call:
 
 
 class _Passes:
-    """The recorded passes of one shape of input, and the buffers between them and the rest of the model.
+    """The captured passes of one shape of input, and the buffers between them and the rest of the model.
 
     Args:
         graphs: the decoder.
-        call: arguments of the pass that is recorded.
-        record: records the kernels of a function and returns what launches them.
+        call: arguments of the pass that is captured.
+        capture: captures the kernels of a function and returns what launches them.
     """
 
     def __init__(self, graphs: _DecoderGraphs, call: _Call,
-                 record: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
+                 capture: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
         self._graphs, self._call = graphs, call
         self._inputs = {name: torch.empty_like(value).requires_grad_(value.requires_grad)
                         for name, value in call.tensors.items()}
@@ -298,16 +298,16 @@ class _Passes:
         self._of_leaves: list[torch.Tensor | None] = []
         # The contents matter if a kernel reads sizes or positions from the device.
         self._fill(call.tensors.values())
-        self._launch_forward = record(self._run_forward)
+        self._launch_forward = capture(self._run_forward)
         self._launch_backward: Callable[[], None] = self._run_backward
 
-    def record_backward(self, record: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
-        """Record the backward pass, and drop the autograd graph that led to it."""
-        assert self._output is not None, "the forward pass is recorded first"
+    def capture_backward(self, capture: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
+        """Capture the backward pass, and drop the autograd graph that led to it."""
+        assert self._output is not None, "the forward pass is captured first"
         self._of_output = torch.empty_like(self._output)
         for parameter in self._graphs.parameters:
             parameter.grad_added_to_main_grad = False
-        self._launch_backward = record(self._run_backward)
+        self._launch_backward = capture(self._run_backward)
         self._output = self._output.detach()
 
     def _fill(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -125,17 +125,18 @@ def call_norm_kernels(module: torch.nn.Module) -> None:
             part.forward = partial(call, part)
 
 
-def draw_nothing_in_attention(module: torch.nn.Module) -> None:
+def skip_dropout_generators(module: torch.nn.Module) -> None:
     """Have Transformer Engine's attention without dropout leave random generators alone.
 
-    In every forward pass, it switches to the generator of the tensor-parallel rank and back, which takes the host's
-    time, and which no CUDA graph may contain.
+    Without sequence parallelism, it switches to the generator of the tensor-parallel rank and back in every forward
+    pass, although nothing is drawn. No CUDA graph may contain that.
     """
     part: Any
     for part in module.modules():
-        dropout = getattr(part, "attention_dropout", None)
-        if hasattr(part, "attention_dropout_ctx") and not getattr(dropout, "p", dropout):
-            part.attention_dropout_ctx = nullcontext
+        if hasattr(part, "attention_dropout_ctx"):
+            dropout = part.attention_dropout
+            if not (dropout.p if isinstance(dropout, torch.nn.Dropout) else dropout):
+                part.attention_dropout_ctx = nullcontext
 
 
 def accumulate_into_main_grad(module: torch.nn.Module) -> None:

@@ -71,8 +71,9 @@ PROFILE_VERSION = 2
 # Least seconds that the host needs to launch the kernels of a layer's forward pass, and those of its backward pass.
 HOST_FORWARD_S, HOST_BACKWARD_S = 0.2e-3, 0.4e-3
 # Least seconds of the passes of a layer (attention and MLP) in a language model without CUDA graphs, on one GPU and
-# with tensor parallelism, whose layers also launch collectives. On two hosts with H200, a layer with --llm-tp 2 took
-# 4.4 and 5.3 ms in both passes together, however few tokens it had (docs/when.md).
+# with tensor parallelism, whose layers also launch collectives. On H200, steps with --llm-tp 2 took about as long with
+# rows of 2,300 tokens as with rows of 4,096 (docs/when.md): 4.4 to 5.3 ms a layer in both passes together, if the rest
+# of the step took what plans say. No profile has shown where this time goes. Half of it on one GPU is an assumption.
 LAUNCH_S = {False: (0.8e-3, 1.4e-3), True: (1.6e-3, 2.8e-3)}
 # Seconds before the first byte of a collective arrives.
 LATENCY_S = 20e-6
@@ -299,7 +300,7 @@ class Costs:
             host_forward_s = host_backward_s = 0.0
         elif launches and self.gpu.tflops >= GPUS["A100"].tflops:  # a CPU launches no kernels
             launch_s = tuple(seconds * self._parts_of_layers() / self.num_layers / 2 for seconds in LAUNCH_S[tp > 1])
-            if self.profile.modules and length < self.config.train.seq_length:
+            if self.profile.modules:
                 # The host that was measured may be faster. Rows had --seq-length tokens there.
                 whole = self.language(tp, micro_batch_size, ep, cp, launches=False)
                 launch_s = min(launch_s[0], whole.forward_s), min(launch_s[1], whole.backward_s)

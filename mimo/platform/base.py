@@ -67,7 +67,7 @@ class Platform(abc.ABC):
         """Use only kernels and reductions that give the same bits every time. Call it before `set_device`."""
 
     def leave_default_stream(self) -> None:  # noqa: B027  (a CPU has no streams)
-        """Let this thread queue its work on a stream that CUDA graphs may record. Call it before a model is built.
+        """Let this thread queue its work on a stream that CUDA graphs may capture. Call it before a model is built.
 
         Autograd keeps the stream on which it first saw a parameter, and no graph may wait for the default one.
         """

@@ -1,5 +1,7 @@
 """Everything a run can get wrong before it starts, one line each."""
 
+import re
+
 import pytest
 
 from mimo.config.cli import parse
@@ -253,3 +255,24 @@ def test_a_dry_run_says_what_the_precision_aware_optimizer_saves():
     assert sizes["vision,projector"] is None and len(set(sizes.values())) == 4
     config = parse([*mock, *ITERS.split()])
     assert "optimizer state" not in dry_run_report(config, validate(config, 2), model_provider("mock"))
+
+
+@pytest.mark.parametrize(("flags", "ranks", "named"), [
+    ("--recompute full", 1, "--recompute full"),
+    ("--fp8-format e4m3", 1, "--fp8-format e4m3"),
+    ("--llm-cp 2", 2, "--llm-cp 2"),
+    ("--num-experts 4 --llm-dp 2 --llm-ep 2", 2, "--llm-ep 2"),
+    ("--num-experts 4 --llm-dp 2 --llm-expt-tp 2", 2, "--llm-expt-tp 2"),
+    ("--num-experts 4 --moe-shared-expert-overlap", 1, "--moe-shared-expert-overlap"),
+    ("--num-experts 4 --llm-dp 2 --moe-router-load-balancing-type global_aux_loss", 2,
+     "--moe-router-load-balancing-type global_aux_loss and --llm-dp 2"),
+    ("--overlap-grad-reduce --overlap-param-gather", 1, "--overlap-param-gather"),
+    ("--overlap-grad-reduce --global-batch-size 1 --micro-batch-size 1", 1,
+     "--overlap-grad-reduce and one microbatch in a step"),
+])
+def test_graphs_of_what_they_cannot_contain_are_refused(flags: str, ranks: int, named: str) -> None:
+    given = ["--model-provider", "causal_lm", "--dataset-provider", "mock", "--train-iters", "1", "--global-batch-size",
+             "4", "--micro-batch-size", "1", *flags.split()]
+    validate(parse(given), ranks)
+    with pytest.raises(ValueError, match=re.escape(f"--cuda-graphs with {named}: ")):
+        validate(parse([*given, "--cuda-graphs"]), ranks)
