@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 
@@ -88,6 +89,7 @@ class Grids:
         self.grids: dict[str, HyperCommGrid] = {}
         self.collections: dict[str, ProcessGroupCollection] = {}
         self._extra_groups: list[dist.ProcessGroup] = []
+        self._before_destroy: list[Callable[[], None]] = []
         try:
             for name, spec in layout.grids.items():
                 self.grids[name] = make_grid(spec, backend)
@@ -152,8 +154,14 @@ class Grids:
         """Describe this rank's position for messages: `rank 3 (language grid, tp 1 cp 0 dp 0 pp 0, lane 0)`."""
         return self.layout.describe(self.rank)
 
+    def before_destroy(self, free: Callable[[], None]) -> None:
+        """Have `destroy` first call a function that frees what would keep it waiting, such as CUDA graphs."""
+        self._before_destroy.append(free)
+
     def destroy(self) -> None:
         """Destroy every group that this rank is a member of. Safe to call twice and on a half-built object."""
+        while self._before_destroy:
+            self._before_destroy.pop()()
         for grid in self.grids.values():
             grid.destroy()
         for group in self._extra_groups:

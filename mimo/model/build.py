@@ -215,7 +215,7 @@ def build_model(
         choose_grouped_gemm(config.model.moe_gemm, model.language_model, params_dtype(config),
                             deterministic=config.train.deterministic_mode, fp8=config.model.fp8(LANGUAGE))
     if config.model.cuda_graphs and model.language_model is not None:
-        replay_decoder(model.language_model, platform.device, impl)
+        replay_decoder(model.language_model, grids, platform.device, impl)
         model.few_shapes = True
     return BuiltModel(model, wrapped, trainable, params_dtype(config))
 

@@ -25,6 +25,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
+from mimo.grid.groups import Grids
 from mimo.model import compat
 from mimo.model.packed_experts import PackedLinear
 
@@ -38,12 +39,13 @@ ROOM = 1.25
 HIDDEN, PACKED, STARTS, NUMBERS = "hidden_states", "packed_seq_params", "cu_seqlens", "seq_idx"
 
 
-def replay_decoder(language: torch.nn.Module, device: torch.device, impl: str) -> None:
-    """Have the decoder of a language model replay its passes from CUDA graphs.
+def replay_decoder(language: torch.nn.Module, grids: Grids, device: torch.device, impl: str) -> None:
+    """Have the decoder of a language model replay its passes from CUDA graphs, until its process groups are destroyed.
 
     Args:
         language: the built language model, in `DistributedDataParallel` if it trains. The caller has left CUDA's
             default stream before it built the model (`Platform.leave_default_stream`).
+        grids: its process groups.
         device: its device. On a CPU, a replay calls the layers again with the same buffers, for tests.
         impl: implementation of its layers.
 
@@ -55,8 +57,10 @@ def replay_decoder(language: torch.nn.Module, device: torch.device, impl: str) -
     if reason:
         raise ValueError(f"--cuda-graphs: {reason}; leave it out")
     decoder = model.decoder
-    decoder.forward = _DecoderGraphs(decoder, language if isinstance(language, DistributedDataParallel) else None,
-                                     device)
+    graphs = _DecoderGraphs(decoder, language if isinstance(language, DistributedDataParallel) else None, device)
+    decoder.forward = graphs
+    # NCCL destroys a communicator only after all graphs with its collectives.
+    grids.before_destroy(graphs.drop)
 
 
 def _unsupported_reason(model: Any, impl: str | None) -> str:
@@ -106,10 +110,12 @@ class _DecoderGraphs:
         # Shapes that have run without graphs, and those whose backward pass is over.
         self._seen: set[Any] = set()
         self._warm: set[Any] = set()
-        self._drop()
+        self.drop()
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
         """Drop all graphs. Those of microbatches in flight live until their backward passes."""
+        if self._stream is not None:
+            torch.cuda.synchronize()  # the last replays may still run
         self._addresses = [tensor.data_ptr() for tensor in self._watched]
         self._passes: dict[tuple[Any, int], _Passes] = {}
         self._busy: set[int] = set()
@@ -134,7 +140,7 @@ class _DecoderGraphs:
             return output
         if self._addresses != [tensor.data_ptr() for tensor in self._watched]:
             # Weights or gradients have been offloaded and are back somewhere else.
-            self._drop()
+            self.drop()
         if key not in self._warm or not self._may_have_graphs(key):
             if key not in self._seen:
                 self._seen.add(key)
@@ -182,8 +188,7 @@ class _DecoderGraphs:
         dist.all_reduce(is_short, op=dist.ReduceOp.MAX, group=self.decoder.pg_collection.tp)
         if is_short.item():
             logger.info("CUDA graphs: dropped %d, because a new length of rows needs their memory", len(self._passes))
-            torch.cuda.synchronize()  # the last replays may still run
-            self._drop()
+            self.drop()
             torch.cuda.empty_cache()
 
     def _reduces(self) -> bool:

@@ -22,6 +22,7 @@ def replays(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str) ->
 
     ran: Counter[str] = Counter()
     found: list[Any] = []
+    shapes, slots = set(), set()
 
     def watch(parts: Any) -> None:
         language = parts.built.wrapped["language"].module if "language" in parts.built.wrapped else None
@@ -29,24 +30,27 @@ def replays(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str) ->
         if not isinstance(graphs, cuda_graphs._DecoderGraphs):
             return
         found.append(graphs)
-        run = graphs.run
+        run, capture = graphs.run, graphs._capture
 
         def counted(**inputs: Any) -> torch.Tensor:
             ran["with gradients" if torch.is_grad_enabled() else "without"] += 1
             return run(**inputs)
 
-        graphs.run = counted
+        def noted(call: Any, slot: int) -> Any:
+            shapes.add(graphs._key(call))
+            slots.add(slot)
+            return capture(call, slot)
+
+        graphs.run, graphs._capture = counted, noted
 
     forward = cuda_graphs._Passes.forward
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_graphs._Passes, "forward",
                       lambda self, tensors: (ran.update(["replayed"]), forward(self, tensors))[1])
         records = run_loop(rank, flags, world_size, run_dir, watch)
-    shapes, slots = set(), set()
     for graphs in found:
         assert not graphs._busy, "a slot was not given back"
-        shapes |= {key for key, _ in graphs._passes}
-        slots |= {slot for _, slot in graphs._passes}
+        assert not graphs._passes, "NCCL would wait for the graphs before it destroys their groups"
     return [(record.lm_loss, record.grad_norm) for record in records], ran, len(shapes), len(slots)
 
 

@@ -27,7 +27,7 @@ EXPERTS = """--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 128 --mo
 --moe-aux-loss-coeff 0.01""".split()
 DENSE = ("--model-provider", "llava", "--num-layers", "3", "--ffn-hidden-size", "512", "--vision-num-layers", "2",
          "--vision-hidden-size", "64", "--vision-num-attention-heads", "2", "--vision-ffn-hidden-size", "128",
-         "--vision-image-size", "112", "--image-token-id", "511", "--mock-images-max", "3")
+         "--vision-image-size", "112", "--image-token-id", "511", "--mock-images-max", "2", "--mock-max-length", "350")
 HYBRID = ("--model-provider", "nemotron_h", "--kv-channels", "64", "--mamba-num-heads", "8", "--mamba-head-dim", "64",
           "--mamba-num-groups", "2", "--mamba-state-dim", "32", "--moe-shared-expert-intermediate-size", "128", *TEXT,
           *EXPERTS)
