@@ -232,11 +232,20 @@ def _check_rows(config: RunConfig, layout: Layout) -> None:
 
 def _check_graphs(config: RunConfig) -> None:
     """Refuse CUDA graphs of what they cannot contain. The built model is checked again."""
-    model, layout = config.model, config.layout
+    model, layout, family = config.model, config.layout, vars(config.model_family)
     if not model.cuda_graphs:
         return
-    balancing = vars(config.model_family).get("moe_router_load_balancing_type")
+    balancing = family.get("moe_router_load_balancing_type")
+    dropout = {name: family.get(name) or 0.0 for name in ("hidden_dropout", "attention_dropout")}
     for flags, is_given, reason in (
+            *((f"{flag_name(name)} {share}", share > 0, "a replay would draw the same numbers again")
+              for name, share in dropout.items()),
+            (f"{flag_name('moe_router_force_load_balancing')}", family.get("moe_router_force_load_balancing", False),
+             "a replay would draw the same numbers again"),
+            (f"--model-provider {model.model_provider}", "kv_lora_rank" in family,
+             "latent attention keeps rotary positions in a cache that may move them"),
+            (f"--moe-gemm {model.moe_gemm}", model.moe_gemm in ("cutlass", "separate") and bool(
+                family.get("num_experts")), "the host waits for the number of tokens of each expert"),
             (f"--recompute {model.recompute}", model.recompute != "none", "recomputed layers set random generators"),
             (f"--fp8-format {model.fp8_format}", model.fp8_format != "none",
              "weights are quantised once in a step, and a graph would repeat that in every microbatch"),

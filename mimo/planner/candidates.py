@@ -6,6 +6,7 @@ import itertools
 import shlex
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import batched, islice
 from statistics import fmean
@@ -41,6 +42,8 @@ MANY_GPUS = 16
 BEST, BEST_OF_KIND = 20, 6
 # A prediction simulates a few iterations, so it may be below the lower bound for a mean sample by this share.
 TOLERANCE = 0.05
+# CUDA graphs have to make a step shorter by this share. They keep memory for themselves.
+GRAPHS_GAIN = 0.02
 # Share of a GPU's memory that a run may plan with.
 USABLE = 0.97
 
@@ -113,6 +116,21 @@ def _changed(section: LayoutConfig | ModelConfig | TrainConfig, base: LayoutConf
     return words
 
 
+def _without_variant(kind: str, config: RunConfig) -> tuple[str, LayoutConfig, TrainConfig]:
+    """Return what a layout has in common with and without CUDA graphs and recomputation."""
+    return kind, replace(config.layout, encoder_activation_gib=None), config.train
+
+
+def _graphs_that_pay(found: list[Candidate]) -> Iterator[Candidate]:
+    """Yield each layout once: with CUDA graphs if they make it faster by more than `GRAPHS_GAIN`, else without."""
+    alike: dict[tuple[str, LayoutConfig, TrainConfig], list[Candidate]] = {}
+    for each in found:
+        alike.setdefault(_without_variant(each.kind, each.config), []).append(each)
+    for variants in alike.values():
+        yield min(variants, key=lambda each: (
+            not each.fits, each.prediction.step_s * (1 + GRAPHS_GAIN * each.config.model.cuda_graphs)))
+
+
 class Search:
     """Search for the layouts of a run that fit, with predictions.
 
@@ -156,7 +174,7 @@ class Search:
         On many GPUs, layouts that do not fit are left out, and so are those that cannot be among the best even if no
         rank ever waits.
         """
-        few, found = self.size <= MANY_GPUS, list[Candidate]()
+        few, found, slow = self.size <= MANY_GPUS, list[Candidate](), set[tuple[str, LayoutConfig, TrainConfig]]()
         plausible: list[tuple[float, int, str, RunConfig, Layout]] = []
         counts = Counter(tokens for sample in self.samples for tokens in sample.images)
         images = {tokens: number / len(self.samples) for tokens, number in counts.items()}
@@ -168,16 +186,17 @@ class Search:
                 accepted = self.accepted(config)
                 if accepted is None:
                     continue
-                config, fits = self._fitted(config, accepted)
-                if fits or few:
-                    least = 0.0 if few else Step(config, accepted, self.costs).least_s(
-                        images, self._longest(train.micro_batch_size))
-                    plausible.append((least, len(plausible), kind, config, accepted))
-                else:
-                    self.large += 1
+                for variant in (config, *self._with_graphs(config)):
+                    fitted, fits = self._fitted(variant, accepted)
+                    if fits or few:
+                        least = 0.0 if few else Step(fitted, accepted, self.costs).least_s(
+                            images, self._longest(train.micro_batch_size))
+                        plausible.append((least, len(plausible), kind, fitted, accepted))
+                    else:
+                        self.large += 1
         for least, _, kind, config, accepted in sorted(plausible, key=lambda each: each[:2]):
             if not few and self._is_hopeless(kind, least, found):
-                self.slow += 1
+                slow.add(_without_variant(kind, config))
                 continue
             # Checked again, as recomputation may have been added, and only a layout that can run may displace others.
             if self._refuses(config):
@@ -186,7 +205,21 @@ class Search:
             # Some flags are equivalent, such as a window of 0 and one of all microbatches.
             if all(candidate.prediction != each.prediction for each in found):
                 found.append(candidate)
-        return sorted(found, key=lambda each: (not each.fits, each.prediction.step_s))
+        self.slow = len(slow - {_without_variant(each.kind, each.config) for each in found})
+        return sorted(_graphs_that_pay(found), key=lambda each: (not each.fits, each.prediction.step_s))
+
+    def _with_graphs(self, config: RunConfig) -> Iterator[RunConfig]:
+        """Yield a run with CUDA graphs if its flags do not have them and they are possible."""
+        model = config.model
+        if model.cuda_graphs or not self.costs.gpu.launches_kernels or model.transformer_impl == "local":
+            return
+        # Packed products of experts need bfloat16.
+        if self.costs.num_experts and (not model.bf16 or config.train.deterministic_mode):
+            return
+        config = replace(config, model=replace(model, cuda_graphs=True))
+        with suppress(ValueError):
+            validate_without_data(config, self.size)
+            yield config
 
     def _longest(self, micro_batch_size: int) -> list[int]:
         """Return the tokens of the longest sample of each microbatch, if neighbouring samples share one."""
@@ -236,13 +269,13 @@ class Search:
 
     def _recomputed(self, config: RunConfig, layout: Layout, batches: list[Microbatches], limit: float
                     ) -> tuple[RunConfig, bool]:
-        """Recompute the fewest language layers with which a run fits, unless it has --recompute already.
+        """Recompute the fewest language layers with which a run fits, unless it has --recompute or --cuda-graphs.
 
         Returns the run and whether it fits.
         """
         step = Step(config, layout, self.costs)
         needed = step.memory(batches)[0]
-        if needed <= limit or config.model.recompute != "none":
+        if needed <= limit or config.model.recompute != "none" or config.model.cuda_graphs:
             return config, needed <= limit
         saved = (step.pass_cost.layer_bytes - step.pass_cost.recomputed_bytes) * min(
             layout.language.pp, step.num_microbatches)
@@ -340,7 +373,7 @@ class Search:
         """Return cuts with fewer layers on the first stage, for the encoder, or on the last one, for the logits."""
         layers, stages = self.costs.num_layers, layout.llm_pp
         cost = self.costs.language(layout.llm_tp, self.base.train.micro_batch_size, layout.llm_ep, layout.llm_cp,
-                                   self._mean_length)
+                                   self._mean_length, graphs=self.base.model.cuda_graphs)
         layer = cost.forward_s + cost.backward_s
         first = last = 0.0
         if layer > 0:

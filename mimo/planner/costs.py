@@ -44,6 +44,11 @@ class Gpu:
     network_gb_s: float
     gpus_per_node: int = 8
 
+    @property
+    def launches_kernels(self) -> bool:
+        """Whether it is a GPU. The profile of a host without one has fewer TFLOP/s."""
+        return self.tflops >= GPUS["A100"].tflops
+
 
 # From NVIDIA's data sheets, with four fifths of the bandwidths, which is what NCCL reaches with large messages.
 GPUS = {
@@ -60,14 +65,17 @@ DENSE_EFFICIENCY, ENCODER_EFFICIENCY = 0.60, 0.45
 # a layer with experts. They come from the runs of docs/performance_experts.md on one H200, with 128 experts in each of
 # eight layers. cutlass and separate take longer than packed because they launch kernels for single experts, so the
 # difference is proportional to the number of experts on a rank.
-EXPERT_EFFICIENCY = {"auto": 0.43, "packed": 0.43, "cutlass": 0.30, "separate": 0.25}
+EXPERT_EFFICIENCY = {"auto": 0.48, "packed": 0.48, "cutlass": 0.32, "separate": 0.27}
 HOST_EXPERTS_S = {"auto": 6.5e-3, "packed": 6.5e-3, "cutlass": 15e-3, "separate": 30e-3}
 MEASURED_EXPERTS = 128
+# Every microbatch reads the weights of all experts in both passes, and reads and writes their fp32 gradients. With CUDA
+# graphs, micro-batch 1 takes 176 ms longer than micro-batch 4 there, which are 4 TB/s of these bytes.
+EXPERT_FORWARD_BYTES, EXPERT_BACKWARD_BYTES, EXPERT_GB_S = 2.0, 10.0, 4000.0
 # Share of ENCODER_EFFICIENCY that remains with tensor parallelism, because layers are small and results travel. A
 # profile of 20 layers of 1,536 on two H200 has this value.
 SPLIT_ENCODER = 0.75
 # Ratios in files of profiles refer to the estimates above, so a change of these needs another number.
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 # Least seconds that the host needs to launch the kernels of a layer's forward pass, and those of its backward pass.
 HOST_FORWARD_S, HOST_BACKWARD_S = 0.2e-3, 0.4e-3
 # Least seconds of the passes of a layer (attention and MLP) in a language model without CUDA graphs, on one GPU and
@@ -219,7 +227,7 @@ class Costs:
     """Costs of one model.
 
     Args:
-        config: the run; its layout is not used.
+        config: the run; its layout and its --cuda-graphs are not used.
         profile: measured ratios, or `Profile(gpu)`.
 
     Raises:
@@ -249,10 +257,11 @@ class Costs:
 
     @_once
     def language(self, tp: int, micro_batch_size: int, ep: int = 1, cp: int = 1, length: int | None = None,
-                 *, launches: bool = True) -> LanguageCost:
+                 *, graphs: bool = False, launches: bool = True) -> LanguageCost:
         """Return the costs of a microbatch of the language model on a context-parallel rank.
 
-        Its rows have `length` tokens; None: --seq-length. `launches` is whether short passes wait for the host.
+        Its rows have `length` tokens; None: --seq-length. `graphs` is whether its layers have CUDA graphs, and
+        `launches` whether short passes wait for the host without them.
         """
         length = length or self.config.train.seq_length
         tokens = micro_batch_size * length / cp
@@ -269,8 +278,10 @@ class Costs:
         rate = ends_rate = self.gpu.tflops * 1e12 * DENSE_EFFICIENCY * tp
         host_forward_s, host_backward_s = HOST_FORWARD_S, HOST_BACKWARD_S
         # Some layers may have no experts.
-        with_experts = self._layers_with_experts() / self.num_layers
+        with_experts, weights = self._layers_with_experts() / self.num_layers, 0.0
         if self.num_experts:
+            weights = sum(math.prod(shape.shape) * shape.count for shape in self.shapes[LANGUAGE]
+                          if shape.split == "expert") / self.num_layers / ep / (EXPERT_GB_S * 1e9)
             rate = self.gpu.tflops * 1e12 * EXPERT_EFFICIENCY[gemm] * tp
             least, local = HOST_EXPERTS_S["packed"], self.num_experts / ep
             host_s = least + (HOST_EXPERTS_S[gemm] - least) * min(local / MEASURED_EXPERTS, 1)
@@ -296,19 +307,21 @@ class Costs:
             shared = (cp - 1) * (moved_bytes / (self.gpu.link_gb_s * 1e9) + LATENCY_S)
         ratios = self.profile.ratios(LANGUAGE, tp, micro_batch_size)
         launch_s: tuple[float, ...] = (0.0, 0.0)
-        if self.config.model.cuda_graphs:
+        if graphs:
             host_forward_s = host_backward_s = 0.0
-        elif launches and self.gpu.tflops >= GPUS["A100"].tflops:  # a CPU launches no kernels
+        elif launches and self.gpu.launches_kernels:
             launch_s = tuple(seconds * self._parts_of_layers() / self.num_layers / 2 for seconds in LAUNCH_S[tp > 1])
             if self.profile.modules:
                 # The host that was measured may be faster. Rows had --seq-length tokens there.
                 whole = self.language(tp, micro_batch_size, ep, cp, launches=False)
                 launch_s = min(launch_s[0], whole.forward_s), min(launch_s[1], whole.backward_s)
-        forward_s = max(layers[0] / rate / self.num_layers, host_forward_s) + 2 * moved + dispatch + shared
+        forward_s = layers[0] / rate / self.num_layers + EXPERT_FORWARD_BYTES * weights
+        forward_s = max(forward_s, host_forward_s) + 2 * moved + dispatch + shared
         forward_s = max(forward_s * ratios.forward, launch_s[0])
         backward_s = 0.0
         if layers[1]:
-            backward_s = max(layers[1] / rate / self.num_layers, host_backward_s) + 3 * moved + dispatch + 2 * shared
+            backward_s = layers[1] / rate / self.num_layers + EXPERT_BACKWARD_BYTES * weights
+            backward_s = max(backward_s, host_backward_s) + 3 * moved + dispatch + 2 * shared
             backward_s = max(backward_s * ratios.backward, launch_s[1])
         kept = tokens * self._kept_bytes(LANGUAGE, self.hidden_size) / self.num_layers / tp
         vocabulary = max((shape.shape[0] for shape in self.shapes[LANGUAGE] if shape.stage != "layer"), default=0)

@@ -119,7 +119,7 @@ class Step:
         self.num_microbatches = num_microbatches(config)
         language, self._row_multiple = layout.language, row_multiple(config, layout)
         self._sizes = language.tp, config.train.micro_batch_size, language.ep, language.cp
-        self.pass_cost = costs.language(*self._sizes)
+        self.pass_cost = costs.language(*self._sizes, graphs=config.model.cuda_graphs)
         self.layers = layers_of_stages(config, layout)
         recomputed = config.model.recompute_num_layers
         self.recomputed = tuple(
@@ -142,7 +142,8 @@ class Step:
 
     def language_s(self, kind: str, stage: int, length: int) -> float:
         """Return the seconds of a pass on a stage of the language model over rows of this length."""
-        layers, cost = self.layers[stage], self.costs.language(*self._sizes, length)
+        layers = self.layers[stage]
+        cost = self.costs.language(*self._sizes, length, graphs=self.config.model.cuda_graphs)
         is_last = stage == len(self.layers) - 1
         if kind == FORWARD:
             return layers * cost.forward_s + (cost.ends_forward_s if is_last else 0.0)

@@ -260,6 +260,10 @@ def test_a_dry_run_says_what_the_precision_aware_optimizer_saves():
 @pytest.mark.parametrize(("flags", "ranks", "named"), [
     ("--recompute full", 1, "--recompute full"),
     ("--fp8-format e4m3", 1, "--fp8-format e4m3"),
+    ("--hidden-dropout 0.1", 1, "--hidden-dropout 0.1"),
+    ("--attention-dropout 0.1", 1, "--attention-dropout 0.1"),
+    ("--model-provider deepseek_v3", 1, "--model-provider deepseek_v3"),
+    ("--num-experts 4 --moe-gemm cutlass", 1, "--moe-gemm cutlass"),
     ("--llm-cp 2", 2, "--llm-cp 2"),
     ("--num-experts 4 --llm-dp 2 --llm-ep 2", 2, "--llm-ep 2"),
     ("--num-experts 4 --llm-dp 2 --llm-expt-tp 2", 2, "--llm-expt-tp 2"),

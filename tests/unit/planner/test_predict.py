@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from mimo.observability.flops import SequenceSums
 from mimo.planner.candidates import BEST, HOMOGENEOUS, USABLE, Search, cuts
 from mimo.planner.costs import (
     EXPERT_EFFICIENCY,
+    EXPERT_FORWARD_BYTES,
+    EXPERT_GB_S,
     GIB,
     GPUS,
     HOST_EXPERTS_S,
@@ -111,8 +114,10 @@ def test_a_plan_lets_a_frozen_encoder_prefetch(capsys: pytest.CaptureFixture[str
     run = [*presets.PRESETS["h200"], "--bf16", "--train-iters", "1", "--gpu", "H200", "--gpus", "2", "--top", "200"]
     assert main(["plan", *run, "--freeze", "vision"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "--llm-" in line]
-    assert any("--encoder-dp 1 --llm-dp 1 --encoder-prefetch-depth 2" in line for line in lines)
-    assert any(line.endswith("--encoder-dp 1 --llm-dp 1") for line in lines), "prefetch may also cost time"
+    assert any(line.split("  ")[-1].startswith("--encoder-dp 1 --llm-dp 1 ")
+               and line.endswith("--encoder-prefetch-depth 2") for line in lines)
+    assert any(line.split("  ")[-1].startswith("--encoder-dp 1 --llm-dp 1") and "prefetch" not in line
+               for line in lines), "prefetch may also cost time"
     assert all("prefetch" not in line for line in lines if "--layout" in line)
     # The trainer refuses prefetch of an encoder that trains, so its disjoint layouts are predicted without it.
     for flags in ([], ["--encoder-prefetch-depth", "2"]):
@@ -168,8 +173,10 @@ def test_experts_and_layers_of_several_kinds_are_not_counted_as_further_layers(p
     cost = step.pass_cost
     with_experts = {20: 8, 6: 6}[layers]
     host_s = layers * HOST_FORWARD_S + with_experts * HOST_EXPERTS_S["auto"] / 3
+    weights_s = sum(math.prod(shape.shape) * shape.count for shape in costs.shapes["language"]
+                    if shape.split == "expert") * EXPERT_FORWARD_BYTES / (EXPERT_GB_S * 1e9)
     assert step.language_s("forward", 0, 4096) - cost.ends_forward_s == pytest.approx(
-        max(flops / (GPUS["H200"].tflops * 1e12 * EXPERT_EFFICIENCY["auto"]), host_s))
+        max(flops / (GPUS["H200"].tflops * 1e12 * EXPERT_EFFICIENCY["auto"]) + weights_s, host_s))
 
 
 # A step in milliseconds and GiB at the peak, measured on one H200 (docs/performance_experts.md).
@@ -180,10 +187,13 @@ QWEN_MOE = """--model-provider causal_lm --num-layers 8 --hidden-size 2048 --num
 
 
 # Four commands with packed experts and one row took 1,107 to 1,412 ms.
-@pytest.mark.parametrize(("gemm", "rows", "step_ms", "peak_gib"), [
-    ("packed", 4, 854, 117.9), ("packed", 1, 1238, 100.1), ("cutlass", 1, 2280, 100.2)])
-def test_mixtures_of_experts_that_were_measured(gemm: str, rows: int, step_ms: float, peak_gib: float) -> None:
-    config = parse([*QWEN_MOE, "--micro-batch-size", str(rows), "--moe-gemm", gemm])
+@pytest.mark.parametrize(("gemm", "rows", "graphs", "step_ms", "peak_gib"), [
+    ("packed", 4, False, 854, 117.9), ("packed", 1, False, 1238, 100.1), ("cutlass", 1, False, 2280, 100.2),
+    ("packed", 4, True, 815, 117.9), ("packed", 1, True, 991, 100.1)])
+def test_mixtures_of_experts_that_were_measured(gemm: str, rows: int, graphs: bool, step_ms: float, peak_gib: float
+                                                ) -> None:
+    config = parse([*QWEN_MOE, "--micro-batch-size", str(rows), "--moe-gemm", gemm,
+                    *["--cuda-graphs"][:graphs], "--row-lengths", "1"])
     costs = Costs(config, Profile(GPUS["H200"]))
     found = predict(config, validate(config, 1), costs, [SampleSize(4096)] * 16)
     assert found.step_s * 1000 == pytest.approx(step_ms, rel=0.08)
@@ -242,7 +252,10 @@ def test_experts_of_other_nodes_take_the_network_and_layers_without_experts_noth
     --seq-length 8192 --global-batch-size 64 --train-iters 1""".split())
     costs = Costs(config, Profile(GPUS["H200"]))
     gpu, routed = GPUS["H200"], 8192 * 6 * 2688 * 2 / 16
-    waits = {ep: costs.language(1, 1, ep).forward_s - costs.language(1, 1).forward_s for ep in (8, 16)}
+    weights_s = sum(math.prod(shape.shape) * shape.count for shape in costs.shapes["language"]
+                    if shape.split == "expert") / 54 * EXPERT_FORWARD_BYTES / (EXPERT_GB_S * 1e9)
+    waits = {ep: costs.language(1, 1, ep).forward_s - costs.language(1, 1).forward_s + weights_s * (1 - 1 / ep)
+             for ep in (8, 16)}
     # Half of the 54 layers have experts; their tokens go there and back.
     assert waits[8] == pytest.approx(routed * 2 * 7 / (gpu.link_gb_s * 1e9) + LATENCY_S)
     assert waits[16] == pytest.approx(routed * (7 / gpu.link_gb_s + 8 / gpu.network_gb_s) / 1e9 + LATENCY_S)
@@ -491,18 +504,34 @@ def test_a_cut_that_fits_is_tried_where_the_fastest_ones_do_not() -> None:
     found = Search(config, Costs(config, Profile.load(PROFILE)), samples, 2).run()
     pipelines = [each for each in found if each.kind == HOMOGENEOUS and "--llm-pp-layout" in each.flags]
     assert not any(each.fits for each in pipelines if "--llm-pp-layout 3,37" in each.flags)
-    best = next(each for each in found if each.kind == HOMOGENEOUS)
-    assert best.fits and best.flags == "--layout homogeneous --llm-pp 2 --llm-pp-layout 9,31"
+    best = next(each for each in pipelines if each.fits)
+    assert best.flags == "--layout homogeneous --llm-pp 2 --llm-pp-layout 9,31"
+
+
+def test_a_plan_has_cuda_graphs_where_they_pay_and_may_be_used() -> None:
+    def flags_of(*more: str) -> list[str]:
+        config = parse([*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1", *more])
+        samples = draw_samples(config, registry.model_provider("llava"), 48)
+        found = Search(config, Costs(config, Profile.load(PROFILE)), samples, 2).run()
+        assert len({each.flags.replace(" --cuda-graphs", "") for each in found}) == len(found), "each layout once"
+        return [each.flags for each in found if each.fits]
+
+    short, whole = flags_of(), flags_of("--row-lengths", "1")
+    assert short[0].startswith("--layout colocated") and "--llm-tp 2" in short[0] and "--cuda-graphs" in short[0]
+    assert any("--llm-pp 2" in each and "--cuda-graphs" not in each for each in short)
+    assert not any("--recompute" in each and "--cuda-graphs" in each for each in [*short, *whole])
+    for refused in (("--transformer-impl", "local"), ("--recompute", "full"), ("--attention-dropout", "0.1")):
+        assert not any("--cuda-graphs" in each for each in flags_of(*refused))
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_short_rows_wait_for_the_host_unless_graphs_launch_their_kernels(tp: int) -> None:
     flags = [*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1"]
-    plain, graphs = (Costs(parse([*flags, *more]), Profile(GPUS["H200"])) for more in ([], ["--cuda-graphs"]))
-    short, long = plain.language(tp, 1, length=64), plain.language(tp, 1, length=65536)
+    costs = Costs(parse(flags), Profile(GPUS["H200"]))
+    short, long = costs.language(tp, 1, length=64), costs.language(tp, 1, length=65536)
     assert (short.forward_s, short.backward_s) == LAUNCH_S[tp > 1]
-    assert long == graphs.language(tp, 1, length=65536)
-    assert graphs.language(tp, 1, length=64).backward_s < short.backward_s / 4
+    assert long == costs.language(tp, 1, length=65536, graphs=True)
+    assert costs.language(tp, 1, length=64, graphs=True).backward_s < short.backward_s / 4
 
 
 def test_an_encoder_that_runs_ahead_does_not_wait_for_gradients() -> None:
