@@ -29,6 +29,13 @@ class Clock(Protocol):
         """Convert timestamps of the step, `marks[0]` being the first, to seconds of the host's monotonic clock."""
         ...
 
+    def lead_s(self, mark: Any, reached_s: float) -> float | None:
+        """Return how many seconds before the device reached a timestamp the host had queued it; None on a CPU.
+
+        `reached_s` is what `seconds` returned for it.
+        """
+        ...
+
 
 class HostClock:
     """The host's own clock: on a CPU operations and collectives end before they return."""
@@ -41,6 +48,9 @@ class HostClock:
 
     def seconds(self, marks: list[Any]) -> list[float]:
         return marks
+
+    def lead_s(self, mark: Any, reached_s: float) -> None:
+        return None
 
 
 class DeviceClock:
@@ -59,19 +69,23 @@ class DeviceClock:
         self._used = 0
         self._began_s = time.monotonic()
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> tuple[torch.cuda.Event, float]:
+        """Queue an event. Returns it and when the host has queued it."""
         if self._used == len(self._events):
             self._events.append(torch.cuda.Event(enable_timing=True))
         event = self._events[self._used]
         self._used += 1
         event.record()
-        return event
+        return event, time.monotonic()
 
     def seconds(self, marks: list[Any]) -> list[float]:
         """Return when the stream reached the events. Waits for the last one."""
-        first, last = marks[0], marks[-1]
+        (first, _), (last, _) = marks[0], marks[-1]
         last.synchronize()
-        return [self._began_s + first.elapsed_time(mark) / 1000 for mark in marks]
+        return [self._began_s + first.elapsed_time(event) / 1000 for event, _ in marks]
+
+    def lead_s(self, mark: Any, reached_s: float) -> float:
+        return reached_s - float(mark[1])
 
 
 def host_of_clock() -> str:

@@ -66,11 +66,18 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Part of a stretch without another one inside. `begin_s` and `end_s` are seconds of the host's monotonic clock."""
+    """Part of a stretch without another one inside.
+
+    Attributes:
+        label: the stretch.
+        begin_s, end_s: seconds of the host's monotonic clock.
+        lead_s: how far the host was ahead of the device at the end, seconds; None on a CPU.
+    """
 
     label: Label
     begin_s: float
     end_s: float
+    lead_s: float | None = None
 
 
 Range = Callable[[str], AbstractContextManager[Any]]
@@ -188,7 +195,8 @@ class Spans:
         times = self._clock.seconds([mark for mark, _ in self._marks])
         found = []
         for index, (_, label) in enumerate(self._marks[:-1]):
-            found.append(Interval(label, times[index], times[index + 1]))
+            end_s = times[index + 1]
+            found.append(Interval(label, times[index], end_s, self._clock.lead_s(self._marks[index + 1][0], end_s)))
         return found
 
 

@@ -20,6 +20,8 @@ from mimo.observability.spans import Interval, Kind
 OWN_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.GRADIENT_SYNC)
 OTHER_MODULES = "other-modules"
 STEP = "step"
+# Passes at whose end the device had caught up with the host, to within these seconds.
+HOST_BOUND, CAUGHT_UP_S = "host-bound", 1e-3
 PARTS = (*(str(kind) for kind in Kind), OTHER_MODULES)
 
 
@@ -33,6 +35,16 @@ def parts_of(intervals: Iterable[Interval], module: str) -> dict[str, float]:
     return parts
 
 
+def host_bound_s(intervals: Iterable[Interval], module: str) -> float:
+    """Return the seconds of a module's passes in which the device waited for the host, at most.
+
+    A device that has caught up at the end of a pass may have waited for any of its launches.
+    """
+    return sum(each.end_s - each.begin_s for each in intervals
+               if each.label.module == module and each.label.kind in (Kind.FORWARD, Kind.BACKWARD)
+               and each.lead_s is not None and each.lead_s < CAUGHT_UP_S)
+
+
 class Timeline:
     """Turns the intervals of all ranks into figures of modules and lanes.
 
@@ -43,12 +55,14 @@ class Timeline:
         layout: all grids.
         rank: this rank.
         reports_lane: whether this rank reports its lane's tokens, as one rank of each lane does.
+        has_device: whether the host queues work on a device, so that it may be ahead or late.
     """
 
-    def __init__(self, layout: Layout, rank: int, *, reports_lane: bool) -> None:
+    def __init__(self, layout: Layout, rank: int, *, reports_lane: bool, has_device: bool) -> None:
         self.layout, self.rank = layout, rank
         self._lane = layout.language.coordinates(rank)["dp"] if reports_lane else None
-        self.parts = (*(part for part in PARTS if part != OTHER_MODULES or layout.kind != "disjoint"), STEP)
+        self.parts = (*(part for part in PARTS if part != OTHER_MODULES or layout.kind != "disjoint"), STEP,
+                      *([HOST_BOUND] if has_device else []))
 
     def own(self, intervals: Sequence[Interval], microbatches: Sequence[Microbatch]) -> list[float]:
         """Return this rank's row: the parts of each module (0 for modules of other ranks), then tokens of each lane."""
@@ -57,6 +71,7 @@ class Timeline:
             if self.rank in grid.ranks:
                 parts = parts_of(intervals, name)
                 parts[STEP] = intervals[-1].end_s - intervals[0].begin_s
+                parts[HOST_BOUND] = host_bound_s(intervals, name)
                 row += [parts[part] for part in self.parts]
             else:
                 row += [0.0] * len(self.parts)

@@ -28,7 +28,7 @@ from mimo.report.summary import (
 # Gains below this are within what steps vary by.
 LEAST_GAIN = 1.05
 # Shares of a step, of tokens and of prompts from which on something is worth a change.
-BRIDGE_SHARE, DATA_SHARE, SYNC_SHARE, PIPELINE_SHARE = 0.1, 0.1, 0.05, 0.15
+BRIDGE_SHARE, DATA_SHARE, SYNC_SHARE, PIPELINE_SHARE, HOST_SHARE = 0.1, 0.1, 0.05, 0.15, 0.2
 PADDING_SHARE, UNEVEN, EQUAL_SHARE, CUT_SHARE = 0.4, 1.2, 0.5, 0.2
 
 
@@ -84,6 +84,11 @@ def _from_timeline(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[str
         if name == LANGUAGE and waited >= PIPELINE_SHARE and rows % 2 == 0 and _has_rows(flags, rows // 2):
             yield Advice(f"The language grid waits for its own pipeline for {percent(waited)} of its step. Twice as "
                          "many microbatches fill it better.", f"--micro-batch-size {rows // 2}")
+        late = each.host_bound_s / each.step_s if each.step_s else 0.0
+        if late >= HOST_SHARE:
+            yield Advice(
+                f"In passes of {name} that take {percent(late)} of a step, the GPU waits for its host, which launches "
+                "short kernels too slowly.", _fewer_launches(run, name, flags))
     waits = [each.share(Kind.DATA_WAIT) for each in times.values()]
     # In reinforcement learning the wait for completions is counted as one for data.
     if waits and max(waits) >= DATA_SHARE and not run.learns_from_rewards:
@@ -91,6 +96,19 @@ def _from_timeline(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[str
         change = f"--num-workers {max(2 * workers, 2)}" if isinstance(workers, int) else ""
         yield Advice(f"Ranks wait for samples for {percent(max(waits))} of a step.", change,
                      f"At most {rounded(1 / (1 - max(waits)))} times as fast.")
+
+
+def _fewer_launches(run: Run, module: str, flags: Mapping[str, Any]) -> str:
+    """Return the flags with which the host launches less for a module; empty if none are known."""
+    rows, lanes = flags.get("micro-batch-size", 1), flags.get("llm-dp", 1)
+    graphs = not run.learns_from_rewards and flags.get("cuda-graphs") is False and (
+        flags.get("recompute"), flags.get("fp8-format")) == ("none", "none") and all(
+        flags.get(name, 1) == 1 for name in ("llm-cp", "llm-ep", "llm-expt-tp"))
+    if module == LANGUAGE and graphs:
+        return "--cuda-graphs"
+    packs = flags.get("packing-buffer-size")
+    return f"--micro-batch-size {2 * rows}" if not packs and not run.learns_from_rewards and (
+        flags.get("global-batch-size", 0) % (2 * rows * lanes) == 0) else ""
 
 
 def _has_rows(flags: Mapping[str, Any], micro_batch_size: int) -> bool:

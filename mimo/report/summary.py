@@ -85,11 +85,13 @@ class ModuleTime:
         parts: seconds by part, in the order of `ORDER`; they sum to the step.
         step_s: seconds of the step.
         beside_s: of passes beside these parts, at most: the timeline does not show a stream of the encoder's own.
+        host_bound_s: of passes in which the device may have waited for the host; 0 on a CPU.
     """
 
     parts: Mapping[str, float]
     step_s: float
     beside_s: float = 0.0
+    host_bound_s: float = 0.0
 
     def share(self, part: str) -> float:
         """Return the share of a part in the step."""
@@ -202,7 +204,9 @@ def module_times(run: Run) -> dict[str, ModuleTime]:
             values = finite(table.get(f"timeline/{module}/{part}-s"))
             if len(values):
                 parts[part] = float(values.mean())
-        found[module] = ModuleTime(parts, float(step.mean()), 0.0 if module == LANGUAGE else beside_s)
+        late = finite(table.get(f"timeline/{module}/host-bound-s"))
+        found[module] = ModuleTime(parts, float(step.mean()), 0.0 if module == LANGUAGE else beside_s,
+                                   float(late.mean()) if len(late) else 0.0)
     return found
 
 

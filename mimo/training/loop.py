@@ -54,7 +54,8 @@ class StepObserver:
         grids, flags = parts.grids, parts.config.observe
         self._grids, self.spans, self._watchdog, self._iteration = grids, parts.spans, parts.watchdog, first - 1
         self._handshake, self._last, self._limit_s = parts.handshake, last, 2 * parts.config.train.watchdog_timeout_s
-        self._timeline = Timeline(grids.layout, grids.rank, reports_lane=parts.reports_lane)
+        self._timeline = Timeline(grids.layout, grids.rank, reports_lane=parts.reports_lane,
+                                  has_device=parts.platform.name == "cuda")
         self._gantt = Gantt(grids, writer, flags.run_dir, interval=flags.timeline_interval, first=first, last=last)
         self._profiler = StepProfiler(flags, parts.spans, grids.rank, cuda=parts.platform.name == "cuda")
         self._signal = TimelineSignal()

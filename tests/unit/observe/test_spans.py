@@ -26,6 +26,9 @@ class StepClock:
     def seconds(self, marks):
         return marks
 
+    def lead_s(self, mark, reached_s):
+        return None
+
 
 def told(spans):
     return [(each.label.kind, each.label.name, each.label.module, each.label.microbatch, each.end_s - each.begin_s)

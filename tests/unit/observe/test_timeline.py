@@ -21,12 +21,14 @@ DISJOINT = Layout("disjoint", 3, (GridSpec("vision"),), GridSpec("language", off
 
 def step_of(module, busy_s, wait_s):
     forward, wait = Label(Kind.FORWARD, "forward", module, 0), Label(Kind.BRIDGE_WAIT, "recv_forward", module, 0)
-    return [Interval(wait, 5.0, 5.0 + wait_s), Interval(forward, 5.0 + wait_s, 5.0 + wait_s + busy_s)]
+    end = 5.0 + wait_s
+    return [Interval(wait, 5.0, end), Interval(forward, end, end + busy_s - 0.25, 0.2),
+            Interval(forward, end + busy_s - 0.25, end + busy_s, 1e-4)]
 
 
 def test_figures_are_mean_and_maximum_over_the_ranks_of_a_module():
     steps = [step_of("vision", 3.0, 1.0), step_of("language", 1.0, 3.0), step_of("language", 2.0, 2.0)]
-    timelines = [Timeline(DISJOINT, rank, reports_lane=rank > 0) for rank in range(3)]
+    timelines = [Timeline(DISJOINT, rank, reports_lane=rank > 0, has_device=True) for rank in range(3)]
     rows = [timeline.own(step, []) for timeline, step in zip(timelines, steps, strict=True)]
     largest, summed = [max(each) for each in zip(*rows, strict=True)], [sum(each) for each in zip(*rows, strict=True)]
     figures = timelines[0].figures(largest, summed)
@@ -34,6 +36,7 @@ def test_figures_are_mean_and_maximum_over_the_ranks_of_a_module():
     assert (figures["language/forward-s"], figures["language/forward-max-s"]) == (1.5, 2.0)
     assert (figures["language/bridge-wait-s"], figures["language/bridge-wait-max-s"]) == (2.5, 3.0)
     assert figures["language/step-s"] == figures["language/step-max-s"] == 4.0
+    assert figures["language/host-bound-s"] == 0.25, "the last part of each pass, before which the device had caught up"
     assert "language/other-modules-s" not in figures, "these grids share no ranks"
     assert all(other.figures(largest, summed) == figures for other in timelines)
 
@@ -108,7 +111,9 @@ def test_device_clock_reads_events_after_the_step(monkeypatch):
     clock = DeviceClock()
     for _ in range(2):  # the second step uses the events of the first
         clock.start()
-        times = clock.seconds([clock.mark() for _ in range(3)])
+        marks = [clock.mark() for _ in range(3)]
+        times = clock.seconds(marks)
+        assert clock.lead_s(marks[1], marks[1][1] + 0.5) == pytest.approx(0.5)
         assert [times[1] - times[0], times[2] - times[1]] == pytest.approx([0.25, 0.25])
     assert len(clock._events) == 3
 

@@ -23,6 +23,7 @@ def steps(**further: Any) -> list[dict[str, Any]]:
     return [step_record(iteration, 3.0 - 0.01 * iteration, **further) for iteration in range(1, 31)]
 
 
+GRAPHS = 'cuda-graphs = false\nrecompute = "none"\nfp8-format = "none"\nllm-ep = 1'
 FOUR = "encoder-dp = 2\nllm-dp = 2\nmicro-batch-size = 1\n"
 
 
@@ -52,6 +53,11 @@ def test_nothing_is_advised_where_nobody_waits(tmp_path: Path) -> None:
     ({"timeline/language/data-wait-s": 0.4}, "num-workers = 2", "--num-workers 4"),
     ({"timeline/language/gradient-sync-s": 0.2}, "overlap-grad-reduce = false", "--overlap-grad-reduce"),
     ({"timeline/language/pipeline-wait-s": 0.3}, "", "--micro-batch-size 2"),
+    ({"timeline/language/host-bound-s": 0.5}, GRAPHS, "--cuda-graphs"),
+    ({"timeline/language/host-bound-s": 0.5}, GRAPHS.replace("false", "true"), ""),
+    ({"timeline/language/host-bound-s": 0.5}, GRAPHS.replace("llm-ep = 1", "llm-ep = 2") + "\nglobal-batch-size = 16",
+     "--micro-batch-size 8"),
+    ({"timeline/vision/host-bound-s": 0.5}, GRAPHS, ""),
     ({"packing-utilisation": 0.5}, "packing-buffer-size = 0", "--packing-buffer-size 64 --micro-batch-size 1"),
     ({"encoder-imbalance": 1.5}, "packing-buffer-size = 8\npacking-balance = false", "--packing-balance"),
 ])
