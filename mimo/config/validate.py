@@ -33,6 +33,8 @@ from mimo.protocols import (
 PROJECTOR = "projector"
 # Most iterations that prefetch may read ahead, because a reader of lanes remembers its position for a few only.
 MAX_STEPS_AHEAD = 4
+# Parts of --recompute-modules that Megatron Core recomputes without keeping their output.
+NO_GRAPHS_IF_RECOMPUTED = frozenset({"layernorm", "moe_act", "mla_up_proj"})
 # Default of --row-lengths.
 ROW_LENGTHS = 16
 # Samples that are searched for images before a run without an encoder.
@@ -246,7 +248,9 @@ def _check_graphs(config: RunConfig) -> None:
              "latent attention keeps rotary positions in a cache that may move them"),
             (f"--moe-gemm {model.moe_gemm}", model.moe_gemm in ("cutlass", "separate") and bool(
                 family.get("num_experts")), "the host waits for the number of tokens of each expert"),
-            (f"--recompute {model.recompute}", model.recompute != "none", "recomputed layers set random generators"),
+            (f"--recompute-modules {','.join(model.recomputed_modules(LANGUAGE))}",
+             not NO_GRAPHS_IF_RECOMPUTED.isdisjoint(model.recomputed_modules(LANGUAGE)),
+             f"recomputing {', '.join(sorted(NO_GRAPHS_IF_RECOMPUTED))} sets random generators"),
             (f"--fp8-format {model.fp8_format}", model.fp8_format != "none",
              "weights are quantised once in a step, and a graph would repeat that in every microbatch"),
             (f"--llm-cp {layout.llm_cp}", layout.llm_cp > 1, "long rows keep the GPU busy without them"),

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.mimo.config.role import RankRole
 from megatron.core.tensor_parallel import layers
@@ -84,6 +85,11 @@ def checkpoint_without_fp8() -> None:
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
     CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
+def replace_checkpoint(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have Megatron Core's layers recompute through `wrap(function)`, where `function` does it now."""
+    tensor_parallel.checkpoint = wrap(tensor_parallel.checkpoint)
 
 
 def after_backward(function: Callable[[], Any]) -> None:

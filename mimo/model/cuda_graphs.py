@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -57,6 +58,8 @@ def replay_decoder(language: torch.nn.Module, grids: Grids, device: torch.device
     if reason:
         raise ValueError(f"--cuda-graphs: {reason}; leave it out")
     decoder = model.decoder
+    if model.config.recompute_granularity is not None:
+        _install_recomputation()
     graphs = _DecoderGraphs(decoder, language if isinstance(language, DistributedDataParallel) else None, device)
     decoder.forward = graphs
     # NCCL destroys a communicator only after all graphs with its collectives.
@@ -324,7 +327,7 @@ class _Passes:
         graphs = self._graphs
         if not graphs.decoder.pre_process:
             graphs.decoder.set_input_tensor(self._inputs[HIDDEN])
-        with torch.enable_grad():
+        with torch.enable_grad(), _recorded(graphs):
             self._output = graphs.run(**self._call.arguments(self._inputs))
 
     def _run_backward(self) -> None:
@@ -332,10 +335,7 @@ class _Passes:
         assert self._output is not None and self._of_output is not None, "a backward pass follows a forward pass"
         found = torch.autograd.grad(self._output, [*self._leaves, *parameters], self._of_output, allow_unused=True)
         self._of_leaves = list(found[:len(self._leaves)])
-        for parameter, gradient in zip(parameters, found[len(self._leaves):], strict=True):
-            # Most layers of Transformer Engine have added it inside the matrix product.
-            if gradient is not None and not parameter.grad_added_to_main_grad:
-                parameter.main_grad.add_(gradient)
+        _add_gradients(parameters, found[len(self._leaves):])
 
     def forward(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Replay the forward pass on `tensors`, one for each buffer. The output is valid until the backward pass."""
@@ -354,6 +354,77 @@ class _Passes:
         found = iter([None if each is None else each.clone() for each in self._of_leaves])
         self._graphs.register_gradients()
         return [next(found) if buffer.requires_grad else None for buffer in self._buffers]
+
+
+def _add_gradients(parameters: Iterable[Any], gradients: Iterable[torch.Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        # Most layers of Transformer Engine have added it inside the matrix product.
+        if gradient is not None and not parameter.grad_added_to_main_grad:
+            parameter.main_grad.add_(gradient)
+
+
+# The decoder whose forward pass runs for a graph, if one does.
+_RECORDED: list[_DecoderGraphs] = []
+
+
+@contextmanager
+def _recorded(graphs: _DecoderGraphs) -> Iterator[None]:
+    _RECORDED.append(graphs)
+    try:
+        yield
+    finally:
+        _RECORDED.pop()
+
+
+def _install_recomputation() -> None:
+    """Have Megatron Core's layers recompute through `_Recomputed` where a graph records them."""
+    if getattr(tensor_parallel.checkpoint, "is_for_graphs", False):
+        return
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+            if not _RECORDED:
+                return original(function, distribute_saved_activations, *args)
+            assert not distribute_saved_activations, "no flag sets it"
+            return _Recomputed.apply(_RECORDED[-1], function, *args)
+
+        checkpoint.is_for_graphs = True  # type: ignore[attr-defined]
+        return checkpoint
+
+    compat.replace_checkpoint(wrap)
+
+
+class _Recomputed(torch.autograd.Function):
+    """Megatron Core's `CheckpointFunction` for layers that draw no random numbers.
+
+    It leaves generators alone, whose states a graph must not read, and adds the gradients of weights itself, because
+    hooks of parameters do not run for a graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, graphs: _DecoderGraphs, function: Callable[..., Any], *args: torch.Tensor | None) -> Any:
+        """Run without gradients, and keep the arguments."""
+        ctx.graphs, ctx.function = graphs, function
+        ctx.save_for_backward(*args)
+        return function(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        """Run again with gradients, then backward."""
+        args = [None if each is None else each.detach().requires_grad_(each.requires_grad)
+                for each in ctx.saved_tensors]
+        with torch.enable_grad():
+            outputs = ctx.function(*args)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        used = [(output, gradient) for output, gradient in zip(outputs, gradients, strict=True)
+                if gradient is not None and output is not None and output.requires_grad]
+        leaves = [each for each in args if each is not None and each.requires_grad]
+        parameters = ctx.graphs.parameters
+        found = torch.autograd.grad([output for output, _ in used], [*leaves, *parameters],
+                                    [gradient for _, gradient in used], allow_unused=True)
+        _add_gradients(parameters, found[len(leaves):])
+        of_leaves = iter(found)
+        return None, None, *(next(of_leaves) if each is not None and each.requires_grad else None for each in args)
 
 
 class _Lease:

@@ -269,13 +269,13 @@ class Search:
 
     def _recomputed(self, config: RunConfig, layout: Layout, batches: list[Microbatches], limit: float
                     ) -> tuple[RunConfig, bool]:
-        """Recompute the fewest language layers with which a run fits, unless it has --recompute or --cuda-graphs.
+        """Recompute the fewest language layers with which a run fits, unless it has --recompute already.
 
         Returns the run and whether it fits.
         """
         step = Step(config, layout, self.costs)
         needed = step.memory(batches)[0]
-        if needed <= limit or config.model.recompute != "none" or config.model.cuda_graphs:
+        if needed <= limit or config.model.recompute != "none":
             return config, needed <= limit
         saved = (step.pass_cost.layer_bytes - step.pass_cost.recomputed_bytes) * min(
             layout.language.pp, step.num_microbatches)

@@ -51,7 +51,7 @@ def replays(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str) ->
     for graphs in found:
         assert not graphs._busy, "a slot was not given back"
         assert not graphs._passes, "NCCL would wait for the graphs before it destroys their groups"
-    return [(record.lm_loss, record.grad_norm) for record in records], ran, len(shapes), len(slots)
+    return ([(record.lm_loss, record.grad_norm, record.moe_losses) for record in records], ran, len(shapes), len(slots))
 
 
 @pytest.mark.parametrize(("ranks", "grids", "slots"), [
@@ -71,6 +71,23 @@ def test_microbatches_of_a_shape_are_replayed_after_the_first(pool: WorkerPool, 
         assert 1 < shapes <= plain_passes <= shapes * (slots - stage) and ran["with gradients"] == 48
         assert ran["without"] == 24, "evaluations run without graphs"
         assert used == slots - stage, "one for each microbatch in flight"
+
+
+EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "32", "--moe-aux-loss-coeff", "0.1")
+
+
+@pytest.mark.parametrize(("recomputed", "model"), [
+    (("full",), ()), (("full", "--recompute-num-layers", "1"), EXPERTS),
+    (("selective", "--recompute-modules", "core_attn,mlp"), ()), (("selective", "--recompute-modules", "moe"), EXPERTS),
+    (("full",), ("--freeze", "vision,language"))],
+    ids=["full", "experts-1-of-2", "parts", "experts", "frozen"])
+def test_recomputed_layers_are_replayed_with_the_same_bits(pool: WorkerPool, tmp_path: Path, model: tuple[str, ...],
+                                                           recomputed: tuple[str, ...]) -> None:
+    flags = ("--layout", "colocated", "--train-iters", "4", "--recompute", *recomputed, *model)
+    ((losses, *_),) = pool.run(replays, flags, 1, str(tmp_path / "plain"), world_size=1)
+    ((found, ran, _, _),) = pool.run(replays, (*flags, "--cuda-graphs"), 1, str(tmp_path / "graphs"), world_size=1)
+    assert found == losses and ran["replayed"] > 24
+    assert bool(losses[0][2]) == (model == EXPERTS), "load-balancing losses are compared, too"
 
 
 @pytest.mark.parametrize("model", [

@@ -83,6 +83,8 @@ LAYOUTS = {
         4, "--layout homogeneous --llm-cp 2 --llm-pp 2 --micro-batch-size 3 --logits-chunk-size 20"),
     "tp2-logits-by-9": (3, "--llm-tp 2 --logits-chunk-size 9"),
     "graphs-llm-tp2": (3, "--llm-tp 2 --sequence-parallel --cuda-graphs"),
+    "graphs-llm-tp2-recomputed": (
+        3, "--llm-tp 2 --sequence-parallel --cuda-graphs --recompute full --recompute-num-layers 1"),
     "graphs-llm-dp2-overlap": (
         3, "--llm-dp 2 --cuda-graphs --overlap-grad-reduce --ddp-num-buckets 3"),
     "graphs-windows-llm-tp2-pp2-overlap": (
