@@ -251,8 +251,9 @@ def _check_graphs(config: RunConfig) -> None:
             (f"--recompute-modules {','.join(model.recomputed_modules(LANGUAGE))}",
              not NO_GRAPHS_IF_RECOMPUTED.isdisjoint(model.recomputed_modules(LANGUAGE)),
              f"recomputing {', '.join(sorted(NO_GRAPHS_IF_RECOMPUTED))} sets random generators"),
-            (f"--fp8-format {model.fp8_format}", model.fp8_format != "none",
-             "weights are quantised once in a step, and a graph would repeat that in every microbatch"),
+            (f"--fp8-format {model.fp8_format} and --recompute {model.recompute}",
+             model.fp8_format != "none" and model.recompute != "none",
+             "Transformer Engine sets random generators where it recomputes FP8 layers"),
             (f"--llm-cp {layout.llm_cp}", layout.llm_cp > 1, "long rows keep the GPU busy without them"),
             (f"--llm-ep {layout.llm_ep}", layout.llm_ep > 1, "the host waits for the numbers of tokens that ranks "
              "exchange"),

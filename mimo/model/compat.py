@@ -194,6 +194,13 @@ def fp8_copies(linear: Any) -> dict[str, Any]:
     return copies
 
 
+def overwrite_grouped_tensor(old: Any, new: Any) -> None:
+    """Copy quantised matrices into the memory of others of the same shapes."""
+    for name in ("rowwise_data", "columnwise_data", "scale_inv", "columnwise_scale_inv"):
+        if getattr(new, name) is not None:
+            getattr(old, name).copy_(getattr(new, name))
+
+
 def reordered_grouped_tensor(tensor: Any, order: Any, offsets: Any, shape: tuple[int, int]) -> Any:
     """Describe quantised matrices of one shape, with a scale each, in another order than in memory.
 

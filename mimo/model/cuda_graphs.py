@@ -28,6 +28,7 @@ from megatron.core.utils import unwrap_model
 
 from mimo.grid.groups import Grids
 from mimo.model import compat
+from mimo.model.fp8 import LastingCopies
 from mimo.model.packed_experts import PackedLinear
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ class _DecoderGraphs:
         # Shapes that have run without graphs, and those whose backward pass is over.
         self._seen: set[Any] = set()
         self._warm: set[Any] = set()
+        self._copies: LastingCopies | None = None
         self.drop()
 
     def drop(self) -> None:
@@ -141,6 +143,8 @@ class _DecoderGraphs:
         if call is None or key is None:
             output: torch.Tensor = self.run(**inputs)
             return output
+        if self._copies is not None:
+            self._copies.renew()
         if self._addresses != [tensor.data_ptr() for tensor in self._watched]:
             # Weights or gradients have been offloaded and are back somewhere else.
             self.drop()
@@ -149,6 +153,7 @@ class _DecoderGraphs:
                 self._seen.add(key)
                 self._make_room(call.num_tokens)
             output = self.run(**inputs)
+            self._copies = self._copies or LastingCopies(self.decoder)
             output.register_hook(lambda gradient: compat.after_backward(lambda: self._warm.add(key)))
             return output
         slot = next(number for number in range(len(self._busy) + 1) if number not in self._busy)

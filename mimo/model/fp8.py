@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mimo.model import compat
 from mimo.model.moe import DuplicatedLinear
+from mimo.model.packed_experts import PackedLinear
 from mimo.protocols import Fp8
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,31 @@ def forget_weights() -> None:
     """Free the FP8 copies of all weights of this process, because the weights have changed."""
     for linear in _HOLDERS:
         compat.fp8_copies(linear).clear()
+
+
+class LastingCopies:
+    """FP8 copies of a module's weights that stay where they are in memory, as CUDA graphs need them.
+
+    Args:
+        module: a module of Transformer Engine's layers that has run with gradients, so that it has copies. Other
+            modules have none.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._copies = {part: compat.fp8_copies(part)["weight"] for part in module.modules() if part in _HOLDERS}
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Quantise the weights again that a layer has no copy of or another one, and give it this one."""
+        for linear, copy in self._copies.items():
+            copies = compat.fp8_copies(linear)
+            if copies.get("weight") is copy:
+                continue
+            if isinstance(linear.forward, PackedLinear):
+                linear.forward.quantize_into(copy)
+            else:
+                copy.quantize_(linear.weight)
+            copies["weight"] = copy
 
 
 def use_fp8(module: torch.nn.Module, fp8: Fp8, impl: str) -> None:

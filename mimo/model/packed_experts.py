@@ -321,6 +321,11 @@ class PackedLinear:
             copies["weight"] = self._quantize(quantizer)
         return copies["weight"]
 
+    def quantize_into(self, copy: Any) -> None:
+        """Quantise the weights again, into the memory of an earlier copy."""
+        assert self._fp8 is not None, "the layer has made the copy"
+        compat.overwrite_grouped_tensor(copy, self._quantize(self._fp8.weights))
+
     def _quantize(self, quantizer: Any) -> Any:
         import transformer_engine_torch as tex
 

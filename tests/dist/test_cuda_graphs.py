@@ -79,10 +79,10 @@ EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-siz
 @pytest.mark.parametrize(("recomputed", "model"), [
     (("full",), ()), (("full", "--recompute-num-layers", "1"), EXPERTS),
     (("selective", "--recompute-modules", "core_attn,mlp"), ()), (("selective", "--recompute-modules", "moe"), EXPERTS),
-    (("full",), ("--freeze", "vision,language"))],
-    ids=["full", "experts-1-of-2", "parts", "experts", "frozen"])
-def test_recomputed_layers_are_replayed_with_the_same_bits(pool: WorkerPool, tmp_path: Path, model: tuple[str, ...],
-                                                           recomputed: tuple[str, ...]) -> None:
+    (("full",), ("--freeze", "vision,language")), (("none",), ("--fp8-format", "hybrid"))],
+    ids=["full", "experts-1-of-2", "parts", "experts", "frozen", "fp8"])
+def test_layers_that_recompute_or_round_are_replayed_with_the_same_bits(
+        pool: WorkerPool, tmp_path: Path, model: tuple[str, ...], recomputed: tuple[str, ...]) -> None:
     flags = ("--layout", "colocated", "--train-iters", "4", "--recompute", *recomputed, *model)
     ((losses, *_),) = pool.run(replays, flags, 1, str(tmp_path / "plain"), world_size=1)
     ((found, ran, _, _),) = pool.run(replays, (*flags, "--cuda-graphs"), 1, str(tmp_path / "graphs"), world_size=1)

@@ -259,7 +259,7 @@ def test_a_dry_run_says_what_the_precision_aware_optimizer_saves():
 
 @pytest.mark.parametrize(("flags", "ranks", "named"), [
     ("--recompute selective --recompute-modules layernorm,core_attn", 1, "--recompute-modules layernorm,core_attn"),
-    ("--fp8-format e4m3", 1, "--fp8-format e4m3"),
+    ("--fp8-format e4m3 --recompute full", 1, "--fp8-format e4m3 and --recompute full"),
     ("--hidden-dropout 0.1", 1, "--hidden-dropout 0.1"),
     ("--attention-dropout 0.1", 1, "--attention-dropout 0.1"),
     ("--model-provider deepseek_v3", 1, "--model-provider deepseek_v3"),
