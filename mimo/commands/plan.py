@@ -16,9 +16,10 @@ from mimo.config.trainer import LayoutConfig, RunConfig
 from mimo.config.validate import validate
 from mimo.grid.layout import required_world_size
 from mimo.planner.candidates import HOMOGENEOUS, TEXT, USABLE, Candidate, Search
-from mimo.planner.costs import GPUS, Costs, Profile, check_supported
+from mimo.planner.costs import GPUS, HOST_BOUND_SHARE, Costs, Profile, check_supported
 from mimo.planner.measure import measure, model_name
 from mimo.planner.workload import SampleSize, draw_samples
+from mimo.protocols import LANGUAGE
 from mimo.text import counted, table
 
 # Predicted step times that differ by less are not told apart.
@@ -65,7 +66,7 @@ def plan(flags: PlanFlags, run_flags: list[str]) -> int:
         raise ValueError(f"no layout of {counted(size, 'GPU')} works; the last one was refused: {why}")
     document = json.dumps({
         "gpus": size, "profile": asdict(profile), "run": _sections(config, RUN_SECTIONS),
-        "layouts": [_record(each) for each in found], "own": None if own is None else _record(own)})
+        "layouts": [_record(each) for each in [*found, *search.others]], "own": None if own is None else _record(own)})
     if flags.out:
         Path(flags.out).write_text(document + "\n", encoding="utf-8")
     if flags.json:
@@ -145,6 +146,8 @@ def _head(config: RunConfig, profile: Profile, size: int, samples: list[SampleSi
                      f"{profile.spread:.0%}")
         if profile.model != model_name(config):
             lines.append(f"  this run is another model ({model_name(config)}), so that they are less certain")
+        if any(each.host_bound > HOST_BOUND_SHARE for each in profile.modules.get(LANGUAGE, ())):
+            lines.append("  the GPU waited for its host, so what it gains by --cuda-graphs is an estimate")
     else:
         lines.append("costs: estimated from the data sheet; --measure on such GPUs makes them more certain")
     return [*lines, ""]

@@ -238,6 +238,7 @@ def _check_graphs(config: RunConfig) -> None:
     if not model.cuda_graphs:
         return
     balancing = family.get("moe_router_load_balancing_type")
+    has_experts = registry.model_provider(model.model_provider).num_experts(config.model_family) > 0
     dropout = {name: family.get(name) or 0.0 for name in ("hidden_dropout", "attention_dropout")}
     for flags, is_given, reason in (
             *((f"{flag_name(name)} {share}", share > 0, "a replay would draw the same numbers again")
@@ -246,8 +247,11 @@ def _check_graphs(config: RunConfig) -> None:
              "a replay would draw the same numbers again"),
             (f"--model-provider {model.model_provider}", "kv_lora_rank" in family,
              "latent attention keeps rotary positions in a cache that may move them"),
-            (f"--moe-gemm {model.moe_gemm}", model.moe_gemm in ("cutlass", "separate") and bool(
-                family.get("num_experts")), "the host waits for the number of tokens of each expert"),
+            (f"--moe-gemm {model.moe_gemm}", has_experts and model.moe_gemm in ("cutlass", "separate"),
+             "the host waits for the number of tokens of each expert"),
+            (f"--moe-token-dispatcher-type {model.moe_token_dispatcher_type}",
+             has_experts and model.moe_token_dispatcher_type == "allgather",
+             "the host waits for the number of tokens of each expert"),
             (f"--recompute-modules {','.join(model.recomputed_modules(LANGUAGE))}",
              not NO_GRAPHS_IF_RECOMPUTED.isdisjoint(model.recomputed_modules(LANGUAGE)),
              f"recomputing {', '.join(sorted(NO_GRAPHS_IF_RECOMPUTED))} sets random generators"),
@@ -268,6 +272,21 @@ def _check_graphs(config: RunConfig) -> None:
              "the last microbatch runs without graphs"),
             ("--overlap-param-gather", config.ddp.overlap_param_gather, "layers would not wait for their weights")):
         refuse(is_given, f"--cuda-graphs with {flags}: {reason}; leave out one of the two")
+
+
+def may_have_graphs(config: RunConfig) -> bool:
+    """Return whether a run on GPUs that can multiply by all experts at once may have --cuda-graphs."""
+    model = config.model
+    if model.transformer_impl == "local":
+        return False
+    has_experts = registry.model_provider(model.model_provider).num_experts(config.model_family) > 0
+    if has_experts and (not model.bf16 or config.train.deterministic_mode):
+        return False
+    try:
+        _check_graphs(replace(config, model=replace(model, cuda_graphs=True)))
+    except ValueError:
+        return False
+    return True
 
 
 def num_microbatches(config: RunConfig) -> int:

@@ -418,7 +418,7 @@ class _Recomputed(torch.autograd.Function):
         """Run again with gradients, then backward."""
         args = [None if each is None else each.detach().requires_grad_(each.requires_grad)
                 for each in ctx.saved_tensors]
-        with torch.enable_grad():
+        with torch.enable_grad(), _recorded(ctx.graphs):  # the function may recompute parts of its own
             outputs = ctx.function(*args)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         used = [(output, gradient) for output, gradient in zip(outputs, gradients, strict=True)

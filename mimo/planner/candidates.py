@@ -6,14 +6,19 @@ import itertools
 import shlex
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import batched, islice
 from statistics import fmean
 
 from mimo.config.toml_file import flag_name
 from mimo.config.trainer import LayoutConfig, ModelConfig, RunConfig, TrainConfig
-from mimo.config.validate import check_data, layers_of_stages, row_multiple, validate_without_data
+from mimo.config.validate import (
+    check_data,
+    layers_of_stages,
+    may_have_graphs,
+    row_multiple,
+    validate_without_data,
+)
 from mimo.grid.lanes import row_length
 from mimo.grid.spec import GridSpec, Layout
 from mimo.planner.costs import GIB, Costs
@@ -146,6 +151,7 @@ class Search:
         refusal: the trainer's message about the last one of them.
         slow: number of layouts that were not predicted because they cannot be among the best.
         large: number of layouts that were not predicted because they do not fit.
+        others: predictions of layouts that are among the results in another form, with or without CUDA graphs.
     """
 
     def __init__(self, base: RunConfig, costs: Costs, samples: list[SampleSize], size: int, best: int = BEST) -> None:
@@ -153,6 +159,7 @@ class Search:
         self.base, self.costs, self.samples, self.size = base, costs, samples, size
         self.encoders = costs.encoders
         self.refused = self.slow = self.large = 0
+        self.others: list[Candidate] = []
         self.refusal = ""
         # Message with which the data set refuses layouts, by (lanes, micro-batch size); empty if it accepts them.
         self._data_refusals: dict[tuple[int, int], str] = {}
@@ -174,7 +181,8 @@ class Search:
         On many GPUs, layouts that do not fit are left out, and so are those that cannot be among the best even if no
         rank ever waits.
         """
-        few, found, slow = self.size <= MANY_GPUS, list[Candidate](), set[tuple[str, LayoutConfig, TrainConfig]]()
+        few, found = self.size <= MANY_GPUS, list[Candidate]()
+        slow, large, refused = (set[tuple[str, LayoutConfig, TrainConfig]]() for _ in range(3))
         plausible: list[tuple[float, int, str, RunConfig, Layout]] = []
         counts = Counter(tokens for sample in self.samples for tokens in sample.images)
         images = {tokens: number / len(self.samples) for tokens, number in counts.items()}
@@ -193,33 +201,34 @@ class Search:
                             images, self._longest(train.micro_batch_size))
                         plausible.append((least, len(plausible), kind, fitted, accepted))
                     else:
-                        self.large += 1
+                        large.add(_without_variant(kind, config))
         for least, _, kind, config, accepted in sorted(plausible, key=lambda each: each[:2]):
+            common = _without_variant(kind, config)
             if not few and self._is_hopeless(kind, least, found):
-                slow.add(_without_variant(kind, config))
+                slow.add(common)
                 continue
             # Checked again, as recomputation may have been added, and only a layout that can run may displace others.
-            if self._refuses(config):
+            if common in refused or self._refuses(config):
+                refused.add(common)
                 continue
             candidate = self.candidate(kind, config, accepted)
             # Some flags are equivalent, such as a window of 0 and one of all microbatches.
             if all(candidate.prediction != each.prediction for each in found):
                 found.append(candidate)
-        self.slow = len(slow - {_without_variant(each.kind, each.config) for each in found})
-        return sorted(_graphs_that_pay(found), key=lambda each: (not each.fits, each.prediction.step_s))
+        known = {_without_variant(each.kind, each.config) for each in found}
+        self.slow, self.large = len(slow - known), len(large - known)
+        chosen = list(_graphs_that_pay(found))
+        self.others = [each for each in found if all(each is not one for one in chosen)]
+        return sorted(chosen, key=lambda each: (not each.fits, each.prediction.step_s))
 
     def _with_graphs(self, config: RunConfig) -> Iterator[RunConfig]:
         """Yield a run with CUDA graphs if its flags do not have them and they are possible."""
         model = config.model
-        if model.cuda_graphs or not self.costs.gpu.launches_kernels or model.transformer_impl == "local":
+        gpu = self.costs.gpu
+        if model.cuda_graphs or not (gpu.multiplies_packed_experts if self.costs.num_experts else gpu.launches_kernels):
             return
-        # Packed products of experts need bfloat16.
-        if self.costs.num_experts and (not model.bf16 or config.train.deterministic_mode):
-            return
-        config = replace(config, model=replace(model, cuda_graphs=True))
-        with suppress(ValueError):
-            validate_without_data(config, self.size)
-            yield config
+        if may_have_graphs(config):
+            yield replace(config, model=replace(model, cuda_graphs=True))
 
     def _longest(self, micro_batch_size: int) -> list[int]:
         """Return the tokens of the longest sample of each microbatch, if neighbouring samples share one."""
@@ -234,8 +243,9 @@ class Search:
     def _is_hopeless(self, kind: str, least_s: float, found: list[Candidate]) -> bool:
         """Return whether a layout is certain not to be among the best, overall or of its kind."""
         least_s *= 1 - TOLERANCE
-        times = sorted(each.prediction.step_s for each in found)
-        alike = sorted(each.prediction.step_s for each in found if each.kind == kind)
+        chosen = list(_graphs_that_pay(found))
+        times = sorted(each.prediction.step_s for each in chosen)
+        alike = sorted(each.prediction.step_s for each in chosen if each.kind == kind)
         return (len(times) >= self._best and least_s > times[self._best - 1]
                 and len(alike) >= BEST_OF_KIND and least_s > alike[BEST_OF_KIND - 1])
 

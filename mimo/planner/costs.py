@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate
@@ -49,6 +49,11 @@ class Gpu:
         """Whether it is a GPU. The profile of a host without one has fewer TFLOP/s."""
         return self.tflops >= GPUS["A100"].tflops
 
+    @property
+    def multiplies_packed_experts(self) -> bool:
+        """Whether one product serves all experts of a layer (--moe-gemm packed), from Hopper on."""
+        return self.tflops >= GPUS["H100"].tflops
+
 
 # From NVIDIA's data sheets, with four fifths of the bandwidths, which is what NCCL reaches with large messages.
 GPUS = {
@@ -80,9 +85,12 @@ PROFILE_VERSION = 3
 HOST_FORWARD_S, HOST_BACKWARD_S = 0.2e-3, 0.4e-3
 # Least seconds of the passes of a layer (attention and MLP) in a language model without CUDA graphs, on one GPU and
 # with tensor parallelism, whose layers also launch collectives. On H200, steps with --llm-tp 2 took about as long with
-# rows of 2,300 tokens as with rows of 4,096 (docs/when.md): 4.4 to 5.3 ms a layer in both passes together, if the rest
-# of the step took what plans say. No profile has shown where this time goes. Half of it on one GPU is an assumption.
+# rows of 2,300 tokens as with rows of 4,096: 4.4 to 5.3 ms a layer in both passes together, if the rest of the step
+# took what plans say. A profile of such a step shows that the GPU waits (docs/when.md). Half of it on one GPU is an
+# assumption.
 LAUNCH_S = {False: (0.8e-3, 1.4e-3), True: (1.6e-3, 2.8e-3)}
+# A measured pass of which the GPU waited for its host for more than this share says little about the GPU.
+HOST_BOUND_SHARE = 0.5
 # Seconds before the first byte of a collective arrives.
 LATENCY_S = 20e-6
 # Bytes of memory that Adam reads and writes for a parameter: gradient, master weight, two moments, bf16 weight.
@@ -105,6 +113,7 @@ class Ratios:
         ends_forward, ends_backward: seconds of embedding, output layer and loss; for an encoder, seconds of each call.
         bytes: activations that the layers keep.
         ends_bytes: activations that the output layer and the loss keep.
+        host_bound: share of the passes in which the GPU waited for its host.
     """
 
     tp: int = 1
@@ -115,6 +124,7 @@ class Ratios:
     ends_backward: float = 1.0
     bytes: float = 1.0
     ends_bytes: float = 1.0
+    host_bound: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -307,6 +317,9 @@ class Costs:
             shared = (cp - 1) * (moved_bytes / (self.gpu.link_gb_s * 1e9) + LATENCY_S)
         ratios = self.profile.ratios(LANGUAGE, tp, micro_batch_size)
         launch_s: tuple[float, ...] = (0.0, 0.0)
+        if graphs and ratios.host_bound > HOST_BOUND_SHARE:
+            # What the GPU itself needs is not known.
+            ratios = replace(ratios, forward=min(ratios.forward, 1.0), backward=min(ratios.backward, 1.0))
         if graphs:
             host_forward_s = host_backward_s = 0.0
         elif launches and self.gpu.launches_kernels:
@@ -320,7 +333,8 @@ class Costs:
         forward_s = max(forward_s * ratios.forward, launch_s[0])
         backward_s = 0.0
         if layers[1]:
-            backward_s = layers[1] / rate / self.num_layers + EXPERT_BACKWARD_BYTES * weights
+            read = EXPERT_BACKWARD_BYTES if self.trains(LANGUAGE) else EXPERT_FORWARD_BYTES
+            backward_s = layers[1] / rate / self.num_layers + read * weights
             backward_s = max(backward_s, host_backward_s) + 3 * moved + dispatch + 2 * shared
             backward_s = max(backward_s * ratios.backward, launch_s[1])
         kept = tokens * self._kept_bytes(LANGUAGE, self.hidden_size) / self.num_layers / tp

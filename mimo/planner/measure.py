@@ -96,7 +96,8 @@ def _training(config: RunConfig, tp: int, dp: int, micro_batch_size: int, depth:
                     num_generations=0, device=device, dry_run=False, world_size=None, encoder_prefetch_depth=0)
     schedule = replace(config.schedule, lr_decay_style="constant", lr_warmup_iters=0, lr_warmup_samples=0,
                        lr_decay_iters=None, lr_decay_samples=None, lr_wsd_decay_iters=None, lr_wsd_decay_samples=None)
-    model = replace(config.model, recompute="none", recompute_modules="", recompute_num_layers=None,
+    # Graphs keep memory that the ratios do not know. What the GPU alone needs shows without them if it is never late.
+    model = replace(config.model, cuda_graphs=False, recompute="none", recompute_modules="", recompute_num_layers=None,
                     encoder_recompute="none", encoder_recompute_modules="")
     # Ratios refer to rows of --seq-length tokens.
     data = replace(config.data, row_lengths=1)
@@ -117,6 +118,7 @@ class Training:
         peak_bytes: most bytes that a step allocates beyond that.
         image_bytes: activations that the encoder keeps for the microbatch with the most patches.
         image_patches: patches of that microbatch.
+        host_bound: share of the language model's passes in which the GPU waited for its host.
     """
 
     passes: dict[tuple[str, str, int], float] = field(default_factory=dict)
@@ -127,6 +129,7 @@ class Training:
     peak_bytes: float = 0.0
     image_bytes: float = 0.0
     image_patches: float = 0.0
+    host_bound: float = 0.0
 
     def total(self, module: str, kind: str) -> float:
         """Return the mean seconds of a module's passes of one kind over all microbatches."""
@@ -139,6 +142,7 @@ def _run(config: RunConfig, platform: Platform, rank: int, world_size: int) -> T
     from megatron.core.utils import unwrap_model
 
     from mimo.grid.groups import Grids
+    from mimo.observability.timeline import host_bound_s
     from mimo.training.loop import TrainingLoop
     from mimo.training.step import train_step
 
@@ -151,6 +155,7 @@ def _run(config: RunConfig, platform: Platform, rank: int, world_size: int) -> T
             microbatches = loader.next_step()
             steps: list[dict[tuple[str, str, int], float]] = []
             others: list[dict[str, float]] = []
+            late: list[float] = []
             for number in range(WARMUP + STEPS):
                 self.platform.synchronize()
                 if self.platform.name == "cuda":
@@ -162,14 +167,17 @@ def _run(config: RunConfig, platform: Platform, rank: int, world_size: int) -> T
                 self.parts.spans.end_step()
                 if self.platform.name == "cuda":
                     found.peak_bytes = self.platform.peak_memory_bytes() - found.static_bytes
-                passes, rest = _sums(self.parts.spans.intervals())
+                intervals = self.parts.spans.intervals()
+                passes, rest = _sums(intervals)
                 if number >= WARMUP:
+                    late.append(host_bound_s(intervals, LANGUAGE))
                     steps.append(passes)
                     others.append(rest)
                 self.session.progress.iteration += 1
             found.passes = {key: median(step.get(key, 0.0) for step in steps) for key in steps[0]}
             found.others = {kind: median(rest.get(kind, 0.0) for rest in others) for kind in others[0]}
             totals = [sum(seconds for (module, _, _), seconds in step.items() if module == LANGUAGE) for step in steps]
+            found.host_bound = sum(late) / max(sum(totals), 1e-9)
             found.spread = (max(totals) - min(totals)) / max(median(totals), 1e-9)
             for encoder in self.grids.layout.encoders:
                 self._images(encoder.name, microbatches)
@@ -226,7 +234,7 @@ def _ratios(configs: Sequence[RunConfig], trainings: Sequence[Training], profile
         images = [each.image_bytes for each in trainings]
         kept = [each.peak_bytes - image for each, image in zip(trainings, images, strict=True)]
         found["bytes"], found["ends_bytes"] = _split(depths, kept, cost.layer_bytes, cost.ends_bytes)
-    ratios = {LANGUAGE: Ratios(tp, samples, **found)}
+    ratios = {LANGUAGE: Ratios(tp, samples, **found, host_bound=deep.host_bound)}
     for name in costs.encoders:
         estimated, own = costs.encoder(name, tp), {}
         for kind, rate, call in (("forward", estimated.forward_flops_s, estimated.call_forward_s),

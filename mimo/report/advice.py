@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 import numpy as np
 
+from mimo.config.cli import parse
+from mimo.config.validate import may_have_graphs
 from mimo.observability.spans import Kind
 from mimo.protocols import LANGUAGE
 from mimo.report.charts import run_name
 from mimo.report.html import section
-from mimo.report.run_reader import Run
+from mimo.report.run_reader import FLAGS, Run
 from mimo.report.summary import (
     ModuleTime,
     finite,
@@ -81,10 +84,11 @@ def _from_timeline(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[str
                          "then.", "--overlap-grad-reduce", f"At most {rounded(1 / (1 - sync))} times as fast.")
         waited = each.share(Kind.PIPELINE_WAIT)
         rows = flags.get("micro-batch-size", 1)
-        if name == LANGUAGE and waited >= PIPELINE_SHARE and rows % 2 == 0 and _has_rows(flags, rows // 2):
+        late = each.host_bound_s / each.step_s if each.step_s else 0.0
+        if name == LANGUAGE and waited >= PIPELINE_SHARE and late < HOST_SHARE and rows % 2 == 0 and (
+                _has_rows(flags, rows // 2)):
             yield Advice(f"The language grid waits for its own pipeline for {percent(waited)} of its step. Twice as "
                          "many microbatches fill it better.", f"--micro-batch-size {rows // 2}")
-        late = each.host_bound_s / each.step_s if each.step_s else 0.0
         if late >= HOST_SHARE:
             yield Advice(
                 f"In passes of {name} that take {percent(late)} of a step, the GPU waits for its host, which launches "
@@ -100,15 +104,15 @@ def _from_timeline(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[str
 
 def _fewer_launches(run: Run, module: str, flags: Mapping[str, Any]) -> str:
     """Return the flags with which the host launches less for a module; empty if none are known."""
+    if run.learns_from_rewards:
+        return ""
+    if module == LANGUAGE and flags.get("cuda-graphs") is False:
+        with suppress(ValueError):  # flags of a provider that is not installed here
+            if may_have_graphs(parse(["--config", str(run.path / FLAGS)])):
+                return "--cuda-graphs"
     rows, lanes = flags.get("micro-batch-size", 1), flags.get("llm-dp", 1)
-    graphs = not run.learns_from_rewards and flags.get("cuda-graphs") is False and (
-        flags.get("recompute"), flags.get("fp8-format")) == ("none", "none") and all(
-        flags.get(name, 1) == 1 for name in ("llm-cp", "llm-ep", "llm-expt-tp"))
-    if module == LANGUAGE and graphs:
-        return "--cuda-graphs"
-    packs = flags.get("packing-buffer-size")
-    return f"--micro-batch-size {2 * rows}" if not packs and not run.learns_from_rewards and (
-        flags.get("global-batch-size", 0) % (2 * rows * lanes) == 0) else ""
+    fits = flags.get("global-batch-size", 1) % (2 * rows * lanes) == 0
+    return f"--micro-batch-size {2 * rows}" if fits and not flags.get("packing-buffer-size") else ""
 
 
 def _has_rows(flags: Mapping[str, Any], micro_batch_size: int) -> bool:

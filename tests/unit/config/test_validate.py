@@ -264,6 +264,7 @@ def test_a_dry_run_says_what_the_precision_aware_optimizer_saves():
     ("--attention-dropout 0.1", 1, "--attention-dropout 0.1"),
     ("--model-provider deepseek_v3", 1, "--model-provider deepseek_v3"),
     ("--num-experts 4 --moe-gemm cutlass", 1, "--moe-gemm cutlass"),
+    ("--num-experts 4 --moe-token-dispatcher-type allgather", 1, "--moe-token-dispatcher-type allgather"),
     ("--llm-cp 2", 2, "--llm-cp 2"),
     ("--num-experts 4 --llm-dp 2 --llm-ep 2", 2, "--llm-ep 2"),
     ("--num-experts 4 --llm-dp 2 --llm-expt-tp 2", 2, "--llm-expt-tp 2"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mimo.config.cli import parse, to_toml
 from mimo.report.advice import advice, advice_section
 from mimo.report.run_reader import Run, read_run
 from tests.support.report_runs import evaluation, policy_record, step_record, write_run
@@ -23,7 +24,6 @@ def steps(**further: Any) -> list[dict[str, Any]]:
     return [step_record(iteration, 3.0 - 0.01 * iteration, **further) for iteration in range(1, 31)]
 
 
-GRAPHS = 'cuda-graphs = false\nrecompute = "none"\nfp8-format = "none"\nllm-ep = 1'
 FOUR = "encoder-dp = 2\nllm-dp = 2\nmicro-batch-size = 1\n"
 
 
@@ -53,11 +53,6 @@ def test_nothing_is_advised_where_nobody_waits(tmp_path: Path) -> None:
     ({"timeline/language/data-wait-s": 0.4}, "num-workers = 2", "--num-workers 4"),
     ({"timeline/language/gradient-sync-s": 0.2}, "overlap-grad-reduce = false", "--overlap-grad-reduce"),
     ({"timeline/language/pipeline-wait-s": 0.3}, "", "--micro-batch-size 2"),
-    ({"timeline/language/host-bound-s": 0.5}, GRAPHS, "--cuda-graphs"),
-    ({"timeline/language/host-bound-s": 0.5}, GRAPHS.replace("false", "true"), ""),
-    ({"timeline/language/host-bound-s": 0.5}, GRAPHS.replace("llm-ep = 1", "llm-ep = 2") + "\nglobal-batch-size = 16",
-     "--micro-batch-size 8"),
-    ({"timeline/vision/host-bound-s": 0.5}, GRAPHS, ""),
     ({"packing-utilisation": 0.5}, "packing-buffer-size = 0", "--packing-buffer-size 64 --micro-batch-size 1"),
     ({"encoder-imbalance": 1.5}, "packing-buffer-size = 8\npacking-balance = false", "--packing-balance"),
 ])
@@ -65,6 +60,24 @@ def test_each_figure_has_its_flag(figures: dict[str, float], flags: str, advised
     quiet = {f"timeline/{name}/bridge-wait-s": 0.01 for name in ("vision", "language")}
     base = FOUR.replace("micro-batch-size = 1", "micro-batch-size = 4")
     assert [each.flags for each in advice(run_with(tmp_path, steps(**quiet | figures), base + flags))] == [advised]
+
+
+@pytest.mark.parametrize(("module", "flags", "advised"), [
+    ("language", "", "--cuda-graphs"), ("language", "--recompute full", "--cuda-graphs"),
+    ("language", "--cuda-graphs", "--micro-batch-size 2"), ("vision", "", "--micro-batch-size 2"),
+    ("language", "--attention-dropout 0.1", "--micro-batch-size 2"),
+    ("language", "--transformer-impl local --global-batch-size 9", ""),
+    ("language", "--num-experts 8 --no-bf16", "--micro-batch-size 2"),
+    ("language", "--num-experts 8", "--cuda-graphs")])
+def test_a_gpu_that_waits_for_its_host_gets_graphs_where_the_trainer_accepts_them(
+        module: str, flags: str, advised: str, tmp_path: Path) -> None:
+    quiet = {f"timeline/{name}/bridge-wait-s": 0.01 for name in ("vision", "language")}
+    write_run(tmp_path, steps(**quiet, **{f"timeline/{module}/host-bound-s": 0.5}))
+    given = ["--model-provider", "llava", "--dataset-provider", "mock", "--train-iters", "30", "--global-batch-size",
+             "8", "--micro-batch-size", "1", "--bf16", "--encoder-dp", "1", "--llm-dp", "1", *flags.split()]
+    (tmp_path / "run_config.toml").write_text(to_toml(parse(given)))
+    (found,) = advice(read_run(tmp_path))
+    assert found.flags == advised and "50 % of a step" in found.found
 
 
 def test_a_rising_held_out_loss_ends_the_run_earlier(tmp_path: Path) -> None:
