@@ -40,7 +40,7 @@ def test_arithmetic(tmp_path: Path) -> None:
     output, found = run_recipe("arithmetic_cpu.sh", tmp_path)
     evaluations = [record["reward validation"] for record in found if "reward validation" in record]
     steps = [record for record in found if "gen-kl" in record]
-    # Greedily it mostly says one too many; of what it draws, about two in five are right.
+    # Greedily it mostly says one too many; of what it draws, about a third is right.
     assert evaluations[0] < 0.5 and evaluations[-1] > 0.9, evaluations
     assert 0.2 < steps[0]["reward"] < 0.6
     assert output.strip().splitlines()[-1] == f"reward: {evaluations[-1]:.4f}"
