@@ -239,6 +239,9 @@ def _check_graphs(config: RunConfig) -> None:
         return
     balancing = family.get("moe_router_load_balancing_type")
     has_experts = registry.model_provider(model.model_provider).num_experts(config.model_family) > 0
+    overlaps = ["--overlap-param-gather"] if config.ddp.overlap_param_gather else []
+    # Later stages of a pipeline do not know before a forward pass which one is the last.
+    overlaps += ["--overlap-grad-reduce"] if config.ddp.overlap_grad_reduce and layout.llm_pp == 1 else []
     dropout = {name: family.get(name) or 0.0 for name in ("hidden_dropout", "attention_dropout")}
     for flags, is_given, reason in (
             *((f"{flag_name(name)} {share}", share > 0, "a replay would draw the same numbers again")
@@ -267,10 +270,10 @@ def _check_graphs(config: RunConfig) -> None:
              balancing == "global_aux_loss" and layout.llm_dp > 1,
              "lanes add up their loads, and rows of one may have graphs when those of another have not"),
             ("--moe-shared-expert-overlap", model.moe_shared_expert_overlap, "one rank has all experts"),
-            ("--overlap-grad-reduce and one microbatch in a step",
-             config.ddp.overlap_grad_reduce and layout.llm_pp == 1 and num_microbatches(config) == 1,
-             "the last microbatch runs without graphs"),
-            ("--overlap-param-gather", config.ddp.overlap_param_gather, "layers would not wait for their weights")):
+            (f"{' and '.join(overlaps)} and --global-batch-size {config.train.global_batch_size}",
+             0 < num_microbatches(config) <= len(overlaps),
+             "the first microbatch of a step has no graphs if weights are gathered, the last one if gradients are "
+             f"reduced, and there are {num_microbatches(config)}")):
         refuse(is_given, f"--cuda-graphs with {flags}: {reason}; leave out one of the two")
 
 

@@ -166,7 +166,7 @@ class _DecoderGraphs:
 
     def _key(self, call: _Call | None) -> Any:
         """Return what the graphs depend on, or None if this pass runs without them."""
-        if call is None or not torch.is_grad_enabled() or self._reduces():
+        if call is None or not torch.is_grad_enabled() or self._reduces() or self._gathers():
             return None
         if not self.parameters and not call.tensors[HIDDEN].requires_grad:
             return None
@@ -204,6 +204,13 @@ class _DecoderGraphs:
         wrapper = self.wrapper
         return wrapper is not None and wrapper.ddp_config.overlap_grad_reduce and any(
             group.is_last_microbatch for group in wrapper.bucket_groups + wrapper.expert_parallel_bucket_groups)
+
+    def _gathers(self) -> bool:
+        """Return whether weights are still being gathered, for which hooks of the layers wait one by one."""
+        wrapper = self.wrapper
+        return wrapper is not None and wrapper.ddp_config.overlap_param_gather and any(
+            not group.param_gather_dispatched or group.param_gather_handle is not None
+            for group in wrapper.bucket_groups + wrapper.expert_parallel_bucket_groups)
 
     def register_gradients(self) -> None:
         """Tell overlapped reductions that the gradients of the layers are ready, which parameter hooks do otherwise.

@@ -73,6 +73,18 @@ def test_microbatches_of_a_shape_are_replayed_after_the_first(pool: WorkerPool, 
         assert used == slots - stage, "one for each microbatch in flight"
 
 
+def test_overlapped_collectives_have_the_first_and_the_last_microbatch_without_graphs(pool: WorkerPool, tmp_path: Path
+                                                                                      ) -> None:
+    flags = ("--layout", "homogeneous", "--llm-dp", "2", "--row-lengths", "1", "--train-iters", "4",
+             "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-num-buckets", "3")
+    plain = pool.run(replays, flags, 2, str(tmp_path / "plain"), world_size=2)
+    found = pool.run(replays, (*flags, "--cuda-graphs"), 2, str(tmp_path / "graphs"), world_size=2)
+    for (losses, *_), (replayed, ran, *_) in zip(plain, found, strict=True):
+        assert replayed == losses
+        # Six microbatches a step, of which the second one of the first step is the first of its shape.
+        assert ran["with gradients"] == 24 and ran["replayed"] == 4 * 4 - 1
+
+
 EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "32", "--moe-aux-loss-coeff", "0.1")
 
 

@@ -54,7 +54,7 @@ CASES = {
     "pp2": (2, (*DENSE, "--layout", "colocated", "--encoder-dp", "2", "--llm-pp", "2", "--llm-pp-layout", "1,2",
                 "--micro-batch-size", "1")),
     "dp2-overlap": (2, (*DENSE, "--layout", "homogeneous", "--llm-dp", "2", "--overlap-grad-reduce",
-                        "--ddp-num-buckets", "3")),
+                        "--overlap-param-gather", "--ddp-num-buckets", "3")),
 }
 
 

@@ -271,9 +271,10 @@ def test_a_dry_run_says_what_the_precision_aware_optimizer_saves():
     ("--num-experts 4 --moe-shared-expert-overlap", 1, "--moe-shared-expert-overlap"),
     ("--num-experts 4 --llm-dp 2 --moe-router-load-balancing-type global_aux_loss", 2,
      "--moe-router-load-balancing-type global_aux_loss and --llm-dp 2"),
-    ("--overlap-grad-reduce --overlap-param-gather", 1, "--overlap-param-gather"),
+    ("--overlap-grad-reduce --overlap-param-gather --global-batch-size 2", 1,
+     "--overlap-param-gather and --overlap-grad-reduce and --global-batch-size 2"),
     ("--overlap-grad-reduce --global-batch-size 1 --micro-batch-size 1", 1,
-     "--overlap-grad-reduce and one microbatch in a step"),
+     "--overlap-grad-reduce and --global-batch-size 1"),
 ])
 def test_graphs_of_what_they_cannot_contain_are_refused(flags: str, ranks: int, named: str) -> None:
     given = ["--model-provider", "causal_lm", "--dataset-provider", "mock", "--train-iters", "1", "--global-batch-size",
