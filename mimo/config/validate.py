@@ -239,9 +239,7 @@ def _check_graphs(config: RunConfig) -> None:
         return
     balancing = family.get("moe_router_load_balancing_type")
     has_experts = registry.model_provider(model.model_provider).num_experts(config.model_family) > 0
-    overlaps = ["--overlap-param-gather"] if config.ddp.overlap_param_gather else []
-    # Later stages of a pipeline do not know before a forward pass which one is the last.
-    overlaps += ["--overlap-grad-reduce"] if config.ddp.overlap_grad_reduce and layout.llm_pp == 1 else []
+    overlaps = _overlaps_beside_graphs(config)
     dropout = {name: family.get(name) or 0.0 for name in ("hidden_dropout", "attention_dropout")}
     for flags, is_given, reason in (
             *((f"{flag_name(name)} {share}", share > 0, "a replay would draw the same numbers again")
@@ -275,6 +273,19 @@ def _check_graphs(config: RunConfig) -> None:
              "the first microbatch of a step has no graphs if weights are gathered, the last one if gradients are "
              f"reduced, and there are {num_microbatches(config)}")):
         refuse(is_given, f"--cuda-graphs with {flags}: {reason}; leave out one of the two")
+
+
+def _overlaps_beside_graphs(config: RunConfig) -> list[str]:
+    """Return the flags each of which takes the graphs from one microbatch of a step."""
+    found = ["--overlap-param-gather"] if config.ddp.overlap_param_gather else []
+    # Later stages of a pipeline do not know before a forward pass which one is the last.
+    return found + (["--overlap-grad-reduce"] if config.ddp.overlap_grad_reduce and config.layout.llm_pp == 1 else [])
+
+
+def share_with_graphs(config: RunConfig) -> float:
+    """Return the share of microbatches whose layers have CUDA graphs."""
+    without = len(_overlaps_beside_graphs(config)) / max(num_microbatches(config), 1)
+    return max(1.0 - without, 0.0) if config.model.cuda_graphs else 0.0
 
 
 def may_have_graphs(config: RunConfig) -> bool:

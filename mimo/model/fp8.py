@@ -34,6 +34,8 @@ from mimo.protocols import Fp8
 logger = logging.getLogger(__name__)
 
 BLOCK = 128
+# Names in `compat.fp8_copies`: the copy that a layer of one weight uses, and one of ours.
+WEIGHT, LASTING = "weight", "lasting"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -42,9 +44,13 @@ _HOLDERS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def forget_weights() -> None:
-    """Free the FP8 copies of all weights of this process, because the weights have changed."""
+    """Use no FP8 copy of a weight any more, because the weights have changed; free those that need not last."""
     for linear in _HOLDERS:
-        compat.fp8_copies(linear).clear()
+        copies = compat.fp8_copies(linear)
+        lasting = copies.get(LASTING)
+        copies.clear()
+        if lasting is not None:
+            copies[LASTING] = lasting
 
 
 class LastingCopies:
@@ -56,20 +62,29 @@ class LastingCopies:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._copies = {part: compat.fp8_copies(part)["weight"] for part in module.modules() if part in _HOLDERS}
-
-    @torch.no_grad()
-    def renew(self) -> None:
-        """Quantise the weights again that a layer has no copy of or another one, and give it this one."""
-        for linear, copy in self._copies.items():
+        self._linears = [part for part in module.modules() if part in _HOLDERS and WEIGHT in compat.fp8_copies(part)]
+        for linear in self._linears:
             copies = compat.fp8_copies(linear)
-            if copies.get("weight") is copy:
-                continue
-            if isinstance(linear.forward, PackedLinear):
-                linear.forward.quantize_into(copy)
-            else:
-                copy.quantize_(linear.weight)
-            copies["weight"] = copy
+            copies[LASTING] = copies[WEIGHT]
+
+    def renew(self) -> None:
+        """Bring all copies up to date with weights that have changed."""
+        for linear in self._linears:
+            _renew(linear)
+
+
+@torch.no_grad()
+def _renew(linear: Any) -> None:
+    """Quantise the weight of a layer into its lasting copy, if it has one and uses no copy or another one now."""
+    copies = compat.fp8_copies(linear)
+    copy = copies.get(LASTING)
+    if copy is None or copies.get(WEIGHT) is copy:
+        return
+    if isinstance(linear.forward, PackedLinear):
+        linear.forward.quantize_into(copy)
+    else:
+        copy.quantize_(linear.weight)
+    copies[WEIGHT] = copy
 
 
 def use_fp8(module: torch.nn.Module, fp8: Fp8, impl: str) -> None:
@@ -150,6 +165,8 @@ def _with_whole_rows(linear: Any, fp8: Fp8, forward: Callable[..., Any], hidden:
     # Transformer Engine would overwrite the gradient buffer in a first microbatch. In any other one, it quantises the
     # weights if it has kept no copy.
     linear.disable_parameter_transpose_cache = not torch.is_grad_enabled()
+    if torch.is_grad_enabled():
+        _renew(linear)
     linear.is_first_microbatch = False
     shape, multiple = hidden.shape[:-1], fp8.multiple
     missing = -shape.numel() % multiple

@@ -317,6 +317,9 @@ class PackedLinear:
         if quantizer is None:
             return self._grouped(self.parameters[0].data, self._weights)
         copies = compat.fp8_copies(self._linear) if keep else {}
+        if "weight" not in copies and "lasting" in copies:  # see `mimo.model.fp8.LastingCopies`
+            self.quantize_into(copies["lasting"])
+            copies["weight"] = copies["lasting"]
         if "weight" not in copies:
             copies["weight"] = self._quantize(quantizer)
         return copies["weight"]

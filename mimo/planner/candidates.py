@@ -208,7 +208,9 @@ class Search:
                 slow.add(common)
                 continue
             # Checked again, as recomputation may have been added, and only a layout that can run may displace others.
-            if common in refused or self._refuses(config):
+            refusal = self._refusal_of(config)
+            if refusal:
+                self.refusal = refusal
                 refused.add(common)
                 continue
             candidate = self.candidate(kind, config, accepted)
@@ -216,7 +218,8 @@ class Search:
             if all(candidate.prediction != each.prediction for each in found):
                 found.append(candidate)
         known = {_without_variant(each.kind, each.config) for each in found}
-        self.slow, self.large = len(slow - known), len(large - known)
+        self.refused += len(refused - known)
+        self.slow, self.large = len(slow - known), len(large - known - slow)
         chosen = list(_graphs_that_pay(found))
         self.others = [each for each in found if all(each is not one for one in chosen)]
         return sorted(chosen, key=lambda each: (not each.fits, each.prediction.step_s))
@@ -305,11 +308,12 @@ class Search:
             return None
         return layout
 
-    def _refuses(self, config: RunConfig) -> bool:
-        """Return whether the trainer or the data set refuses a run."""
-        layout = self.accepted(config)
-        if layout is None:
-            return True
+    def _refusal_of(self, config: RunConfig) -> str:
+        """Return the message with which the trainer or the data set refuses a run; empty if they accept it."""
+        try:
+            layout = validate_without_data(config, self.size)
+        except ValueError as error:
+            return str(error)
         # A data set depends on nothing else of a layout.
         key = layout.num_lanes, config.train.micro_batch_size
         if key not in self._data_refusals:
@@ -318,10 +322,7 @@ class Search:
                 self._data_refusals[key] = ""
             except ValueError as error:
                 self._data_refusals[key] = str(error)
-        refusal = self._data_refusals[key]
-        if refusal:
-            self.refused, self.refusal = self.refused + 1, refusal
-        return bool(refusal)
+        return self._data_refusals[key]
 
     def candidate(self, kind: str, config: RunConfig, layout: Layout) -> Candidate:
         prediction = predict(config, layout, self.costs, self.samples)
@@ -383,7 +384,7 @@ class Search:
         """Return cuts with fewer layers on the first stage, for the encoder, or on the last one, for the logits."""
         layers, stages = self.costs.num_layers, layout.llm_pp
         cost = self.costs.language(layout.llm_tp, self.base.train.micro_batch_size, layout.llm_ep, layout.llm_cp,
-                                   self._mean_length, graphs=self.base.model.cuda_graphs)
+                                   self._mean_length, graphs=float(self.base.model.cuda_graphs))
         layer = cost.forward_s + cost.backward_s
         first = last = 0.0
         if layer > 0:

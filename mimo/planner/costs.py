@@ -89,8 +89,8 @@ HOST_FORWARD_S, HOST_BACKWARD_S = 0.2e-3, 0.4e-3
 # took what plans say. A profile of such a step shows that the GPU waits (docs/when.md). Half of it on one GPU is an
 # assumption.
 LAUNCH_S = {False: (0.8e-3, 1.4e-3), True: (1.6e-3, 2.8e-3)}
-# A measured pass of which the GPU waited for its host for more than this share says little about the GPU.
-HOST_BOUND_SHARE = 0.5
+# From this share of measured passes on in which the GPU waited for its host, a plan says so.
+HOST_BOUND_SHARE = 0.2
 # Seconds before the first byte of a collective arrives.
 LATENCY_S = 20e-6
 # Bytes of memory that Adam reads and writes for a parameter: gradient, master weight, two moments, bf16 weight.
@@ -267,12 +267,16 @@ class Costs:
 
     @_once
     def language(self, tp: int, micro_batch_size: int, ep: int = 1, cp: int = 1, length: int | None = None,
-                 *, graphs: bool = False, launches: bool = True) -> LanguageCost:
+                 *, graphs: float = 0.0, launches: bool = True) -> LanguageCost:
         """Return the costs of a microbatch of the language model on a context-parallel rank.
 
-        Its rows have `length` tokens; None: --seq-length. `graphs` is whether its layers have CUDA graphs, and
-        `launches` whether short passes wait for the host without them.
+        Its rows have `length` tokens; None: --seq-length. `graphs` is the share of microbatches whose layers have CUDA
+        graphs, and `launches` whether short passes wait for the host without them.
         """
+        if 0 < graphs < 1:
+            plain, replayed = (self.language(tp, micro_batch_size, ep, cp, length, graphs=each) for each in (0.0, 1.0))
+            return replace(plain, forward_s=plain.forward_s + graphs * (replayed.forward_s - plain.forward_s),
+                           backward_s=plain.backward_s + graphs * (replayed.backward_s - plain.backward_s))
         length = length or self.config.train.seq_length
         tokens = micro_batch_size * length / cp
         sums = SequenceSums.of_rows([[length]] * micro_batch_size, length)
@@ -317,10 +321,11 @@ class Costs:
             shared = (cp - 1) * (moved_bytes / (self.gpu.link_gb_s * 1e9) + LATENCY_S)
         ratios = self.profile.ratios(LANGUAGE, tp, micro_batch_size)
         launch_s: tuple[float, ...] = (0.0, 0.0)
-        if graphs and ratios.host_bound > HOST_BOUND_SHARE:
-            # What the GPU itself needs is not known.
-            ratios = replace(ratios, forward=min(ratios.forward, 1.0), backward=min(ratios.backward, 1.0))
         if graphs:
+            # Where the GPU waited for its host, its own time is not known, and the estimate counts.
+            late = ratios.host_bound
+            ratios = replace(ratios, forward=(1 - late) * ratios.forward + late * min(ratios.forward, 1.0),
+                             backward=(1 - late) * ratios.backward + late * min(ratios.backward, 1.0))
             host_forward_s = host_backward_s = 0.0
         elif launches and self.gpu.launches_kernels:
             launch_s = tuple(seconds * self._parts_of_layers() / self.num_layers / 2 for seconds in LAUNCH_S[tp > 1])

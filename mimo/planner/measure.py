@@ -96,7 +96,8 @@ def _training(config: RunConfig, tp: int, dp: int, micro_batch_size: int, depth:
                     num_generations=0, device=device, dry_run=False, world_size=None, encoder_prefetch_depth=0)
     schedule = replace(config.schedule, lr_decay_style="constant", lr_warmup_iters=0, lr_warmup_samples=0,
                        lr_decay_iters=None, lr_decay_samples=None, lr_wsd_decay_iters=None, lr_wsd_decay_samples=None)
-    # Graphs keep memory that the ratios do not know. What the GPU alone needs shows without them if it is never late.
+    # Graphs keep memory that the ratios do not know. Without them, times still show what the GPU needs, unless it waits
+    # for its host.
     model = replace(config.model, cuda_graphs=False, recompute="none", recompute_modules="", recompute_num_layers=None,
                     encoder_recompute="none", encoder_recompute_modules="")
     # Ratios refer to rows of --seq-length tokens.

@@ -15,7 +15,7 @@ from itertools import cycle, islice
 from statistics import fmean
 
 from mimo.config.trainer import RunConfig
-from mimo.config.validate import ROW_LENGTHS, layers_of_stages, num_microbatches, row_multiple
+from mimo.config.validate import ROW_LENGTHS, layers_of_stages, num_microbatches, row_multiple, share_with_graphs
 from mimo.grid.dry_run import parameters_per_rank
 from mimo.grid.lanes import has_eight_bit_pixels, row_length
 from mimo.grid.spec import GridSpec, Layout, lane_shares
@@ -118,8 +118,9 @@ class Step:
             encoders=tuple(replace(encoder, dp=encoder.dp // factor) for encoder in layout.encoders))
         self.num_microbatches = num_microbatches(config)
         language, self._row_multiple = layout.language, row_multiple(config, layout)
-        self._sizes = language.tp, config.train.micro_batch_size, language.ep, language.cp
-        self.pass_cost = costs.language(*self._sizes, graphs=config.model.cuda_graphs)
+        self._language = partial(costs.language, language.tp, config.train.micro_batch_size, language.ep, language.cp,
+                                 graphs=share_with_graphs(config))
+        self.pass_cost = self._language()
         self.layers = layers_of_stages(config, layout)
         recomputed = config.model.recompute_num_layers
         self.recomputed = tuple(
@@ -142,8 +143,7 @@ class Step:
 
     def language_s(self, kind: str, stage: int, length: int) -> float:
         """Return the seconds of a pass on a stage of the language model over rows of this length."""
-        layers = self.layers[stage]
-        cost = self.costs.language(*self._sizes, length, graphs=self.config.model.cuda_graphs)
+        layers, cost = self.layers[stage], self._language(length)
         is_last = stage == len(self.layers) - 1
         if kind == FORWARD:
             return layers * cost.forward_s + (cost.ends_forward_s if is_last else 0.0)

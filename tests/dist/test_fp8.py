@@ -69,7 +69,8 @@ def rows_are_filled_up(rank: int) -> None:
 
     hidden = torch.randn(5, 3, 8, requires_grad=True)
     gradient, found = torch.randn(5, 3, 4), {}
-    fp8, layer = Fp8("hybrid", "tensorwise", "--fp8-format"), SimpleNamespace(sequence_parallel=False)
+    fp8 = Fp8("hybrid", "tensorwise", "--fp8-format")
+    layer = SimpleNamespace(sequence_parallel=False, _fp8_workspaces={})
     for name, call in (("plain", linear), ("padded", lambda rows: _with_whole_rows(layer, fp8, whole, rows)[0])):
         linear.zero_grad()
         hidden.grad = None
@@ -82,7 +83,46 @@ def rows_are_filled_up(rank: int) -> None:
         _with_whole_rows(layer, fp8, whole, hidden)
 
 
-@pytest.mark.parametrize("facts", [rounding_facts, products_are_those_of_rounded_operands, rows_are_filled_up])
+def copies_last(rank: int) -> None:
+    """The layers stand for those of Transformer Engine, whose copies can be renewed in place."""
+    import torch
+
+    from mimo.model import fp8
+
+    class Copy:
+        def __init__(self, values: torch.Tensor) -> None:
+            self.values = values.detach().clone()
+
+        def quantize_(self, values: torch.Tensor) -> None:
+            self.values.copy_(values)
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    for linear in model:
+        linear._fp8_workspaces = {}
+        fp8._HOLDERS.add(linear)
+    first, second, unused = model
+    for linear in (first, second):
+        linear._fp8_workspaces["weight"] = Copy(linear.weight)
+    kept, address = first._fp8_workspaces["weight"], first._fp8_workspaces["weight"].values.data_ptr()
+    lasting = fp8.LastingCopies(model)
+    for _ in range(2):
+        with torch.no_grad():
+            first.weight += 1
+        fp8.forget_weights()
+        assert "weight" not in first._fp8_workspaces, "nothing uses the copy of old weights"
+        second._fp8_workspaces["weight"] = Copy(second.weight)  # a pass without graphs has made another one
+        lasting.renew()
+        assert first._fp8_workspaces["weight"] is kept and kept.values.data_ptr() == address
+        assert torch.equal(kept.values, first.weight)
+        assert second._fp8_workspaces["weight"] is second._fp8_workspaces["lasting"]
+    kept.values.zero_()
+    lasting.renew()
+    assert not kept.values.any(), "an up-to-date copy is not made again"
+    assert not unused._fp8_workspaces, "layers without a copy get none"
+
+
+@pytest.mark.parametrize("facts", [
+    rounding_facts, products_are_those_of_rounded_operands, rows_are_filled_up, copies_last])
 def test_products(pool: WorkerPool, facts: Any) -> None:
     pool.run(facts, world_size=1)
 

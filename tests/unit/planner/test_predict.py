@@ -30,6 +30,7 @@ from mimo.planner.costs import (
     LAUNCH_S,
     Costs,
     Profile,
+    Ratios,
 )
 from mimo.planner.measure import _line, _split
 from mimo.planner.memory import memory_line
@@ -198,7 +199,7 @@ def test_mixtures_of_experts_that_were_measured(gemm: str, rows: int, graphs: bo
     found = predict(config, validate(config, 1), costs, [SampleSize(4096)] * 16)
     assert found.step_s * 1000 == pytest.approx(step_ms, rel=0.08)
     # With graphs, the plan is too careful.
-    assert found.memory_gib == pytest.approx(peak_gib, rel=0.2 if graphs else 0.05)
+    assert found.memory_gib == pytest.approx(peak_gib, rel=0.25 if graphs else 0.05)
     assert found.parts_s["optimizer"] == pytest.approx(0.105, rel=0.1)
 
 
@@ -534,6 +535,37 @@ def test_short_rows_wait_for_the_host_unless_graphs_launch_their_kernels(tp: int
     assert (short.forward_s, short.backward_s) == LAUNCH_S[tp > 1]
     assert long == costs.language(tp, 1, length=65536, graphs=True)
     assert costs.language(tp, 1, length=64, graphs=True).backward_s < short.backward_s / 4
+
+
+def test_overlapped_collectives_leave_fewer_microbatches_with_graphs() -> None:
+    def language_s(*more: str) -> float:
+        config = parse([*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1", "--global-batch-size", "4",
+                        "--layout", "homogeneous", *more])
+        return Step(config, validate(config, 1), costs).language_s("forward", 0, 256)
+
+    costs = Costs(parse([*presets.PRESETS["10b-even"], "--bf16"]), Profile(GPUS["H200"]))
+    plain, graphs = language_s(), language_s("--cuda-graphs")
+    assert graphs < plain / 2
+    for flags, share in (("--overlap-grad-reduce", 3 / 4), ("--overlap-grad-reduce --overlap-param-gather", 1 / 2)):
+        assert language_s("--cuda-graphs", *flags.split()) == pytest.approx(share * graphs + (1 - share) * plain)
+
+
+@pytest.mark.parametrize(("host_bound", "ratio"), [(0.0, 3.0), (0.5, 2.0), (1.0, 1.0)])
+def test_a_profile_of_a_gpu_that_waited_says_little_about_graphs(host_bound: float, ratio: float) -> None:
+    config = parse([*presets.PRESETS["10b-even"], "--bf16"])
+    measured = Ratios(1, 1, forward=3.0, backward=3.0, host_bound=host_bound)
+    plain, profiled = (Costs(config, Profile(GPUS["H200"], modules=modules)).language(1, 1, graphs=1.0)
+                       for modules in ({}, {"language": [measured]}))
+    assert profiled.forward_s == pytest.approx(ratio * plain.forward_s)
+
+
+def test_a_plan_file_has_layouts_with_and_without_graphs(tmp_path: Path) -> None:
+    flags = [*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1"]
+    assert main(["plan", *flags, "--gpu", "H200", "--gpus", "2", "--out", str(tmp_path / "plan.json")]) == 0
+    layouts = json.loads((tmp_path / "plan.json").read_text())["layouts"]
+    forms = {each["flags"] for each in layouts if "--llm-tp 2" in each["flags"] and "homogeneous" in each["flags"]}
+    assert {"--layout homogeneous --llm-tp 2 --sequence-parallel",
+            "--layout homogeneous --llm-tp 2 --sequence-parallel --cuda-graphs"} <= forms
 
 
 def test_an_encoder_that_runs_ahead_does_not_wait_for_gradients() -> None:
