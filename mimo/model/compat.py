@@ -40,6 +40,8 @@ rotary_of_rows: Callable[..., Any] = rope_utils._apply_rotary_pos_emb_bshd
 apply_expert_bias: Callable[..., Any] = TopKRouter._apply_expert_bias
 
 
+# Recomputes a part of a layer, but reads the states of generators and needs hooks of parameters.
+checkpoint: Callable[..., Any] = tensor_parallel.checkpoint
 # Balances the load of each sequence, but takes all sequences of a microbatch to have equally many tokens.
 apply_sequence_loss: Callable[..., Any] = TopKRouter._apply_seq_aux_loss
 # Megatron Core's routers count tokens as a float, and Transformer Engine's kernel reads an integer.
@@ -87,9 +89,9 @@ def checkpoint_without_fp8() -> None:
     CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
-def replace_checkpoint(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Have Megatron Core's layers recompute through `wrap(function)`, where `function` does it now."""
-    tensor_parallel.checkpoint = wrap(tensor_parallel.checkpoint)
+def replace_checkpoint(function: Callable[..., Any]) -> None:
+    """Have Megatron Core's layers call `function` where they recompute a part."""
+    tensor_parallel.checkpoint = function
 
 
 def after_backward(function: Callable[[], Any]) -> None:

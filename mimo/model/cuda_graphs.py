@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -60,7 +59,7 @@ def replay_decoder(language: torch.nn.Module, grids: Grids, device: torch.device
         raise ValueError(f"--cuda-graphs: {reason}; leave it out")
     decoder = model.decoder
     if model.config.recompute_granularity is not None:
-        _install_recomputation()
+        compat.replace_checkpoint(_checkpoint)
     graphs = _DecoderGraphs(decoder, language if isinstance(language, DistributedDataParallel) else None, device)
     decoder.forward = graphs
     # NCCL destroys a communicator only after all graphs with its collectives.
@@ -81,8 +80,8 @@ def _unsupported_reason(model: Any, impl: str | None) -> str:
     if impl == "local":
         return "layers in plain PyTorch (--transformer-impl local) use buffers that move"
     experts: list[Any] = [part.experts for part in decoder.modules() if isinstance(part, MoELayer)]
-    if impl is not None and not all(isinstance(each, TEGroupedMLP) and isinstance(each.linear_fc1.forward, PackedLinear)
-                          for each in experts):
+    if impl is not None and not all(
+            isinstance(each, TEGroupedMLP) and isinstance(each.linear_fc1.forward, PackedLinear) for each in experts):
         return "the host waits for the number of tokens of each expert, because --moe-gemm packed cannot run here"
     return ""
 
@@ -339,7 +338,7 @@ class _Passes:
         graphs = self._graphs
         if not graphs.decoder.pre_process:
             graphs.decoder.set_input_tensor(self._inputs[HIDDEN])
-        with torch.enable_grad(), _recorded(graphs):
+        with torch.enable_grad(), _captured(graphs):
             self._output = graphs.run(**self._call.arguments(self._inputs))
 
     def _run_backward(self) -> None:
@@ -375,35 +374,25 @@ def _add_gradients(parameters: Iterable[Any], gradients: Iterable[torch.Tensor |
             parameter.main_grad.add_(gradient)
 
 
-# The decoder whose forward pass runs for a graph, if one does.
-_RECORDED: list[_DecoderGraphs] = []
+# The decoder whose layers run to be captured, if any do.
+_CAPTURED: list[_DecoderGraphs] = []
 
 
 @contextmanager
-def _recorded(graphs: _DecoderGraphs) -> Iterator[None]:
-    _RECORDED.append(graphs)
+def _captured(graphs: _DecoderGraphs) -> Iterator[None]:
+    _CAPTURED.append(graphs)
     try:
         yield
     finally:
-        _RECORDED.pop()
+        _CAPTURED.pop()
 
 
-def _install_recomputation() -> None:
-    """Have Megatron Core's layers recompute through `_Recomputed` where a graph records them."""
-    if getattr(tensor_parallel.checkpoint, "is_for_graphs", False):
-        return
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
-            if not _RECORDED:
-                return original(function, distribute_saved_activations, *args)
-            assert not distribute_saved_activations, "no flag sets it"
-            return _Recomputed.apply(_RECORDED[-1], function, *args)
-
-        checkpoint.is_for_graphs = True  # type: ignore[attr-defined]
-        return checkpoint
-
-    compat.replace_checkpoint(wrap)
+def _checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+    """Run a part of a layer that is recomputed in the backward pass: through `_Recomputed` if a graph captures it."""
+    if not _CAPTURED:
+        return compat.checkpoint(function, distribute_saved_activations, *args)
+    assert not distribute_saved_activations, "no flag sets it"
+    return _Recomputed.apply(_CAPTURED[-1], function, *args)
 
 
 class _Recomputed(torch.autograd.Function):
@@ -425,7 +414,7 @@ class _Recomputed(torch.autograd.Function):
         """Run again with gradients, then backward."""
         args = [None if each is None else each.detach().requires_grad_(each.requires_grad)
                 for each in ctx.saved_tensors]
-        with torch.enable_grad(), _recorded(ctx.graphs):  # the function may recompute parts of its own
+        with torch.enable_grad(), _captured(ctx.graphs):  # the function may recompute parts of its own
             outputs = ctx.function(*args)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         used = [(output, gradient) for output, gradient in zip(outputs, gradients, strict=True)

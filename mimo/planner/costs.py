@@ -74,7 +74,7 @@ EXPERT_EFFICIENCY = {"auto": 0.48, "packed": 0.48, "cutlass": 0.32, "separate": 
 HOST_EXPERTS_S = {"auto": 6.5e-3, "packed": 6.5e-3, "cutlass": 15e-3, "separate": 30e-3}
 MEASURED_EXPERTS = 128
 # Every microbatch reads the weights of all experts in both passes, and reads and writes their fp32 gradients. With CUDA
-# graphs, micro-batch 1 takes 176 ms longer than micro-batch 4 there, which are 4 TB/s of these bytes.
+# graphs, micro-batch 1 takes 176 ms longer than micro-batch 4 there, so these bytes move at 4 TB/s.
 EXPERT_FORWARD_BYTES, EXPERT_BACKWARD_BYTES, EXPERT_GB_S = 2.0, 10.0, 4000.0
 # Share of ENCODER_EFFICIENCY that remains with tensor parallelism, because layers are small and results travel. A
 # profile of 20 layers of 1,536 on two H200 has this value.
