@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mimo.config.trainer import RunConfig
 from mimo.grid.groups import Grids
 from mimo.grid.spec import GridSpec
+from mimo.model import compat
 from mimo.model.cuda_graphs import replay_decoder
 from mimo.model.fp8 import use_fp8
 from mimo.model.language import PaddedVocabulary
@@ -178,6 +179,7 @@ def build_model(
     install_packed_rotary()
     install_padded_routing()
     install_split()
+    compat.install_weight_gradients()
     impl = layer_impl(config, platform)
     if impl == "transformer_engine":
         quieten_transformer_engine()

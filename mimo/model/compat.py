@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.extensions import transformer_engine
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.mimo.config.role import RankRole
 from megatron.core.tensor_parallel import layers
@@ -167,14 +169,29 @@ def set_tensor_parallel_group(layer: Any, group: Any) -> None:
 
 
 def accumulate_weight_gradient(inputs: torch.Tensor, of_outputs: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """Add the weight gradient of a product, from `[tokens, in]` and `[tokens, out]`, to `main_grad` in one apex kernel.
+    """Add the weight gradient of a product to a gradient buffer.
 
-    Megatron Core imports the kernel if it is installed.
+    Args:
+        inputs: `[tokens, in]`.
+        of_outputs: gradient of the outputs, `[tokens, out]`, of the same dtype.
+        main_grad: the buffer, `[out, in]`, of any dtype.
     """
-    kernels = layers.fused_weight_gradient_mlp_cuda
-    accumulate = (kernels.wgrad_gemm_accum_fp32 if main_grad.dtype is torch.float32
-                  else kernels.wgrad_gemm_accum_fp16)
-    accumulate(inputs, of_outputs, main_grad)
+    if inputs.dtype == main_grad.dtype:
+        torch.addmm(main_grad, of_outputs.t(), inputs, out=main_grad)
+    elif inputs.is_cuda and transformer_engine.te_general_gemm is not None:
+        # PyTorch cannot add a product of bfloat16 matrices to a float32 one.
+        from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+        general_gemm(inputs, of_outputs, out_dtype=main_grad.dtype, layout="NT", out=main_grad, accumulate=True,
+                     grad=True)
+    else:
+        main_grad.add_(of_outputs.t().matmul(inputs))
+
+
+def install_weight_gradients() -> None:
+    """Have Megatron Core's linear layers call `accumulate_weight_gradient`, in place of a kernel of apex."""
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+        wgrad_gemm_accum_fp32=accumulate_weight_gradient, wgrad_gemm_accum_fp16=accumulate_weight_gradient)
 
 
 def fp8_quantizers(linear: Any) -> tuple[Any, Any, Any]:

@@ -42,9 +42,9 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from mimo.model.layer_specs import check_impl, norm_builder
 from mimo.model.moe import LocalMoELayer
 from mimo.model.mtp import MtpBlock, MtpInputs
-from mimo.model.output_layer import OutputLayer, TokenFunction
 from mimo.model.packed_attention import ContextParallelAttention, PackedDotProductAttention
 from mimo.model.torch_layers.norms import Norm
+from mimo.model.vocabulary import Embedding, OutputLayer, TokenFunction
 
 
 class PaddedVocabulary(LanguageModule):
@@ -66,6 +66,8 @@ class PaddedVocabulary(LanguageModule):
         self.true_vocab_size = true_vocab_size
         if self.post_process:
             OutputLayer.widen(self.output_layer)
+        if hasattr(self, "embedding"):
+            Embedding.widen(self.embedding.word_embeddings)
 
     def token_values(self, hidden: torch.Tensor, function: TokenFunction) -> tuple[torch.Tensor, ...]:
         """Apply a function to the logits of all tokens, `logits_chunk` of them at a time.
@@ -229,6 +231,9 @@ class HybridLanguageModel(PaddedVocabulary, HybridModel):
                     tp_group=self.pg_collection.tp)
                 if self.share_embeddings_and_output_weights:
                     self.embedding.word_embeddings.weight = self.output_layer.weight
+                    # As Megatron Core does where the two are on one stage: the gradient of the embedding counts, and
+                    # that of the output layer is zero, because it has been added to `main_grad`.
+                    self.output_layer.weight.zero_out_wgrad = True
             self.mtp = MtpBlock(self.config, self.hybrid_stack_spec.submodules, self.mtp_patterns[0],
                                 len(self.mtp_patterns), self.pg_collection)
             self.mtp_process = True

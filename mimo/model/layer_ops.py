@@ -143,8 +143,9 @@ def accumulate_into_main_grad(module: torch.nn.Module) -> None:
     """Have the layers of a wrapped module add weight gradients to `main_grad` inside the matrix product.
 
     Otherwise every microbatch writes its gradients in the parameters' precision, to be read and added afterwards.
-    Megatron Core's flag for this, `gradient_accumulation_fusion`, also needs apex for the output layer, and makes
-    layers without a gradient buffer fail in their backward pass. Here, only layers that support it are changed.
+    Megatron Core's flag for this, `gradient_accumulation_fusion`, makes layers without a gradient buffer fail in their
+    backward pass. Here, only layers of Transformer Engine are changed; `mimo.model.vocabulary` has the embedding and
+    the output layer.
 
     Args:
         module: a module in `DistributedDataParallel`, whose trainable parameters have `main_grad`; changed in place.

@@ -24,9 +24,9 @@ from mimo.grid.groups import Grids
 from mimo.model import compat
 from mimo.model.language import HybridLanguageModel, PaddedVocabulary
 from mimo.model.mtp import MtpBlock, MtpInputs
-from mimo.model.output_layer import TokenFunction
 from mimo.model.packed_attention import packed_seq_params
 from mimo.model.submodule import FeatureQueue
+from mimo.model.vocabulary import TokenFunction
 from mimo.observability.spans import Kind, Spans, Trace
 from mimo.protocols import LANGUAGE
 from mimo.watchdog.watchdog import Watchdog

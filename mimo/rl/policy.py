@@ -22,7 +22,7 @@ from mimo.data.context import with_part
 from mimo.grid.lanes import sequence_multiple
 from mimo.grid.spec import Layout
 from mimo.model.build import KINDS, params_dtype, set_training
-from mimo.model.output_layer import TokenFunction
+from mimo.model.vocabulary import TokenFunction
 from mimo.protocols import LANGUAGE
 from mimo.rl.batching import aligned, plan_microbatches
 from mimo.rl.images import EncoderSide, ImageTokens

@@ -19,7 +19,7 @@ from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.data.encoder_inputs import PatchOrder, unpatchify
 from mimo.model.build import set_training
 from mimo.model.mimo_model import FunctionOfText
-from mimo.model.output_layer import TokenFunction
+from mimo.model.vocabulary import TokenFunction
 from mimo.observability.trackers import MAX_SHOWN_SIDE
 from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.training.step import TrainerParts, run_schedule

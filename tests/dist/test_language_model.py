@@ -91,19 +91,17 @@ def reduced(rank: int, tied: bool, sequence_parallel: bool, tp: int, chunk: int 
     """Losses, log-probs, entropies and choices of two rows, all gradients, and the elements of the largest tensor.
 
     Gradients are those of the losses, with half of the log-probs and entropies. With `fused`, the output layer adds its
-    weight gradient to `main_grad`, as apex's kernel does.
+    weight gradient to `main_grad`.
     """
     import dataclasses
-    from types import SimpleNamespace
-    from unittest import mock
 
     import torch
-    from megatron.core.tensor_parallel import layers
     from megatron.core.transformer.spec_utils import build_module
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from mimo.grid.groups import Grids
-    from mimo.model.output_layer import TokenFunction
+    from mimo.model import compat
+    from mimo.model.vocabulary import TokenFunction
     from mimo.platform import current_platform
     from mimo.rl.logprobs import VocabShard, entropy, log_probs
     from mimo.training.evaluate import vocabulary_argmax
@@ -130,7 +128,7 @@ def reduced(rank: int, tied: bool, sequence_parallel: bool, tp: int, chunk: int 
         weight = model.output_layer.weight if weight is None else weight
         shard = VocabShard(config.vocab_size, grids.collections[LANGUAGE].tp, 0.7)
         if fused:
-            model.output_layer.gradient_accumulation_fusion = True
+            compat.install_weight_gradients()
             weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
         hidden = torch.randn(LONG, 2, config.hidden_size, generator=torch.Generator().manual_seed(3))
         hidden = hidden.chunk(tp)[rank].contiguous() if sequence_parallel else hidden
@@ -141,9 +139,7 @@ def reduced(rank: int, tied: bool, sequence_parallel: bool, tp: int, chunk: int 
             chosen = vocabulary_argmax(logits, shard.group)
             return log_probs(logits, wanted, shard), entropy(logits, shard), chosen
 
-        kernels = SimpleNamespace(wgrad_gemm_accum_fp32=lambda inputs, of_outputs, main_grad: main_grad.add_(
-            of_outputs.t().matmul(inputs)))
-        with Largest() as largest, mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", kernels, create=True):
+        with Largest() as largest:
             losses = model.token_losses(labels, hidden)
             policy, entropies, chosen = model.token_values(hidden, TokenFunction(compute, (labels,)))
             (losses.sum() + 0.5 * (policy * torch.arange(LONG)).sum() + 0.5 * entropies.sum()).backward()
@@ -172,6 +168,55 @@ def test_logits_of_some_tokens_at_a_time_give_the_same_values(pool: WorkerPool, 
         assert expected["largest"] >= 2 * LONG * LARGE // tp
         # Nothing is larger than the weight or the logits of one chunk.
         assert found["largest"] <= max(LARGE // tp * SMALL.hidden_size, 14 * LARGE // tp)
+
+
+def embedded(rank: int, tp: int, fused: bool) -> dict[str, Any]:
+    """Entries of two microbatches of tokens, and the gradient of the embedding after both.
+
+    With `fused`, the layer adds it to `main_grad`.
+    """
+    import torch
+    from megatron.core.transformer.spec_utils import build_module
+
+    from mimo.grid.groups import Grids
+    from mimo.model.vocabulary import Embedding
+    from mimo.platform import current_platform
+    from tests.support.global_state import initial_value
+    from tests.support.provider_cases import context_of
+
+    with Grids(Layout("disjoint", tp, (), GridSpec(LANGUAGE, tp=tp)), "gloo") as grids:
+        current_platform().seed(7, tp_rank=rank, ep_rank=0, expt_tp_rank=0)
+        model = build_module(causal_lm.provider.language_spec(SMALL, context_of(grids, LANGUAGE, LONG)))
+        layer = model.embedding.word_embeddings
+        assert type(layer) is Embedding
+        rows = len(layer.weight)
+        with torch.no_grad():
+            layer.weight.copy_(initial_value("words", (64, SMALL.hidden_size))[rank * rows:(rank + 1) * rows])
+        if fused:
+            layer.weight.main_grad = torch.zeros(layer.weight.shape)
+            layer.weight.grad_added_to_main_grad = False
+        found = []
+        for seed in range(2):
+            drawn = torch.Generator().manual_seed(seed)
+            tokens = torch.randint(0, SMALL.vocab_size, (2, LONG), generator=drawn)
+            tokens[:, 8:20] = 36  # such as the tokens of an image
+            entries = model.embedding(tokens, None)
+            weights = torch.randn(LONG, 2, SMALL.hidden_size, generator=drawn)
+            (entries * weights).sum().backward()
+            found.append(entries.detach())
+        return {"entries": found, "gradient": layer.weight.main_grad if fused else layer.weight.grad,
+                "is_added": getattr(layer.weight, "grad_added_to_main_grad", None)}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_embedding_adds_its_gradient_to_the_buffer(pool: WorkerPool, tp: int) -> None:
+    import torch
+
+    plain = pool.run(embedded, tp, False, world_size=tp)
+    for expected, rank in zip(plain, pool.run(embedded, tp, True, world_size=tp), strict=True):
+        assert rank["is_added"] and all(map(torch.equal, rank["entries"], expected["entries"]))
+        assert expected["gradient"].abs().max() > 1.0
+        torch.testing.assert_close(rank["gradient"], expected["gradient"], rtol=1e-6, atol=1e-6)
 
 
 def shared_attention_errors(rank: int) -> list[str]:

@@ -16,7 +16,7 @@ from mimo.data.loader import StepLoader
 from mimo.data.sources import GivenSource
 from mimo.grid.lanes import needs_of
 from mimo.model.build import set_training
-from mimo.model.output_layer import TokenFunction
+from mimo.model.vocabulary import TokenFunction
 from mimo.protocols import LANGUAGE, ModelProvider, Sample
 from mimo.training.evaluate import forward_values, whole_rows
 from mimo.training.step import TrainerParts, run_schedule

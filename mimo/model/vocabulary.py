@@ -1,4 +1,8 @@
-"""The output layer, and functions of its logits that are computed for all tokens at once or for a few at a time.
+"""The two layers that are as large as the vocabulary: the embedding and the output layer.
+
+Both add their weight gradients to `main_grad` in the backward pass. Otherwise every microbatch would write a gradient
+of a whole vocabulary in the parameters' precision, read it, and read and write `main_grad`, although a microbatch has
+far fewer tokens than the vocabulary has entries.
 
 With a vocabulary of 150,000 entries, the logits of a row need far more memory than the row's hidden states. Losses,
 log-probs and entropies are one number for each token, so the logits of some tokens can be computed, reduced to these
@@ -12,8 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
+    VocabParallelEmbedding,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -43,6 +49,68 @@ class TokenFunction:
         return tuple(values.t().contiguous() for values in found)
 
 
+class Embedding(VocabParallelEmbedding):
+    """Megatron Core's embedding, which adds its weight gradient to `main_grad`, if the weight has one."""
+
+    @classmethod
+    def widen(cls, layer: VocabParallelEmbedding) -> None:
+        """Turn an existing layer into one of this class, because Megatron Core's models construct their own."""
+        assert type(layer) is VocabParallelEmbedding, type(layer)
+        layer.__class__ = cls
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """Return the entries of tokens, as Megatron Core's method does.
+
+        Args:
+            input_: tokens `[b, s]`.
+        """
+        # A tied weight has one gradient from here and one from the output layer. Hooks add the sum to `main_grad`, and
+        # that of the output layer is zero, because it is there already.
+        is_tied = getattr(self.weight, "zero_out_wgrad", False)
+        found: torch.Tensor
+        if not hasattr(self.weight, "main_grad") or is_tied or self.reduce_scatter_embeddings:
+            found = super().forward(input_)
+            return found
+        outside = None
+        if self.tp_group.size() > 1:
+            outside = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
+            input_ = (input_ - self.vocab_start_index).masked_fill(outside, 0)
+        entries: torch.Tensor = _Lookup.apply(input_, self.weight)
+        if outside is not None:
+            entries = entries.masked_fill(outside.unsqueeze(-1), 0.0)
+        found = reduce_from_tensor_model_parallel_region(entries, group=self.tp_group)
+        return found
+
+
+class _Lookup(torch.autograd.Function):
+    """Look up the entries of tokens, and add their gradients to the `main_grad` of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tokens, weight)
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor | None]:
+        tokens, weight = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return None, None
+        ordered, order = tokens.flatten().sort(stable=True)
+        # Entries are numbered in order, without asking the device how many there are, and the gradients of each are
+        # summed first. Adding them to `main_grad` one by one would be slow for tokens that stand for images, because
+        # thousands of them have the same entry, and the order of the sum would differ from one run to the next.
+        numbers = torch.cat((ordered.new_zeros(1), (ordered[1:] != ordered[:-1]).cumsum(0)))
+        gradient = grads[0].flatten(0, -2)[order].to(weight.main_grad.dtype)
+        sums = torch.ops.aten.embedding_dense_backward(gradient, numbers, len(numbers), -1, False)
+        # Rows of `sums` beyond the last number are zeros, which any entry can have.
+        entries = torch.arange(len(numbers), device=tokens.device) % len(weight)
+        weight.main_grad.index_add_(0, entries.index_copy(0, numbers, ordered), sums)
+        weight.grad_added_to_main_grad = True
+        # Hooks of the gradient reduction wait for a gradient, and do not read it.
+        return None, torch.empty_like(weight)
+
+
 class OutputLayer(ColumnParallelLinear):
     """Megatron Core's output layer, which can also apply a `TokenFunction` to the logits of a few tokens at a time."""
 
@@ -64,13 +132,15 @@ class OutputLayer(ColumnParallelLinear):
             function: a function of unscaled logits. The result is then a tuple of tensors `[b, s]`.
             chunk: most tokens whose logits are in memory at a time, at least one of each row; None: all.
         """
+        used = self.weight if weight is None else weight
+        self.gradient_accumulation_fusion = hasattr(used, "main_grad")
         if function is None:
             return super().forward(input_, weight, runtime_gather_output)
         if chunk is None:
             return function.of(super().forward(input_, weight, runtime_gather_output)[0])
         assert self.bias is None, "output layers have no bias"
         inputs = [values.t() for values in function.inputs]
-        found = _Chunked.apply(input_, self.weight if weight is None else weight, self,
+        found = _Chunked.apply(input_, used, self,
                                max(chunk // input_.shape[1], 1), function.compute, *inputs)
         return tuple(values.t().contiguous() for values in found)
 
@@ -124,9 +194,10 @@ class _Chunked(torch.autograd.Function):
             of_weight = of_weight.to(weight.dtype)
         elif needs_weight:
             weight.grad_added_to_main_grad = True
-            # Hooks of the gradient reduction wait for a gradient. The zeros only matter to embeddings that share the
-            # weight.
-            of_weight = torch.zeros_like(weight)
+            # Hooks of the gradient reduction wait for a gradient. They only read it if an embedding shares the weight.
+            of_weight = torch.empty_like(weight)
+            if getattr(weight, "zero_out_wgrad", False):
+                of_weight.zero_()
         if of_hidden is not None and layer.tp_group.size() > 1:
             reduce = (reduce_scatter_to_sequence_parallel_region if layer.sequence_parallel
                       else reduce_from_tensor_model_parallel_region)
