@@ -231,9 +231,6 @@ class HybridLanguageModel(PaddedVocabulary, HybridModel):
                     tp_group=self.pg_collection.tp)
                 if self.share_embeddings_and_output_weights:
                     self.embedding.word_embeddings.weight = self.output_layer.weight
-                    # As Megatron Core does where the two are on one stage: the gradient of the embedding counts, and
-                    # that of the output layer is zero, because it has been added to `main_grad`.
-                    self.output_layer.weight.zero_out_wgrad = True
             self.mtp = MtpBlock(self.config, self.hybrid_stack_spec.submodules, self.mtp_patterns[0],
                                 len(self.mtp_patterns), self.pg_collection)
             self.mtp_process = True

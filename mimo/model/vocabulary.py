@@ -64,11 +64,8 @@ class Embedding(VocabParallelEmbedding):
         Args:
             input_: tokens `[b, s]`.
         """
-        # A tied weight has one gradient from here and one from the output layer. Hooks add the sum to `main_grad`, and
-        # that of the output layer is zero, because it is there already.
-        is_tied = getattr(self.weight, "zero_out_wgrad", False)
         found: torch.Tensor
-        if not hasattr(self.weight, "main_grad") or is_tied or self.reduce_scatter_embeddings:
+        if not hasattr(self.weight, "main_grad") or self.reduce_scatter_embeddings:
             found = super().forward(input_)
             return found
         outside = None
@@ -106,9 +103,16 @@ class _Lookup(torch.autograd.Function):
         # Rows of `sums` beyond the last number are zeros, which any entry can have.
         entries = torch.arange(len(numbers), device=tokens.device) % len(weight)
         weight.main_grad.index_add_(0, entries.index_copy(0, numbers, ordered), sums)
-        weight.grad_added_to_main_grad = True
-        # Hooks of the gradient reduction wait for a gradient, and do not read it.
-        return None, torch.empty_like(weight)
+        return None, _added(weight)
+
+
+def _added(weight: Any) -> torch.Tensor:
+    """Note that a weight's gradient is in `main_grad`, and return one that hooks of the reduction wait for.
+
+    They do not read it, unless Megatron Core asks for zeros, because several layers may share the weight.
+    """
+    weight.grad_added_to_main_grad = True
+    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
 class OutputLayer(ColumnParallelLinear):
@@ -193,11 +197,7 @@ class _Chunked(torch.autograd.Function):
         if of_weight is not None:
             of_weight = of_weight.to(weight.dtype)
         elif needs_weight:
-            weight.grad_added_to_main_grad = True
-            # Hooks of the gradient reduction wait for a gradient. They only read it if an embedding shares the weight.
-            of_weight = torch.empty_like(weight)
-            if getattr(weight, "zero_out_wgrad", False):
-                of_weight.zero_()
+            of_weight = _added(weight)
         if of_hidden is not None and layer.tp_group.size() > 1:
             reduce = (reduce_scatter_to_sequence_parallel_region if layer.sequence_parallel
                       else reduce_from_tensor_model_parallel_region)
