@@ -126,14 +126,56 @@ def _without_variant(kind: str, config: RunConfig) -> tuple[str, LayoutConfig, T
     return kind, replace(config.layout, encoder_activation_gib=None), config.train
 
 
-def _graphs_that_pay(found: list[Candidate]) -> Iterator[Candidate]:
-    """Yield each layout once: with CUDA graphs if they make it faster by more than `GRAPHS_GAIN`, else without."""
-    alike: dict[tuple[str, LayoutConfig, TrainConfig], list[Candidate]] = {}
-    for each in found:
-        alike.setdefault(_without_variant(each.kind, each.config), []).append(each)
-    for variants in alike.values():
-        yield min(variants, key=lambda each: (
+class Found:
+    """Predicted layouts.
+
+    Attributes:
+        all: every candidate; a layout may have one with and one without CUDA graphs.
+        chosen: one candidate for each layout: with CUDA graphs if they make it faster by `GRAPHS_GAIN`, else without.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[Candidate] = []
+        self.chosen: dict[tuple[str, LayoutConfig, TrainConfig], Candidate] = {}
+
+    def add(self, candidate: Candidate) -> None:
+        """Add a candidate, unless its windows are the same as with flags that have been added."""
+        layout = replace(candidate.config.layout, encoder_window=None)
+        if any(candidate.prediction == each.prediction and layout == replace(each.config.layout, encoder_window=None)
+               for each in self.all):
+            return
+        self.all.append(candidate)
+        common = _without_variant(candidate.kind, candidate.config)
+        self.chosen[common] = min(self.chosen.get(common, candidate), candidate, key=lambda each: (
             not each.fits, each.prediction.step_s * (1 + GRAPHS_GAIN * each.config.model.cuda_graphs)))
+
+    def with_graphs(self, kind: str, config: RunConfig) -> Candidate | None:
+        """Return the candidate with CUDA graphs of a layout that has none itself, if there is one."""
+        other = self.chosen.get(_without_variant(kind, config))
+        return other if other and other.config.model.cuda_graphs > config.model.cuda_graphs else None
+
+    def is_hopeless(self, kind: str, config: RunConfig, least_s: float, best: int) -> bool:
+        """Return whether a layout is certain not to be among the best, or to be slower than with CUDA graphs.
+
+        Args:
+            kind: kind of the layout.
+            config: the run on it.
+            least_s: lower bound of its step for a mean sample.
+            best: how many of the fastest layouts have to be found.
+        """
+        least_s *= 1 - TOLERANCE
+        other = self.with_graphs(kind, config)
+        if other is not None:
+            if least_s > other.prediction.step_s * (1 + GRAPHS_GAIN):
+                return True
+            without = replace(other.config, model=replace(other.config.model, cuda_graphs=False))
+            # Graphs only take time of the host away.
+            least_s = max(least_s, other.prediction.step_s) if without == config else least_s
+        times = [(each.prediction.step_s * (1 + GRAPHS_GAIN * each.config.model.cuda_graphs), each.kind)
+                 for each in self.chosen.values()]
+        alike = sorted(seconds for seconds, each in times if each == kind)
+        return (len(times) >= best and least_s > sorted(times)[best - 1][0]
+                and len(alike) >= BEST_OF_KIND and least_s > alike[BEST_OF_KIND - 1])
 
 
 class Search:
@@ -165,8 +207,9 @@ class Search:
         self._data_refusals: dict[tuple[int, int], str] = {}
         # Tokens of the rows of a mean microbatch.
         multiple = row_multiple(base, Layout("disjoint", 1, (), GridSpec(LANGUAGE)))
+        self._longest_of: dict[int, Counter[int]] = {}
         self._mean_length = round(fmean(row_length(longest, multiple, base.train.seq_length)
-                                        for longest in self._longest(base.train.micro_batch_size)))
+                                        for longest in self._longest(base.train.micro_batch_size).elements()))
         few = size > MANY_GPUS
         self._micro_batches: tuple[int, ...] = MICRO_BATCHES[:2] if few else MICRO_BATCHES
         if any(sample.is_packed for sample in samples):
@@ -181,11 +224,39 @@ class Search:
         On many GPUs, layouts that do not fit are left out, and so are those that cannot be among the best even if no
         rank ever waits.
         """
-        few, found = self.size <= MANY_GPUS, list[Candidate]()
+        few, found = self.size <= MANY_GPUS, Found()
         slow, large, refused = (set[tuple[str, LayoutConfig, TrainConfig]]() for _ in range(3))
-        plausible: list[tuple[float, int, str, RunConfig, Layout]] = []
+        plausible = list(self._accepted())
+        if not few:
+            # Graphs first, because layouts without them are often known to be slower then.
+            plausible.sort(key=lambda each: (not each[1].model.cuda_graphs, each[3]))
+        for kind, config, accepted, least in plausible:
+            common = _without_variant(kind, config)
+            if not few and found.is_hopeless(kind, config, least, self._best):
+                slow.add(common)
+                continue
+            fitted, fits = self._fitted(config, accepted)
+            if not few and (not fits or found.is_hopeless(kind, fitted, least, self._best)):
+                (slow if fits else large).add(common)
+                continue
+            # Checked again, as recomputation may have been added, and only a layout that can run may displace others.
+            refusal = self._refusal_of(fitted)
+            if refusal:
+                self.refusal = refusal
+                refused.add(common)
+                continue
+            found.add(self.candidate(kind, fitted, accepted))
+        known, chosen = found.chosen.keys(), list(found.chosen.values())
+        self.refused += len(refused - known)
+        self.slow, self.large = len(slow - known), len(large - known - slow)
+        self.others = [each for each in found.all if all(each is not one for one in chosen)]
+        return sorted(chosen, key=lambda each: (not each.fits, each.prediction.step_s))
+
+    def _accepted(self) -> Iterator[tuple[str, RunConfig, Layout, float]]:
+        """Yield the runs that the trainer accepts: kind, run, layout, and on many GPUs a lower bound of the step."""
         counts = Counter(tokens for sample in self.samples for tokens in sample.images)
         images = {tokens: number / len(self.samples) for tokens, number in counts.items()}
+        share = fmean(bool(sample.images) for sample in self.samples)
         for kind, layout in self._layouts():
             for samples, depth in itertools.product(self._micro_batches, self._prefetch_depths(kind)):
                 train = replace(self.base.train, micro_batch_size=self.base.train.micro_batch_size * samples,
@@ -195,34 +266,9 @@ class Search:
                 if accepted is None:
                     continue
                 for variant in (config, *self._with_graphs(config)):
-                    fitted, fits = self._fitted(variant, accepted)
-                    if fits or few:
-                        least = 0.0 if few else Step(fitted, accepted, self.costs).least_s(
-                            images, self._longest(train.micro_batch_size))
-                        plausible.append((least, len(plausible), kind, fitted, accepted))
-                    else:
-                        large.add(_without_variant(kind, config))
-        for least, _, kind, config, accepted in sorted(plausible, key=lambda each: each[:2]):
-            common = _without_variant(kind, config)
-            if not few and self._is_hopeless(kind, least, found):
-                slow.add(common)
-                continue
-            # Checked again, as recomputation may have been added, and only a layout that can run may displace others.
-            refusal = self._refusal_of(config)
-            if refusal:
-                self.refusal = refusal
-                refused.add(common)
-                continue
-            candidate = self.candidate(kind, config, accepted)
-            # Some flags are equivalent, such as a window of 0 and one of all microbatches.
-            if all(candidate.prediction != each.prediction for each in found):
-                found.append(candidate)
-        known = {_without_variant(each.kind, each.config) for each in found}
-        self.refused += len(refused - known)
-        self.slow, self.large = len(slow - known), len(large - known - slow)
-        chosen = list(_graphs_that_pay(found))
-        self.others = [each for each in found if all(each is not one for one in chosen)]
-        return sorted(chosen, key=lambda each: (not each.fits, each.prediction.step_s))
+                    least = 0.0 if self.size <= MANY_GPUS else Step(variant, accepted, self.costs).least_s(
+                        images, share, self._longest(train.micro_batch_size))
+                    yield kind, variant, accepted, least
 
     def _with_graphs(self, config: RunConfig) -> Iterator[RunConfig]:
         """Yield a run with CUDA graphs if its flags do not have them and they are possible."""
@@ -233,24 +279,18 @@ class Search:
         if may_have_graphs(config):
             yield replace(config, model=replace(model, cuda_graphs=True))
 
-    def _longest(self, micro_batch_size: int) -> list[int]:
-        """Return the tokens of the longest sample of each microbatch, if neighbouring samples share one."""
-        return [max(sample.num_tokens for sample in rows) for rows in batched(self.samples, micro_batch_size)]
+    def _longest(self, micro_batch_size: int) -> Counter[int]:
+        """Count the tokens of the longest sample of each microbatch, if neighbouring samples share one."""
+        if micro_batch_size not in self._longest_of:
+            self._longest_of[micro_batch_size] = Counter(
+                max(sample.num_tokens for sample in rows) for rows in batched(self.samples, micro_batch_size))
+        return self._longest_of[micro_batch_size]
 
     def _prefetch_depths(self, kind: str) -> tuple[int, ...]:
         """Return the prefetch depths to try. They differ from 0 only for a frozen encoder on ranks of its own."""
         if kind != DISJOINT or any(map(self.costs.trains, self.encoders)):
             return (0,)
         return 0, self.base.train.encoder_prefetch_depth or USUAL_PREFETCH
-
-    def _is_hopeless(self, kind: str, least_s: float, found: list[Candidate]) -> bool:
-        """Return whether a layout is certain not to be among the best, overall or of its kind."""
-        least_s *= 1 - TOLERANCE
-        chosen = list(_graphs_that_pay(found))
-        times = sorted(each.prediction.step_s for each in chosen)
-        alike = sorted(each.prediction.step_s for each in chosen if each.kind == kind)
-        return (len(times) >= self._best and least_s > times[self._best - 1]
-                and len(alike) >= BEST_OF_KIND and least_s > alike[BEST_OF_KIND - 1])
 
     def _fitted(self, config: RunConfig, layout: Layout) -> tuple[RunConfig, bool]:
         """Add the least recomputation with which a run fits, if it needs any. Returns the run and whether it fits.
@@ -290,14 +330,17 @@ class Search:
         needed = step.memory(batches)[0]
         if needed <= limit or config.model.recompute != "none":
             return config, needed <= limit
-        saved = (step.pass_cost.layer_bytes - step.pass_cost.recomputed_bytes) * min(
-            layout.language.pp, step.num_microbatches)
+        cost = step.language_cost(max(length for batch in batches for lane in step.lengths(batch) for length in lane))
+        saved = (cost.layer_bytes - cost.recomputed_bytes) * step.in_flight(0)
         layers = max(layers_of_stages(config, layout))
         # One layer more, because the layer that is being recomputed has all its activations.
-        count = min(int((needed - limit) / saved) + 2, layers) if saved > 0 else layers
-        model = replace(config.model, recompute="full", recompute_num_layers=count if count < layers else None)
-        config = replace(config, model=model)
-        return config, Step(config, layout, self.costs).memory(batches)[0] <= limit
+        count = 1 if saved > 0 else layers
+        while True:
+            count = min(count + int(max(needed - limit, 0.0) / saved) + 1, layers) if saved > 0 else layers
+            model = replace(config.model, recompute="full", recompute_num_layers=count if count < layers else None)
+            needed = Step(replace(config, model=model), layout, self.costs).memory(batches)[0]
+            if needed <= limit or count == layers:
+                return replace(config, model=model), needed <= limit
 
     def accepted(self, config: RunConfig) -> Layout | None:
         """Return the layout of a run, or None if the trainer refuses it."""
@@ -411,11 +454,10 @@ class Search:
         rows = self.base.train.micro_batch_size
         total = 0.0
         for name in self.encoders:
-            cost = self.costs.encoder(name, tp)
             for sample in self.samples:
                 for tokens in sample.images:
-                    forward, backward = self.costs.image_flops(name, tokens)
-                    total += forward / cost.forward_flops_s + backward / cost.backward_flops_s
+                    forward, _, backward = self.costs.image_s(name, tp, tokens)
+                    total += forward + backward
         return total / len(self.samples) * rows
 
     def _encoder_sizes(self) -> list[int]:

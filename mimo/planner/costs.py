@@ -19,6 +19,8 @@ from mimo import registry
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import num_layers
 from mimo.observability.flops import FlopsCounter, FlopsProvider, SequenceSums
+from mimo.planner.shapes import is_in, key_value_channels, layers_with_experts, parameters, parts_of_layers
+from mimo.planner.shapes import num_layers as num_layers_of
 from mimo.protocols import LANGUAGE, ModelProvider, ParameterShape
 
 GIB = 2.0**30
@@ -63,9 +65,9 @@ GPUS = {
     "B200": Gpu("B200", 2250.0, 173.0, 720.0, 40.0),
     "GB200": Gpu("GB200", 2500.0, 179.0, 720.0, 40.0, 4),
 }
-# Share of the data sheet's TFLOP/s that dense layers and encoders reach without a profile. A profile of dense layers on
-# an H200 came within 14 % of this.
-DENSE_EFFICIENCY, ENCODER_EFFICIENCY = 0.60, 0.45
+# Share of the data sheet's TFLOP/s that dense layers and encoders reach without a profile. On an H200, dense layers
+# reach 0.59 with a hidden size of 3,072, and 0.65 to 0.70 with 4,096.
+DENSE_EFFICIENCY, ENCODER_EFFICIENCY = 0.64, 0.45
 # The same for the layers of a mixture of experts, by --moe-gemm, and the seconds that the host needs for both passes of
 # a layer with experts. They come from the runs of docs/performance_experts.md on one H200, with 128 experts in each of
 # eight layers. cutlass and separate take longer than packed because they launch kernels for single experts, so the
@@ -73,22 +75,31 @@ DENSE_EFFICIENCY, ENCODER_EFFICIENCY = 0.60, 0.45
 EXPERT_EFFICIENCY = {"auto": 0.48, "packed": 0.48, "cutlass": 0.32, "separate": 0.27}
 HOST_EXPERTS_S = {"auto": 6.5e-3, "packed": 6.5e-3, "cutlass": 15e-3, "separate": 30e-3}
 MEASURED_EXPERTS = 128
-# Every microbatch reads the weights of all experts in both passes, and reads and writes their fp32 gradients. With CUDA
-# graphs, micro-batch 1 takes 176 ms longer than micro-batch 4 there, so these bytes move at 4 TB/s.
-EXPERT_FORWARD_BYTES, EXPERT_BACKWARD_BYTES, EXPERT_GB_S = 2.0, 10.0, 4000.0
-# Share of ENCODER_EFFICIENCY that remains with tensor parallelism, because layers are small and results travel. A
-# profile of 20 layers of 1,536 on two H200 has this value.
-SPLIT_ENCODER = 0.75
+# Every microbatch reads and writes the fp32 gradients of all weights of its layers, and waits for a part of the weights
+# of experts. Profiles of kernels on one H200: a microbatch of 4,096 tokens spends 9.3 ms more on the weight gradients
+# of 4.8 billion parameters of experts than a fourth of the time for 16,384 tokens, which is 8 bytes at 4 TB/s, and
+# 0.7 ms more on each of the other products. With this, passes of a dense model of 3.0 billion parameters take 1.07 to
+# 1.09 times the estimate, with rows of 976 tokens as well as with two rows of 4,096.
+GRADIENT_GB_S, EXPERT_READ_BYTES = 4000.0, 0.6
+# Seconds for each parameter of the embedding and the output layer: 2.4 and 3.1 ms for 0.62 and 0.79 billion parameters
+# in the same profiles. They are of a version that wrote bf16 gradients and added these to fp32 ones in every
+# microbatch, which `mimo.model.vocabulary` no longer does, so this is too much now.
+ENDS_GRADIENT_S = 4e-12
+# Tensor-parallel collectives: seconds of each, and the share of `Gpu.link_gb_s` that they reach. Gathers and scatters
+# of 2 to 36 MiB between two H200 take 20 us and what 241 GB/s need. In a profiled step, a gather of 9 MB takes 1.4
+# times as long (82 us), so both have this factor. With it, a profile has nearly the same ratios for two tensor-parallel
+# ranks as for one.
+COLLECTIVE_S, COLLECTIVE_SHARE = 28e-6, 0.48
 # Ratios in files of profiles refer to the estimates above, so a change of these needs another number.
-PROFILE_VERSION = 3
+PROFILE_VERSION = 4
 # Least seconds that the host needs to launch the kernels of a layer's forward pass, and those of its backward pass.
 HOST_FORWARD_S, HOST_BACKWARD_S = 0.2e-3, 0.4e-3
-# Least seconds of the passes of a layer (attention and MLP) in a language model without CUDA graphs, on one GPU and
-# with tensor parallelism, whose layers also launch collectives. On H200, steps with --llm-tp 2 took about as long with
-# rows of 2,300 tokens as with rows of 4,096: 4.4 to 5.3 ms a layer in both passes together, if the rest of the step
-# took what plans say. A profile of such a step shows that the GPU waits (docs/when.md). Half of it on one GPU is an
-# assumption.
-LAUNCH_S = {False: (0.8e-3, 1.4e-3), True: (1.6e-3, 2.8e-3)}
+# Seconds in which the host launches the passes of a layer (attention and MLP) without CUDA graphs, on one GPU and with
+# tensor parallelism, whose layers also launch collectives. On one H200, a step of 28 layers with 16 microbatches of 400
+# to 1,500 tokens takes 1,845 ms (docs/precision.md), which is 4.0 ms a layer in both passes together. Short rows with
+# tensor parallelism take 5 to 8 ms a layer, whatever their length and the size of the layers; these are the steps of
+# docs/when.md without graphs, which ran two at a time. How this divides into passes is an assumption.
+LAUNCH_S = {False: (1.4e-3, 2.5e-3), True: (2.3e-3, 4.1e-3)}
 # From this share of measured passes on in which the GPU waited for its host, a plan says so.
 HOST_BOUND_SHARE = 0.2
 # Seconds before the first byte of a collective arrives.
@@ -114,6 +125,7 @@ class Ratios:
         bytes: activations that the layers keep.
         ends_bytes: activations that the output layer and the loss keep.
         host_bound: share of the passes in which the GPU waited for its host.
+        layers: layers of an encoder; 0 for the language model.
     """
 
     tp: int = 1
@@ -125,6 +137,7 @@ class Ratios:
     bytes: float = 1.0
     ends_bytes: float = 1.0
     host_bound: float = 0.0
+    layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -190,6 +203,7 @@ class LanguageCost:
         layer_bytes: activations that a layer keeps for its backward pass.
         recomputed_bytes: activations that it keeps if it is recomputed.
         ends_bytes: activations that the output layer and the loss keep.
+        launch_s: seconds in which the host launches the passes of one layer; 0 with CUDA graphs.
     """
 
     forward_s: float
@@ -199,6 +213,19 @@ class LanguageCost:
     layer_bytes: float
     recomputed_bytes: float
     ends_bytes: float
+    launch_s: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """Seconds of an encoder's pass: for each call, each FLOP and each patch."""
+
+    call_s: float
+    flop_s: float
+    patch_s: float
+
+    def image_s(self, flops: float, patches: float) -> float:
+        return flops * self.flop_s + patches * self.patch_s
 
 
 @dataclass(frozen=True)
@@ -206,16 +233,15 @@ class EncoderCost:
     """Costs of encoder passes on ranks of one tensor-parallel group.
 
     Attributes:
-        call_forward_s, call_backward_s: seconds of each pass that do not depend on the images.
-        forward_flops_s, backward_flops_s: FLOP/s of the group.
+        forward, backward: costs of the passes.
+        again: costs of a forward pass that is repeated because of recomputation.
         layer_bytes: bytes that all layers together keep for one patch.
         recomputed_bytes: the same if all of them are recomputed.
     """
 
-    call_forward_s: float
-    call_backward_s: float
-    forward_flops_s: float
-    backward_flops_s: float
+    forward: PassCost
+    again: PassCost
+    backward: PassCost
     layer_bytes: float
     recomputed_bytes: float
 
@@ -267,18 +293,52 @@ class Costs:
 
     @_once
     def language(self, tp: int, micro_batch_size: int, ep: int = 1, cp: int = 1, length: int | None = None,
-                 *, graphs: float = 0.0, launches: bool = True) -> LanguageCost:
+                 *, graphs: float = 0.0) -> LanguageCost:
         """Return the costs of a microbatch of the language model on a context-parallel rank.
 
         Its rows have `length` tokens; None: --seq-length. `graphs` is the share of microbatches whose layers have CUDA
-        graphs, and `launches` whether short passes wait for the host without them.
+        graphs.
         """
         if 0 < graphs < 1:
             plain, replayed = (self.language(tp, micro_batch_size, ep, cp, length, graphs=each) for each in (0.0, 1.0))
             return replace(plain, forward_s=plain.forward_s + graphs * (replayed.forward_s - plain.forward_s),
-                           backward_s=plain.backward_s + graphs * (replayed.backward_s - plain.backward_s))
+                           backward_s=plain.backward_s + graphs * (replayed.backward_s - plain.backward_s),
+                           launch_s=((1 - graphs) * plain.launch_s[0], (1 - graphs) * plain.launch_s[1]))
         length = length or self.config.train.seq_length
         tokens = micro_batch_size * length / cp
+        layer_s, ends_s = self._passes_s(tp, micro_batch_size, ep, cp, length, waits=not graphs)
+        ratios = self.profile.ratios(LANGUAGE, tp, micro_batch_size)
+        launch_s = 0.0, 0.0
+        if graphs:
+            # Where the GPU waited for its host, its own time is not known, and the estimate counts.
+            late = ratios.host_bound
+            ratios = replace(ratios, forward=(1 - late) * ratios.forward + late * min(ratios.forward, 1.0),
+                             backward=(1 - late) * ratios.backward + late * min(ratios.backward, 1.0))
+        elif self.gpu.launches_kernels:
+            part = self._parts_of_layers / self.num_layers / 2
+            launch_s = LAUNCH_S[tp > 1][0] * part, LAUNCH_S[tp > 1][1] * part if layer_s[1] else 0.0
+            if self.profile.modules and length != self.config.train.seq_length:
+                # The host that was measured may be faster. Rows had --seq-length tokens there.
+                whole = self.language(tp, micro_batch_size, ep, cp)
+                launch_s = min(launch_s[0], whole.forward_s), min(launch_s[1], whole.backward_s)
+        kept = tokens * sum(self._kept_bytes(LANGUAGE, self.hidden_size)) / self.num_layers / tp
+        vocabulary = max((shape.shape[0] for shape in self.shapes[LANGUAGE] if shape.stage != "layer"), default=0)
+        chunk = self.config.model.logits_chunk_size
+        logits = min(tokens, chunk or tokens) * vocabulary / tp
+        # The gradient of the output layer is summed over the chunks, see `mimo.grid.dry_run.logits_lines`.
+        summed = 8.0 * vocabulary * self.hidden_size / tp if chunk is not None and layer_s[1] else 0.0
+        return LanguageCost(
+            layer_s[0] * ratios.forward, layer_s[1] * ratios.backward,
+            ends_s[0] * ratios.ends_forward, ends_s[1] * ratios.ends_backward,
+            kept * ratios.bytes, tokens * self.hidden_size * 2 / tp, 6.0 * logits * ratios.ends_bytes + summed,
+            launch_s)
+
+    def _passes_s(self, tp: int, micro_batch_size: int, ep: int, cp: int, length: int, *, waits: bool
+                  ) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Estimate the seconds of the passes of a layer, the mean over the layers, and of output layer and loss.
+
+        `waits` says whether short passes wait for the host.
+        """
         sums = SequenceSums.of_rows([[length]] * micro_batch_size, length)
         layers, ends = [0.0, 0.0], [0.0, 0.0]
         for component, forward, backward in self.counter.passes(LANGUAGE, sums):
@@ -288,108 +348,115 @@ class Costs:
             into[1] += backward / cp
         if layers[1]:
             layers[1] += layers[0] * self._repeated_share(LANGUAGE)
-        gemm = self.config.model.moe_gemm
-        rate = ends_rate = self.gpu.tflops * 1e12 * DENSE_EFFICIENCY * tp
-        host_forward_s, host_backward_s = HOST_FORWARD_S, HOST_BACKWARD_S
-        # Some layers may have no experts.
-        with_experts, weights = self._layers_with_experts() / self.num_layers, 0.0
-        if self.num_experts:
-            weights = sum(math.prod(shape.shape) * shape.count for shape in self.shapes[LANGUAGE]
-                          if shape.split == "expert") / self.num_layers / ep / (EXPERT_GB_S * 1e9)
-            rate = self.gpu.tflops * 1e12 * EXPERT_EFFICIENCY[gemm] * tp
-            least, local = HOST_EXPERTS_S["packed"], self.num_experts / ep
-            host_s = least + (HOST_EXPERTS_S[gemm] - least) * min(local / MEASURED_EXPERTS, 1)
-            # A backward pass launches about twice as much as a forward pass.
-            host_forward_s += with_experts * host_s / 3
-            host_backward_s += with_experts * host_s * 2 / 3
+        rate = self.gpu.tflops * 1e12 * tp
+        ends_s = [each / (rate * DENSE_EFFICIENCY) for each in ends]
+        rate *= self.num_layers * (
+            EXPERT_EFFICIENCY[self.config.model.moe_gemm] if self.num_experts else DENSE_EFFICIENCY)
+        host_s = self._host_s(ep) if waits else (0.0, 0.0)
+        dense, experts = (parameters(self.shapes[LANGUAGE], layers=True, experts=each) / self.num_layers
+                          for each in (False, True))
+        read = experts / ep * EXPERT_READ_BYTES / (GRADIENT_GB_S * 1e9)
+        moved, dispatch, shared = self._moved_s(tp, ep, cp, micro_batch_size * length / cp)
+        forward_s = max(layers[0] / rate + read, host_s[0]) + 2 * moved + dispatch + shared
+        backward_s = layers[1] / rate + read
+        if self.trains(LANGUAGE):
+            floats = 4 if self.config.ddp.grad_reduce_in_fp32 or not self.config.model.bf16 else 2
+            backward_s += (dense / tp + experts / ep) * 2 * floats / (GRADIENT_GB_S * 1e9)
+            ends_s[1] += parameters(self.shapes[LANGUAGE], layers=False) / tp * ENDS_GRADIENT_S
+        backward_s = max(backward_s, host_s[1]) + 3 * moved + dispatch + 2 * shared
+        return (forward_s, backward_s if layers[1] else 0.0), (ends_s[0], ends_s[1])
+
+    def _host_s(self, ep: int) -> tuple[float, float]:
+        """Return the least seconds that the host needs for the passes of a layer, the mean over the layers."""
+        if not self.num_experts:
+            return HOST_FORWARD_S, HOST_BACKWARD_S
+        least, local = HOST_EXPERTS_S["packed"], self.num_experts / ep
+        host_s = least + (HOST_EXPERTS_S[self.config.model.moe_gemm] - least) * min(local / MEASURED_EXPERTS, 1)
+        # Some layers may have no experts. A backward pass launches about twice as much as a forward pass.
+        host_s *= self._layers_with_experts / self.num_layers / 3
+        return HOST_FORWARD_S + host_s, HOST_BACKWARD_S + 2 * host_s
+
+    def _moved_s(self, tp: int, ep: int, cp: int, tokens: float) -> tuple[float, float, float]:
+        """Return the seconds of a layer's transfers of the tokens of a rank, the mean over the layers.
+
+        Returns:
+            Half of the tensor-parallel collectives of a forward pass, those of experts, and those of keys and values.
+        """
         # With sequence parallelism, a layer gathers its input and scatters its output around attention, and around its
         # MLP; layers of hybrid models have only one of them.
-        message = tokens * self.hidden_size * 2 * (tp - 1) / tp
-        moved = message / (self.gpu.link_gb_s * 1e9) + LATENCY_S if tp > 1 else 0.0
-        moved *= self._parts_of_layers() / self.num_layers
+        sent = tokens * self.hidden_size * 2 * (tp - 1) / tp
+        moved = (COLLECTIVE_S + sent / self._collective_bytes_s) * self._parts_of_layers / self.num_layers
         # Tokens go to the ranks of their experts and come back, in both passes. Those to other nodes take the network.
         routed, inside = tokens / tp * self._top_k * self.hidden_size * 2 / ep, min(ep, self.gpu.gpus_per_node)
-        dispatch = 2 * with_experts * (routed * (inside - 1) / (self.gpu.link_gb_s * 1e9)
-                                       + routed * (ep - inside) / (self.gpu.network_gb_s * 1e9) + LATENCY_S)
-        dispatch = dispatch if ep > 1 else 0.0
+        dispatch = 2 * self._layers_with_experts / self.num_layers * (
+            routed * (inside - 1) / (self.gpu.link_gb_s * 1e9)
+            + routed * (ep - inside) / (self.gpu.network_gb_s * 1e9) + LATENCY_S)
         # Each rank gets the keys and values of the other context-parallel ranks once in the forward pass, and again
         # with their gradients in the backward pass. No measurement has corrected this estimate yet: rings hide a part
-        # of it behind attention, and transfers to other nodes take longer.
-        shared = 0.0
-        if cp > 1:
-            moved_bytes = tokens * self._key_value_bytes() / tp
-            shared = (cp - 1) * (moved_bytes / (self.gpu.link_gb_s * 1e9) + LATENCY_S)
-        ratios = self.profile.ratios(LANGUAGE, tp, micro_batch_size)
-        launch_s: tuple[float, ...] = (0.0, 0.0)
-        if graphs:
-            # Where the GPU waited for its host, its own time is not known, and the estimate counts.
-            late = ratios.host_bound
-            ratios = replace(ratios, forward=(1 - late) * ratios.forward + late * min(ratios.forward, 1.0),
-                             backward=(1 - late) * ratios.backward + late * min(ratios.backward, 1.0))
-            host_forward_s = host_backward_s = 0.0
-        elif launches and self.gpu.launches_kernels:
-            launch_s = tuple(seconds * self._parts_of_layers() / self.num_layers / 2 for seconds in LAUNCH_S[tp > 1])
-            if self.profile.modules:
-                # The host that was measured may be faster. Rows had --seq-length tokens there.
-                whole = self.language(tp, micro_batch_size, ep, cp, launches=False)
-                launch_s = min(launch_s[0], whole.forward_s), min(launch_s[1], whole.backward_s)
-        forward_s = layers[0] / rate / self.num_layers + EXPERT_FORWARD_BYTES * weights
-        forward_s = max(forward_s, host_forward_s) + 2 * moved + dispatch + shared
-        forward_s = max(forward_s * ratios.forward, launch_s[0])
-        backward_s = 0.0
-        if layers[1]:
-            read = EXPERT_BACKWARD_BYTES if self.trains(LANGUAGE) else EXPERT_FORWARD_BYTES
-            backward_s = layers[1] / rate / self.num_layers + read * weights
-            backward_s = max(backward_s, host_backward_s) + 3 * moved + dispatch + 2 * shared
-            backward_s = max(backward_s * ratios.backward, launch_s[1])
-        kept = tokens * self._kept_bytes(LANGUAGE, self.hidden_size) / self.num_layers / tp
-        vocabulary = max((shape.shape[0] for shape in self.shapes[LANGUAGE] if shape.stage != "layer"), default=0)
-        chunk = self.config.model.logits_chunk_size
-        logits = min(tokens, chunk or tokens) * vocabulary / tp
-        # The gradient of the output layer is summed over the chunks, see `mimo.grid.dry_run.logits_lines`.
-        summed = 8.0 * vocabulary * self.hidden_size / tp if chunk is not None and layers[1] else 0.0
-        return LanguageCost(
-            forward_s, backward_s,
-            ends[0] / ends_rate * ratios.ends_forward, ends[1] / ends_rate * ratios.ends_backward,
-            kept * ratios.bytes, tokens * self.hidden_size * 2 / tp, 6.0 * logits * ratios.ends_bytes + summed)
+        # of it behind attention, and transfers to other nodes take longer. Latent attention unfolds keys and values,
+        # and counts as if they were as wide as the hidden states.
+        channels = key_value_channels(self.shapes[LANGUAGE]) or 2.0 * self.hidden_size * self.num_layers
+        sent = tokens * 2 * channels / self.num_layers / tp
+        shared = (cp - 1) * (sent / (self.gpu.link_gb_s * 1e9) + LATENCY_S)
+        return moved if tp > 1 else 0.0, dispatch if ep > 1 else 0.0, shared
 
-    def _key_value_bytes(self) -> float:
-        """Return the bytes of a token's keys and values in a layer, the mean over the layers.
+    @property
+    def _collective_bytes_s(self) -> float:
+        """Bytes that a rank sends in a second of a tensor-parallel collective."""
+        return COLLECTIVE_SHARE * self.gpu.link_gb_s * 1e9
 
-        Latent attention unfolds them, and counts as if they were as wide as the hidden states.
-        """
-        found = {shape.name: shape for shape in self.shapes[LANGUAGE] if shape.stage == "layer"}
-        fused = next((shape for name, shape in found.items() if "linear_qkv" in name and len(shape.shape) == 2), None)
-        output = next((shape for name, shape in found.items() if "linear_proj" in name and len(shape.shape) == 2), None)
-        if fused is None or output is None:
-            return 4.0 * self.hidden_size
-        return 2.0 * (fused.shape[0] - output.shape[1]) * fused.count / self.num_layers
-
+    @property
     def _layers_with_experts(self) -> float:
-        return max((shape.count / self.num_experts for shape in self.shapes[LANGUAGE] if shape.split == "expert"),
-                   default=0.0)
+        return layers_with_experts(self.shapes[LANGUAGE], self.num_experts)
 
+    @property
     def _parts_of_layers(self) -> float:
-        """Return the number of attentions, mixers and MLPs. Each of them ends in a product of the hidden size."""
-        ends = [shape for shape in self.shapes[LANGUAGE]
-                if shape.stage == "layer" and shape.split == "tp" and shape.shape[0] == self.hidden_size]
-        shared = any("shared_expert" in shape.name for shape in ends)
-        return sum(shape.count for shape in ends) + (0.0 if shared else self._layers_with_experts())
+        return parts_of_layers(self.shapes[LANGUAGE], self.hidden_size, self.num_experts)
 
     @_once
     def encoder(self, name: str, tp: int) -> EncoderCost:
         """Return the costs of an encoder's passes."""
-        ratios = self.profile.ratios(name, tp, 0)
-        efficiency = ENCODER_EFFICIENCY if tp == 1 else ENCODER_EFFICIENCY * SPLIT_ENCODER
-        rate = self.gpu.tflops * 1e12 * efficiency * tp
-        shapes = self.shapes[name]
-        layers = _num_layers(shapes)
+        ratios, shapes = self.profile.ratios(name, tp, 0), self.shapes[name]
+        layers = num_layers_of(shapes)
         width = min((min(shape.shape) for shape in shapes if len(shape.shape) == 2 and shape.stage == "layer"),
                     default=self.hidden_size)
+
+        def estimated(tp: int) -> tuple[float, float]:
+            """Return the seconds of a FLOP and of a patch: each pass of a layer sums the hidden states up twice."""
+            return (1 / (self.gpu.tflops * 1e12 * ENCODER_EFFICIENCY * tp),
+                    layers * 2 * 2 * (tp - 1) / tp * 2.0 * width / self._collective_bytes_s)
+
+        (flop_s, patch_s), (flop_s_there, patch_s_there) = estimated(tp), estimated(ratios.tp)
+        sums_s = 2 * COLLECTIVE_S if tp > 1 else 0.0
+        # Layers do the same products in both passes. What makes the forward pass slower than that in a profile is
+        # outside of them: patches are embedded and features projected. Recomputation does not repeat this, and neither
+        # more layers nor more tensor-parallel ranks change it.
+        inside = min(ratios.forward, ratios.backward) if ratios.layers else ratios.forward
+        outside = (ratios.forward - inside) * ratios.layers / layers
+        again = PassCost(layers * (HOST_FORWARD_S + sums_s) * ratios.ends_forward, inside * flop_s, inside * patch_s)
+        whole, split = self._kept_bytes(name, width)
         return EncoderCost(
-            layers * HOST_FORWARD_S * ratios.ends_forward, layers * HOST_BACKWARD_S * ratios.ends_backward,
-            rate / ratios.forward, rate / ratios.backward,
-            self._kept_bytes(name, width) / tp * ratios.bytes, 2.0 * width * layers)
+            replace(again, flop_s=again.flop_s + outside * flop_s_there,
+                    patch_s=again.patch_s + outside * patch_s_there), again,
+            PassCost(layers * (HOST_BACKWARD_S + sums_s) * ratios.ends_backward, ratios.backward * flop_s,
+                     ratios.backward * patch_s),
+            (whole + split / tp) * ratios.bytes, 2.0 * width * layers)
+
+    def encoder_launch_s(self, name: str, tp: int) -> tuple[float, float]:
+        """Return the seconds in which the host launches the layers of an encoder's forward and backward pass."""
+        layers = num_layers_of(self.shapes[name]) if self.gpu.launches_kernels else 0
+        return layers * LAUNCH_S[tp > 1][0], layers * LAUNCH_S[tp > 1][1] * self.trains(name)
+
+    @_once
+    def image_s(self, name: str, tp: int, tokens: int) -> tuple[float, float, float]:
+        """Return the seconds of an image's forward pass, of its layers only, and of its backward pass.
+
+        They leave out what each call takes besides. `tokens` are the rows of the encoder's output.
+        """
+        cost, (forward, backward) = self.encoder(name, tp), self.image_flops(name, tokens)
+        patches = self.image_patches(name, tokens)
+        return (cost.forward.image_s(forward, patches), cost.again.image_s(forward, patches),
+                cost.backward.image_s(backward, patches) if backward else 0.0)
 
     @_once
     def image_flops(self, name: str, tokens: int) -> tuple[float, float]:
@@ -462,15 +529,17 @@ class Costs:
             if shape.stage == "layer" and len(shape.shape) == 2:
                 flops = 2.0 * self._uses(shape) * math.prod(shape.shape)
                 whole += flops
-                again += flops if _is_in(shape, parts) else 0.0
+                again += flops if is_in(shape, parts) else 0.0
         return again / whole if whole else 0.0
 
     def _uses(self, shape: ParameterShape) -> float:
         """Return how many times a token is multiplied by matrices of a kind, in all layers."""
         return shape.count * (self._top_k / self.num_experts if shape.split == "expert" else 1)
 
-    def _kept_bytes(self, module: str, width: int) -> float:
+    def _kept_bytes(self, module: str, width: int) -> tuple[float, float]:
         """Return the bytes that all layers of a module keep for one token, without full recomputation.
+
+        Only sequence parallelism divides the first figure, and tensor parallelism the second one.
 
         Each product keeps its input, and a layer keeps the outputs of its products until they have been used. Norms and
         residuals keep four times the width. For a Llama layer this is 34 bytes per token and channel. Norms of queries
@@ -478,20 +547,21 @@ class Costs:
         neither does the core of attention, which is taken as fused.
         """
         parts = self.config.model.recomputed_modules(module)
-        layers = self.num_layers if module == LANGUAGE else _num_layers(self.shapes[module])
-        per_token = 4.0 * width * layers
+        layers = self.num_layers if module == LANGUAGE else num_layers_of(self.shapes[module])
+        whole, per_token = 4.0 * width * layers, 0.0
         has_norms = any(shape.name == "self_attention.q_layernorm.weight" for shape in self.shapes[module])
         for shape in self.shapes[module]:
             if has_norms and shape.name == "self_attention.linear_qkv.weight":
                 per_token += shape.count * shape.shape[0]
             if shape.stage == "layer" and len(shape.shape) == 2:
-                kept = 0.0 if _is_in(shape, parts) else float(max(shape.shape))
+                kept = 0.0 if is_in(shape, parts) else float(max(shape.shape))
                 if "moe_act" in parts and shape.name == "mlp.experts.linear_fc2.weight":
                     kept -= shape.shape[1]
                 per_token += self._uses(shape) * max(kept, 0.0)
             elif "layernorm" in parts and shape.name in ("input_layernorm.weight", "pre_mlp_layernorm.weight"):
-                per_token -= shape.count * width  # the output of a norm that stands alone
-        return (2.0 if self.config.model.bf16 else 4.0) * per_token
+                whole -= shape.count * width  # the output of a norm that stands alone
+        floats = 2.0 if self.config.model.bf16 else 4.0
+        return floats * whole, floats * per_token
 
 
 def check_supported(config: RunConfig) -> None:
@@ -513,19 +583,3 @@ def check_supported(config: RunConfig) -> None:
 def _encoders(config: RunConfig) -> tuple[str, ...]:
     provider = registry.model_provider(config.model.model_provider)
     return () if config.layout.llm_only else provider.encoders(config.model_family)
-
-
-def _is_in(shape: ParameterShape, parts: Sequence[str]) -> bool:
-    """Return whether a matrix belongs to a part of a layer that is recomputed; see --recompute-modules."""
-    name = shape.name
-    return (("mlp" in parts and name.startswith("mlp.linear_fc"))
-            or ("moe" in parts and name.startswith("mlp.") and not name.startswith("mlp.linear_fc"))
-            or ("shared_experts" in parts and name.startswith("mlp.shared_experts."))
-            or ("mla_up_proj" in parts and name.endswith("_up_proj.weight")))
-
-
-def _num_layers(shapes: Sequence[ParameterShape]) -> int:
-    """Return the number of layers of an encoder, from parameters that every layer has."""
-    return max((shape.count for shape in shapes if shape.stage == "layer" and shape.split != "expert"), default=1)
-
-

@@ -33,6 +33,7 @@ from mimo.observability.flops import peak_tflops
 from mimo.observability.spans import Interval, Kind
 from mimo.planner.costs import GIB, GPUS, Costs, Gpu, Profile, Ratios
 from mimo.planner.predict import Step
+from mimo.planner.shapes import num_layers
 from mimo.protocols import LANGUAGE, ComparableProvider
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class Training:
 
     Attributes:
         passes: median seconds of each module's forward and backward passes, by (module, kind, microbatch).
-        encoder_flops: FLOPs of the images of each microbatch, by (kind, microbatch).
+        images: tokens of each image, by microbatch.
         others: median seconds of the rest of a step, by kind.
         spread: relative difference between the steps' passes of the language model.
         static_bytes: bytes allocated between steps, on CUDA.
@@ -123,7 +124,7 @@ class Training:
     """
 
     passes: dict[tuple[str, str, int], float] = field(default_factory=dict)
-    encoder_flops: dict[tuple[str, int], float] = field(default_factory=dict)
+    images: dict[int, list[int]] = field(default_factory=dict)
     others: dict[str, float] = field(default_factory=dict)
     spread: float = 0.0
     static_bytes: float = 0.0
@@ -185,12 +186,10 @@ def _run(config: RunConfig, platform: Platform, rank: int, world_size: int) -> T
             return "measured"
 
         def _images(self, name: str, microbatches: Any) -> None:
-            """Record the FLOPs of each microbatch's images, and the memory of the images of one microbatch."""
+            """Record each microbatch's images, and the memory of the images of one microbatch."""
             for number, batch in enumerate(microbatches):
                 tokens = batch.text.encoded_lengths(name)
-                for kind in (0, 1):
-                    found.encoder_flops[("forward", "backward")[kind], number] = sum(
-                        costs.image_flops(name, each)[kind] for each in tokens)
+                found.images[number] = list(tokens)
                 patches = sum(costs.image_patches(name, each) for each in tokens)
                 if self.platform.name == "cuda" and patches > found.image_patches:
                     inputs = batch.encoders[name].to(self.platform.device).normalised_inputs()
@@ -224,9 +223,9 @@ def _ratios(configs: Sequence[RunConfig], trainings: Sequence[Training], profile
     """Return the ratios of one tensor-parallel and micro-batch size, measured by trainings of two depths."""
     config, deep = configs[-1], trainings[-1]
     costs, tp, samples = Costs(config, profile), config.layout.llm_tp, config.train.micro_batch_size
-    cost = costs.language(tp, samples, launches=False)
+    cost = costs.language(tp, samples)
     depths = [Costs(each, profile).num_layers for each in configs]
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     for kind, layer, ends in (("forward", cost.forward_s, cost.ends_forward_s),
                               ("backward", cost.backward_s, cost.ends_backward_s)):
         times = [each.total(LANGUAGE, kind) for each in trainings]
@@ -235,19 +234,21 @@ def _ratios(configs: Sequence[RunConfig], trainings: Sequence[Training], profile
         images = [each.image_bytes for each in trainings]
         kept = [each.peak_bytes - image for each, image in zip(trainings, images, strict=True)]
         found["bytes"], found["ends_bytes"] = _split(depths, kept, cost.layer_bytes, cost.ends_bytes)
-    ratios = {LANGUAGE: Ratios(tp, samples, **found, host_bound=deep.host_bound)}
+    ratios = {LANGUAGE: replace(Ratios(tp, samples, host_bound=deep.host_bound), **found)}
     for name in costs.encoders:
-        estimated, own = costs.encoder(name, tp), {}
-        for kind, rate, call in (("forward", estimated.forward_flops_s, estimated.call_forward_s),
-                                 ("backward", estimated.backward_flops_s, estimated.call_backward_s)):
-            points = [(training.encoder_flops.get((kind, number), 0.0), training.passes.get((name, kind, number), 0.0))
-                      for training in trainings for number in range(NUM_MICROBATCHES)]
-            call_s, per_flop = _line([point for point in points if point[0] > 0])
-            own[kind] = per_flop * rate if per_flop > 0 else 1.0
+        estimated, own = costs.encoder(name, tp), dict[str, Any]()
+        for index, kind, call in ((0, "forward", estimated.forward.call_s), (2, "backward", estimated.backward.call_s)):
+            points = [(sum(costs.image_s(name, tp, tokens)[index] for tokens in images),
+                       training.passes.get((name, kind, number), 0.0))
+                      for training in trainings for number, images in training.images.items()]
+            call_s, ratio = _line([point for point in points if point[0] > 0])
+            own[kind] = ratio if ratio > 0 else 1.0
             own[f"ends_{kind}"] = call_s / call if call else 1.0
         if deep.image_patches:
             own["bytes"] = deep.image_bytes / (deep.image_patches * estimated.layer_bytes)
-        ratios[name] = Ratios(tp, 0, **own)
+        # Only passes of layers in both directions tell what is outside of them.
+        layers = num_layers(costs.shapes[name]) if costs.trains(name) else 0
+        ratios[name] = replace(Ratios(tp, 0, layers=layers), **own)
     return ratios
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mimo.config.trainer import RunConfig
 from mimo.grid.spec import Layout
 from mimo.planner.costs import GIB, GPUS, Costs, Profile
@@ -16,8 +18,10 @@ PLANNED_SAMPLES = 64
 def memory_line(config: RunConfig, layout: Layout) -> str:
     """Return a line on the memory that the fullest rank is expected to need.
 
-    Activations of images depend on the data, so they are left out for a data set that is costly to read.
+    Activations of images depend on the data, so they are left out for a data set that is costly to read. Rows are taken
+    to have --seq-length tokens, as one of them may in a long run.
     """
+    config = replace(config, data=replace(config.data, row_lengths=1))
     try:
         costs = Costs(config, Profile(GPUS["H200"]))
     except ValueError as error:

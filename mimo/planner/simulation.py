@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 FORWARD, BACKWARD = "forward", "backward"
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One entry of a program.
 
     Attributes:
@@ -24,12 +24,15 @@ class Action:
         posts: keys that the worker posts when its work is done.
         awaits: keys that it waits for after that.
         label: name of the work, by which `Timeline.busy_s` sums it up.
+        host_s: time that the host needs to launch the work. It may begin when the device begins the work before this
+            one, because the device's queue holds about as many kernels as a pass has.
     """
 
     seconds: float = 0.0
     posts: tuple[Hashable, ...] = ()
     awaits: tuple[Hashable, ...] = ()
     label: str = ""
+    host_s: float = 0.0
 
 
 @dataclass
@@ -67,44 +70,81 @@ def simulate(programs: Mapping[Hashable, Sequence[Action]], transfer_s: Callable
     Raises:
         ValueError: workers wait for each other, or for a key that nobody posts.
     """
-    # A key is done when all workers that post it have posted it.
+    # A key is done when all workers that post it have posted it: how many have not, and when the last one did.
     posters = Counter(key for program in programs.values() for action in program for key in action.posts)
+    left = {key: [count, 0.0] for key, count in posters.items()}
     done: dict[Hashable, float] = {}
-    posted: dict[Hashable, list[float]] = defaultdict(list)
-    waiting: dict[Hashable, list[Hashable]] = defaultdict(list)
-    times = dict.fromkeys(programs, 0.0)
-    position = dict.fromkeys(programs, 0)
-    has_worked = dict.fromkeys(programs, False)
-    timeline = Timeline(busy_s={worker: defaultdict(float) for worker in programs})
-    ready = deque(programs)
+    waiting: dict[Hashable, list[_Worker]] = defaultdict(list)
+    workers = {name: _Worker(program) for name, program in programs.items()}
+    ready = deque(workers.values())
     while ready:
         worker = ready.popleft()
-        program = programs[worker]
-        while position[worker] < len(program):
-            action = program[position[worker]]
+        while worker.position < len(worker.program):
+            action = worker.program[worker.position]
             # A worker that had to wait comes back to the same action, whose work is done.
-            if not has_worked[worker]:
-                has_worked[worker] = True
-                times[worker] += action.seconds
-                timeline.busy_s[worker][action.label] += action.seconds
+            if not worker.has_worked:
+                worker.work(action)
                 for key in action.posts:
-                    posted[key].append(times[worker])
-                    if len(posted[key]) == posters[key]:
-                        done[key] = max(posted.pop(key)) + (transfer_s(key) if transfer_s is not None else 0.0)
+                    state = left[key]
+                    state[0] -= 1
+                    state[1] = max(state[1], worker.time)
+                    if not state[0]:
+                        done[key] = state[1] + (transfer_s(key) if transfer_s is not None else 0.0)
                         ready.extend(waiting.pop(key, ()))
-            missing = next((key for key in action.awaits if key not in done), None)
+            missing = worker.proceed(action, done)
             if missing is not None:
                 waiting[missing].append(worker)
                 break
-            times[worker] = max([times[worker], *(done[key] for key in action.awaits)])
-            position[worker] += 1
-            has_worked[worker] = False
-    stuck = {worker: program[position[worker]].awaits for worker, program in programs.items()
-             if position[worker] < len(program)}
+    stuck = {name: worker.program[worker.position].awaits for name, worker in workers.items()
+             if worker.position < len(worker.program)}
     if stuck:
         raise ValueError(f"the workers wait for each other: {stuck}")
-    timeline.end_s = times
-    return timeline
+    return Timeline({name: worker.time for name, worker in workers.items()},
+                    {name: worker.busy_s for name, worker in workers.items()})
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A worker in the middle of a simulation.
+
+    Attributes:
+        program: its program.
+        position: index of its action.
+        has_worked: whether the work of this action is done.
+        time: when it is done with what it has done so far.
+        began: when the device began the last work.
+        launched: when the host had launched the last work.
+        busy_s: seconds of work by label.
+    """
+
+    program: Sequence[Action]
+    position: int = 0
+    has_worked: bool = False
+    time: float = 0.0
+    began: float = 0.0
+    launched: float = 0.0
+    busy_s: dict[str, float] = field(default_factory=dict)
+
+    def work(self, action: Action) -> None:
+        """Do the work of an action."""
+        self.has_worked = True
+        if action.seconds:
+            self.launched = max(self.launched, self.began) + action.host_s
+            self.began = self.time
+            self.time = max(self.time + action.seconds, self.launched)
+            self.busy_s[action.label] = self.busy_s.get(action.label, 0.0) + action.seconds
+
+    def proceed(self, action: Action, done: Mapping[Hashable, float]) -> Hashable | None:
+        """Go on to the next action if all that this one awaits is done. Returns a key that is not, or None."""
+        time = self.time
+        for key in action.awaits:
+            at = done.get(key)
+            if at is None:
+                return key
+            time = max(time, at)
+        self.time, self.has_worked = time, False
+        self.position += 1
+        return None
 
 
 def one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int, *, run_ahead: int = 0) -> list[
@@ -134,6 +174,10 @@ def _nothing(microbatch: int) -> Iterable[Action]:
     return ()
 
 
+def _no_time(kind: str, microbatch: int) -> float:
+    return 0.0
+
+
 @dataclass
 class Stage:
     """One pipeline stage of one lane (or of all lanes that an encoder replica serves).
@@ -144,6 +188,7 @@ class Stage:
         seconds: returns the seconds of a pass, by kind (`FORWARD`, `BACKWARD`) and microbatch.
         inputs, outputs: names of the links to the stages before and after; several if lanes share an encoder.
         label: label of its work, see `Action`.
+        launches: returns the seconds that the host needs to launch a pass, by kind and microbatch.
         sends_gradients: whether gradients go back to the stage before this one.
         takes_gradients: whether gradients come from the stage after this one.
         run_ahead: see `one_forward_one_backward`.
@@ -163,6 +208,7 @@ class Stage:
     inputs: tuple[Hashable, ...] = ()
     outputs: tuple[Hashable, ...] = ()
     label: str = ""
+    launches: Callable[[str, int], float] = _no_time
     sends_gradients: bool = True
     takes_gradients: bool = True
     run_ahead: int = 0
@@ -187,7 +233,7 @@ class Stage:
             if kind == FORWARD and self.prefetch:
                 actions += [self._ahead(microbatch - 1)] if microbatch else ()
             else:
-                actions.append(Action(self.seconds(kind, microbatch), label=self.label))
+                actions.append(self._work(kind, microbatch))
             actions += (self.after_forward if kind == FORWARD else self.after_backward)(microbatch)
             # In the steady state, a send and the next receive are one call. Otherwise they are two.
             in_warmup = kind == FORWARD and microbatch < first_steady
@@ -205,7 +251,10 @@ class Stage:
 
     def _ahead(self, sent: int) -> Action:
         """Return the pass that fills the queue again after a microbatch was sent."""
-        return Action(self.seconds(FORWARD, (sent + self.prefetch) % self.num_microbatches), label=self.label)
+        return self._work(FORWARD, (sent + self.prefetch) % self.num_microbatches)
+
+    def _work(self, kind: str, microbatch: int) -> Action:
+        return Action(self.seconds(kind, microbatch), label=self.label, host_s=self.launches(kind, microbatch))
 
     def _call(self, sent: tuple[str, int] | None = None, received: tuple[str, int] | None = None) -> Action:
         posts: list[Hashable] = []

@@ -76,3 +76,15 @@ def test_a_transfer_takes_its_time() -> None:
     timeline = simulate(programs, lambda key: 0.5)
     assert timeline.end_s == {"one": 1.0, "two": 3.5}
     assert timeline.last == "two" and timeline.busy_s["two"]["work"] == 2.0
+
+
+def test_the_host_is_at_most_one_piece_of_work_ahead_of_the_device() -> None:
+    def seconds(*work: tuple[float, float]) -> float:
+        return simulate({"one": [Action(own, host_s=host) for own, host in work]}).seconds
+
+    # Launches of 1 s hide behind the work before, except for the first ones.
+    assert seconds((3.0, 1.0), (3.0, 1.0), (3.0, 1.0)) == pytest.approx(9.0)
+    assert seconds((0.5, 1.0), (0.5, 1.0), (0.5, 1.0)) == pytest.approx(3.0)
+    # The host waits for the device to begin the long work before it launches more than the next piece.
+    assert seconds((0.1, 0.0), (5.0, 0.0), (0.1, 0.0), (0.1, 4.0)) == pytest.approx(9.1)
+    assert seconds((5.0, 0.0), (0.1, 4.0)) == pytest.approx(5.1)

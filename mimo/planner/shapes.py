@@ -1,0 +1,51 @@
+"""What the shapes of a module's parameters say about its layers. Plain Python."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from mimo.protocols import ParameterShape
+
+
+def num_layers(shapes: Sequence[ParameterShape]) -> int:
+    """Return the number of layers of an encoder, from parameters that every layer has."""
+    return max((shape.count for shape in shapes if shape.stage == "layer" and shape.split != "expert"), default=1)
+
+
+def parameters(shapes: Sequence[ParameterShape], *, layers: bool, experts: bool = False) -> float:
+    """Count the parameters inside or outside of the layers, either experts or all others."""
+    return sum(math.prod(shape.shape) * shape.count for shape in shapes
+               if (shape.stage == "layer") == layers and (shape.split == "expert") == experts)
+
+
+def key_value_channels(shapes: Sequence[ParameterShape]) -> float | None:
+    """Return the channels of a token's keys and values, the sum over the layers; None if it cannot be told."""
+    found = {shape.name: shape for shape in shapes if shape.stage == "layer" and len(shape.shape) == 2}
+    fused = next((shape for name, shape in found.items() if "linear_qkv" in name), None)
+    output = next((shape for name, shape in found.items() if "linear_proj" in name), None)
+    if fused is None or output is None:
+        return None
+    return (fused.shape[0] - output.shape[1]) * fused.count
+
+
+def layers_with_experts(shapes: Sequence[ParameterShape], num_experts: int) -> float:
+    """Return how many layers have experts, `num_experts` each."""
+    return max((shape.count / num_experts for shape in shapes if shape.split == "expert"), default=0.0)
+
+
+def parts_of_layers(shapes: Sequence[ParameterShape], hidden_size: int, num_experts: int) -> float:
+    """Return the number of attentions, mixers and MLPs. Each of them ends in a product of the hidden size."""
+    ends = [shape for shape in shapes
+            if shape.stage == "layer" and shape.split == "tp" and shape.shape[0] == hidden_size]
+    shared = any("shared_expert" in shape.name for shape in ends)
+    return sum(shape.count for shape in ends) + (0.0 if shared else layers_with_experts(shapes, num_experts))
+
+
+def is_in(shape: ParameterShape, parts: Sequence[str]) -> bool:
+    """Return whether a matrix belongs to a part of a layer that is recomputed; see --recompute-modules."""
+    name = shape.name
+    return (("mlp" in parts and name.startswith("mlp.linear_fc"))
+            or ("moe" in parts and name.startswith("mlp.") and not name.startswith("mlp.linear_fc"))
+            or ("shared_experts" in parts and name.startswith("mlp.shared_experts."))
+            or ("mla_up_proj" in parts and name.endswith("_up_proj.weight")))

@@ -1,0 +1,129 @@
+"""What ranks keep at each moment of an iteration, and which layers of an encoder they recompute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mimo.config.cli import parse
+from mimo.config.validate import validate
+from mimo.grid.windows import WindowSchedule
+from mimo.planner.activations import ENCODE, FINISH, GRAPH_BUFFERS, Windows, order_of_work
+from mimo.planner.costs import GIB, GPUS, Costs, Profile, Ratios
+from mimo.planner.predict import Step
+from mimo.planner.simulation import BACKWARD, FORWARD
+from mimo.planner.workload import Microbatches, SampleSize
+from scripts.bench import presets
+
+PP2 = "--layout colocated --encoder-dp 2 --llm-pp 2"
+TP2 = "--layout colocated --encoder-dp 2 --llm-tp 2 --sequence-parallel"
+IMAGE = 144
+
+
+def step_of(flags: str, preset: str = "10b-even", gpus: int = 2) -> Step:
+    config = parse([*presets.PRESETS[preset], "--bf16", "--train-iters", "1", *flags.split()])
+    return Step(config, validate(config, gpus), Costs(config, Profile(GPUS["H200"])))
+
+
+def batch_of(*images: int, text: int = 1000) -> Microbatches:
+    """One sample in each microbatch, with so many images."""
+    return [[[SampleSize(text, (IMAGE,) * number)]] for number in images]
+
+
+def image_gib(step: Step) -> float:
+    cost = step.costs.encoder("vision", step.layout.encoders[0].tp)
+    return cost.layer_bytes * step.costs.image_patches("vision", IMAGE) / GIB
+
+
+def test_a_rank_encodes_and_finishes_windows_between_its_passes() -> None:
+    alone = order_of_work(WindowSchedule(1, 0, 1, 3))
+    assert alone == ((ENCODE, 0), (FORWARD, 0), (BACKWARD, 0), (FINISH, 0), (ENCODE, 1), (FORWARD, 1), (BACKWARD, 1),
+                     (FINISH, 1), (ENCODE, 2), (FORWARD, 2), (BACKWARD, 2), (FINISH, 2))
+    for stage in range(2):
+        order = order_of_work(WindowSchedule(2, stage, 2, 12))
+        windows = len(WindowSchedule(2, stage, 2, 12).windows)
+        assert sorted(order) == sorted([*((kind, number) for kind in (FORWARD, BACKWARD) for number in range(12)),
+                                        *((kind, number) for kind in (ENCODE, FINISH) for number in range(windows))])
+        for window in range(windows):
+            assert order.index((ENCODE, window)) < order.index((FINISH, window))
+
+
+def test_images_are_kept_until_their_window_is_finished() -> None:
+    # Without stages, one window at a time. Images are whole: five are three and two.
+    step = step_of(f"{TP2} --encoder-window 1")
+    _, images, _ = step.memory([batch_of(*(5,) * 12)])
+    assert images / GIB == pytest.approx(3 * image_gib(step), rel=0.02)
+    # With two stages, the windows of three microbatches; the larger and the smaller shares alternate.
+    step = step_of(f"{PP2} --encoder-window 1")
+    _, images, _ = step.memory([batch_of(*(5,) * 12)])
+    assert images / GIB == pytest.approx(8 * image_gib(step), rel=0.02)
+    # Windows of two microbatches allow for those of five, but no more than four are ever kept.
+    step = step_of(f"{PP2} --encoder-window 2")
+    _, images, _ = step.memory([batch_of(*(4,) * 12)])
+    assert images / GIB == pytest.approx(8 * image_gib(step), rel=0.02)
+
+
+def test_rows_are_as_long_as_their_samples_are() -> None:
+    step = step_of("--layout homogeneous --llm-pp 2 --llm-pp-layout 20,20")
+    short, long = batch_of(*(0,) * 12, text=900), batch_of(*(0,) * 12, text=4000)
+    first, second = (step.memory([batch])[0] - step.memory([batch_of(*(0,) * 12, text=200)])[0]
+                     for batch in (short, long))
+    # Rows of 1,024 and of 4,096 tokens, and of 256.
+    assert second / first == pytest.approx((4096 - 256) / (1024 - 256))
+    # Two microbatches are in flight on the first stage: a long row beside a short one.
+    mixed = batch_of(*(0,) * 12, text=200)
+    mixed[5:6] = batch_of(0, text=4000)
+    cost = step.language_cost(4096)
+    assert step.memory([mixed])[0] - step.memory([batch_of(*(0,) * 12, text=200)])[0] == pytest.approx(
+        20 * (cost.layer_bytes - step.language_cost(256).layer_bytes), rel=0.1)
+
+
+def test_graphs_keep_buffers_for_each_length_and_memory_for_the_longest() -> None:
+    plain = step_of("--layout homogeneous --llm-pp 2 --llm-pp-layout 30,10")
+    graphs = step_of("--layout homogeneous --llm-pp 2 --llm-pp-layout 30,10 --cuda-graphs")
+    batch = [*batch_of(*(0,) * 11, text=200), *batch_of(0, text=1000)]
+    buffers = GRAPH_BUFFERS * 2 * sum(graphs.language_cost(length).recomputed_bytes for length in (256, 1024))
+    long, short = (30 * graphs.language_cost(length).layer_bytes for length in (1024, 256))
+    # Without graphs, a long row is in flight beside a short one.
+    assert graphs.memory([batch])[0] - plain.memory([batch])[0] == pytest.approx(buffers + long - short)
+
+
+def test_a_budget_holds_for_the_windows_that_a_replica_has_not_finished() -> None:
+    step = step_of(f"{TP2} --encoder-window 1 --encoder-activation-gib 8")
+    each = image_gib(step)
+    dealt = Windows(step, batch_of(2, 8, *(2,) * 10))
+    # One image fits, but only 8 GiB of four.
+    assert dealt.recomputed[0] == [0.0, 0.0] and dealt.recomputed[2] == [0.0, 0.0]
+    assert dealt.recomputed[1] == pytest.approx([1 - 8 / (4 * each)] * 2)
+    whole = Windows(step_of(f"{TP2} --encoder-window 1"), dealt._batch)
+    again = dealt.work()[1][1][0].seconds - whole.work()[1][1][0].seconds
+    assert again == pytest.approx((1 - 8 / (4 * each)) * 4 * step.costs.image_s("vision", 1, IMAGE)[1])
+    assert dealt.again_s() == pytest.approx(2 * again)
+    # With stages, a window gets what the windows before it leave.
+    staged = Windows(step_of(f"{PP2} --encoder-window 1 --encoder-activation-gib {2.5 * each}"), batch_of(*(2,) * 12))
+    assert staged.recomputed[0] == [0.0, 0.0] and max(staged.recomputed[2]) == pytest.approx(0.5)
+
+
+def test_layers_outside_of_which_an_encoder_takes_time_repeat_nothing_else() -> None:
+    config = parse([*presets.PRESETS["10b-even"], "--bf16"])
+    deep = parse([*presets.PRESETS["10b-share35-even"], "--bf16"])
+    measured = Ratios(1, forward=1.5, backward=1.0, layers=20)
+    profile = Profile(GPUS["H200"], modules={"vision": [measured, replace(measured, tp=2)]})
+    plain, shallow, twice = (Costs(*each).image_s("vision", 1, IMAGE) for each in (
+        (config, Profile(GPUS["H200"])), (config, profile), (deep, profile)))
+    assert shallow == pytest.approx((1.5 * plain[0], plain[0], plain[2]))
+    outside = shallow[0] - shallow[1]
+    assert twice[0] - twice[1] == pytest.approx(outside, rel=0.03)
+    assert twice[1] / shallow[1] == pytest.approx(52 / 20, rel=0.03)
+    # All tensor-parallel ranks do what is outside of the layers.
+    split = Costs(config, Profile(GPUS["H200"], modules={"vision": [measured]})).image_s("vision", 4, IMAGE)
+    assert split[0] - split[1] == pytest.approx(outside)
+
+
+def test_tensor_parallel_ranks_of_an_encoder_all_keep_what_norms_and_residuals_need() -> None:
+    costs = step_of(PP2).costs
+    one, two, four = (costs.encoder("vision", tp).layer_bytes for tp in (1, 2, 4))
+    # Of 32 bytes of each token and channel, 8 are not split.
+    assert (two / one, four / one) == pytest.approx((20 / 32, 14 / 32), rel=0.01)
+    assert costs.encoder("vision", 2).forward.patch_s > 0 == costs.encoder("vision", 1).forward.patch_s
