@@ -29,6 +29,7 @@ from mimo.grid.groups import Grids
 from mimo.model import compat
 from mimo.model.fp8 import LastingCopies
 from mimo.model.packed_experts import PackedLinear
+from mimo.platform import current_platform
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +124,12 @@ class _DecoderGraphs:
         self._addresses = [tensor.data_ptr() for tensor in self._watched]
         self._passes: dict[tuple[Any, int], _Passes] = {}
         self._busy: set[int] = set()
-        # Memory of the graphs by slot: its handle, and its bytes.
+        # Memory of the graphs by slot: its handle, its bytes, and those that the allocator takes to be free, because
+        # only replays use them.
         self._pools: dict[int, Any] = {}
         self._bytes: Counter[int] = Counter()
+        self._bytes_of_replays: Counter[int] = Counter()
+        current_platform().set_memory_of_replays(0)
         self._most_tokens = 0
         self._is_full = False
 
@@ -238,12 +242,17 @@ class _DecoderGraphs:
             replay: Callable[[], None] = graph.replay
             return replay
 
+        # The allocator counts what is captured, also if it lies in memory of earlier graphs.
+        current_platform().set_memory_of_replays(self._bytes_of_replays.total() - self._bytes_of_replays[slot])
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved()
+        reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
         with _without_random_streams():
             passes = _Passes(self, call, capture)
             passes.capture_backward(capture)
-        self._bytes[slot] += torch.cuda.memory_reserved() - before
+        reserved, allocated = torch.cuda.memory_reserved() - reserved, torch.cuda.memory_allocated() - allocated
+        self._bytes[slot] += reserved
+        self._bytes_of_replays[slot] += reserved - allocated
+        current_platform().set_memory_of_replays(self._bytes_of_replays.total())
         self._most_tokens = max(self._most_tokens, call.num_tokens)
         logger.info("CUDA graphs of %d tokens (microbatch %d in flight): captured, %d shapes so far, %.1f GiB",
                     call.num_tokens, slot, len(self._seen), self._bytes.total() / 2**30)

@@ -46,6 +46,9 @@ class Platform(abc.ABC):
     def reset_peak_memory(self) -> None:
         """Start a new high-water mark."""
 
+    def set_memory_of_replays(self, size: int) -> None:  # noqa: B027
+        """Say how many bytes replays of CUDA graphs use from now on that the allocator takes to be free."""
+
     @abc.abstractmethod
     def device_memory(self) -> tuple[int, int]:
         """Free and total bytes of the device, over all processes that use it; on a CPU, of the host."""

@@ -61,6 +61,8 @@ class CudaPlatform(Platform):
         self.name = "cuda"
         self.device = torch.device("cuda")
         self.backend = "nccl"
+        # Of replays, and the high-water mark from before it had this value.
+        self._memory_of_replays = self._earlier_peak = 0
 
     def install(self) -> None:
         """Set what libraries read when they start: records of NCCL, folders of compilers, how memory is pinned."""
@@ -108,10 +110,16 @@ class CudaPlatform(Platform):
         torch.cuda.synchronize()
 
     def peak_memory_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated()
+        return max(self._earlier_peak, torch.cuda.max_memory_allocated() + self._memory_of_replays)
 
     def reset_peak_memory(self) -> None:
         torch.cuda.reset_peak_memory_stats()
+        self._earlier_peak = 0
+
+    def set_memory_of_replays(self, size: int) -> None:
+        peak = self.peak_memory_bytes()
+        self.reset_peak_memory()
+        self._earlier_peak, self._memory_of_replays = peak, size
 
     def device_memory(self) -> tuple[int, int]:
         """Free and total bytes of the current GPU; what torch's allocator keeps for later is not free."""
