@@ -33,6 +33,9 @@ OVERRIDDEN = {
 }
 """Class -> private methods of it that a subclass in `mimo.model` overrides."""
 
+# Names in `fp8_copies`: the copy that a layer of one weight uses, and the one of `mimo.model.fp8.LastingCopies`.
+WEIGHT, LASTING = "weight", "lasting"
+
 # Rotary positions of packed and of plain rows. The public `apply_rotary_pos_emb` takes the choice between the two from
 # the configuration, but it depends on the rows.
 rotary_of_packed_rows: Callable[..., Any] = rope_utils._apply_rotary_pos_emb_thd
@@ -211,6 +214,21 @@ def fp8_copies(linear: Any) -> dict[str, Any]:
     """
     copies: dict[str, Any] = linear._fp8_workspaces
     return copies
+
+
+@torch.no_grad()
+def renew_lasting_copy(linear: Any, quantise_into: Callable[[Any], Any]) -> None:
+    """Have a layer use its lasting FP8 copy, if it has one and uses no copy or another one now.
+
+    Args:
+        linear: the layer.
+        quantise_into: brings the copy up to date with the weight.
+    """
+    copies = fp8_copies(linear)
+    copy = copies.get(LASTING)
+    if copy is not None and copies.get(WEIGHT) is not copy:
+        quantise_into(copy)
+        copies[WEIGHT] = copy
 
 
 def overwrite_grouped_tensor(old: Any, new: Any) -> None:

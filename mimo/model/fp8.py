@@ -27,6 +27,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mimo.model import compat
+from mimo.model.compat import LASTING, WEIGHT
 from mimo.model.moe import DuplicatedLinear
 from mimo.model.packed_experts import PackedLinear
 from mimo.protocols import Fp8
@@ -34,8 +35,6 @@ from mimo.protocols import Fp8
 logger = logging.getLogger(__name__)
 
 BLOCK = 128
-# Names in `compat.fp8_copies`: the copy that a layer of one weight uses, and one of ours.
-WEIGHT, LASTING = "weight", "lasting"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -73,18 +72,15 @@ class LastingCopies:
             _renew(linear)
 
 
-@torch.no_grad()
 def _renew(linear: Any) -> None:
-    """Quantise the weight of a layer into its lasting copy, if it has one and uses no copy or another one now."""
-    copies = compat.fp8_copies(linear)
-    copy = copies.get(LASTING)
-    if copy is None or copies.get(WEIGHT) is copy:
-        return
-    if isinstance(linear.forward, PackedLinear):
-        linear.forward.quantize_into(copy)
-    else:
-        copy.quantize_(linear.weight)
-    copies[WEIGHT] = copy
+    """Bring the lasting copy of a layer's weight up to date, if it has one."""
+    def quantise_into(copy: Any) -> None:
+        if isinstance(linear.forward, PackedLinear):
+            linear.forward.quantize_into(copy)
+        else:
+            copy.quantize_(linear.weight)
+
+    compat.renew_lasting_copy(linear, quantise_into)
 
 
 def use_fp8(module: torch.nn.Module, fp8: Fp8, impl: str) -> None:

@@ -35,6 +35,7 @@ from megatron.core.transformer.moe.moe_utils import unpermute
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from mimo.model import compat
+from mimo.model.compat import WEIGHT
 from mimo.protocols import Fp8
 
 logger = logging.getLogger(__name__)
@@ -317,12 +318,11 @@ class PackedLinear:
         if quantizer is None:
             return self._grouped(self.parameters[0].data, self._weights)
         copies = compat.fp8_copies(self._linear) if keep else {}
-        if "weight" not in copies and "lasting" in copies:  # see `mimo.model.fp8.LastingCopies`
-            self.quantize_into(copies["lasting"])
-            copies["weight"] = copies["lasting"]
-        if "weight" not in copies:
-            copies["weight"] = self._quantize(quantizer)
-        return copies["weight"]
+        if keep and WEIGHT not in copies:
+            compat.renew_lasting_copy(self._linear, self.quantize_into)
+        if WEIGHT not in copies:
+            copies[WEIGHT] = self._quantize(quantizer)
+        return copies[WEIGHT]
 
     def quantize_into(self, copy: Any) -> None:
         """Quantise the weights again, into the memory of an earlier copy."""

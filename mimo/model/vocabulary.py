@@ -1,8 +1,8 @@
 """The two layers that are as large as the vocabulary: the embedding and the output layer.
 
-Both add their weight gradients to `main_grad` in the backward pass. Otherwise every microbatch would write a gradient
-of a whole vocabulary in the parameters' precision, read it, and read and write `main_grad`, although a microbatch has
-far fewer tokens than the vocabulary has entries.
+Both add their weight gradients to `main_grad` in the backward pass. Otherwise every microbatch would write two
+gradients of a whole vocabulary in the parameters' precision, and read them again to add them. Most rows of the
+embedding's are zero, because a microbatch has few different tokens.
 
 With a vocabulary of 150,000 entries, the logits of a row need far more memory than the row's hidden states. Losses,
 log-probs and entropies are one number for each token, so the logits of some tokens can be computed, reduced to these
@@ -58,25 +58,22 @@ class Embedding(VocabParallelEmbedding):
         assert type(layer) is VocabParallelEmbedding, type(layer)
         layer.__class__ = cls
 
-    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_: torch.Tensor) -> Any:
         """Return the entries of tokens, as Megatron Core's method does.
 
         Args:
             input_: tokens `[b, s]`.
         """
-        found: torch.Tensor
         if not hasattr(self.weight, "main_grad") or self.reduce_scatter_embeddings:
-            found = super().forward(input_)
-            return found
+            return super().forward(input_)
         outside = None
         if self.tp_group.size() > 1:
             outside = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
             input_ = (input_ - self.vocab_start_index).masked_fill(outside, 0)
-        entries: torch.Tensor = _Lookup.apply(input_, self.weight)
+        entries = _Lookup.apply(input_, self.weight)
         if outside is not None:
             entries = entries.masked_fill(outside.unsqueeze(-1), 0.0)
-        found = reduce_from_tensor_model_parallel_region(entries, group=self.tp_group)
-        return found
+        return reduce_from_tensor_model_parallel_region(entries, group=self.tp_group)
 
 
 class _Lookup(torch.autograd.Function):
@@ -89,10 +86,8 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor | None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:
         tokens, weight = ctx.saved_tensors
-        if not ctx.needs_input_grad[1]:
-            return None, None
         ordered, order = tokens.flatten().sort(stable=True)
         # Entries are numbered in order, without asking the device how many there are, and the gradients of each are
         # summed first. Adding them to `main_grad` one by one would be slow for tokens that stand for images, because
@@ -144,8 +139,7 @@ class OutputLayer(ColumnParallelLinear):
             return function.of(super().forward(input_, weight, runtime_gather_output)[0])
         assert self.bias is None, "output layers have no bias"
         inputs = [values.t() for values in function.inputs]
-        found = _Chunked.apply(input_, used, self,
-                               max(chunk // input_.shape[1], 1), function.compute, *inputs)
+        found = _Chunked.apply(input_, used, self, max(chunk // input_.shape[1], 1), function.compute, *inputs)
         return tuple(values.t().contiguous() for values in found)
 
 
@@ -159,7 +153,7 @@ class _Chunked(torch.autograd.Function):
         ctx.layer, ctx.chunk, ctx.compute = layer, chunk, compute
         # Read here, as Megatron Core's linear layers do, because multi-token prediction may call the layer several
         # times before the backward pass.
-        ctx.main_grad = vars(weight).get("main_grad") if layer.gradient_accumulation_fusion else None
+        ctx.main_grad = vars(weight).get("main_grad")
         # So that a result without a gradient, such as an entropy that is only reported, costs no backward pass.
         ctx.set_materialize_grads(False)
         whole, parts = _whole(hidden, layer), []

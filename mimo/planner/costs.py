@@ -100,7 +100,7 @@ HOST_FORWARD_S, HOST_BACKWARD_S = 0.2e-3, 0.4e-3
 # tensor parallelism take 5 to 8 ms a layer, whatever their length and the size of the layers; these are the steps of
 # docs/when.md without graphs, which ran two at a time. How this divides into passes is an assumption.
 LAUNCH_S = {False: (1.4e-3, 2.5e-3), True: (2.3e-3, 4.1e-3)}
-# From this share of measured passes on in which the GPU waited for its host, a plan says so.
+# A plan says that the GPU waited for its host if it did so in this share of the measured passes or more.
 HOST_BOUND_SHARE = 0.2
 # Seconds before the first byte of a collective arrives.
 LATENCY_S = 20e-6

@@ -1,4 +1,4 @@
-"""What the shapes of a module's parameters say about its layers. Plain Python."""
+"""Figures of a module's layers that follow from the shapes of its parameters. Plain Python."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class CudaPlatform(Platform):
         self.name = "cuda"
         self.device = torch.device("cuda")
         self.backend = "nccl"
-        # Of replays, and the high-water mark from before it had this value.
+        # Bytes that replays use, and the high-water mark of the time when they used another number.
         self._memory_of_replays = self._earlier_peak = 0
 
     def install(self) -> None:

@@ -107,7 +107,7 @@ def _fewer_launches(run: Run, module: str, flags: Mapping[str, Any]) -> str:
     if run.learns_from_rewards:
         return ""
     if module == LANGUAGE and flags.get("cuda-graphs") is False:
-        with suppress(Exception):  # a provider of the run need not be installed here
+        with suppress(ImportError, OSError, ValueError):  # a provider of the run need not be installed here
             if may_have_graphs(parse(["--config", str(run.path / FLAGS)])):
                 return "--cuda-graphs"
     rows, lanes = flags.get("micro-batch-size", 1), flags.get("llm-dp", 1)
