@@ -238,7 +238,10 @@ def _check_graphs(config: RunConfig) -> None:
     if not model.cuda_graphs:
         return
     balancing = family.get("moe_router_load_balancing_type")
-    has_experts = registry.model_provider(model.model_provider).num_experts(config.model_family) > 0
+    # Ranks that exchange tokens have graphs of what comes before that in each layer.
+    exchanges = exchanges_tokens(layout)
+    # The host must not know how many tokens each expert gets.
+    counts = not exchanges and registry.model_provider(model.model_provider).num_experts(config.model_family) > 0
     overlaps = _overlaps_beside_graphs(config)
     dropout = {name: family.get(name) or 0.0 for name in ("hidden_dropout", "attention_dropout")}
     for flags, is_given, reason in (
@@ -248,10 +251,10 @@ def _check_graphs(config: RunConfig) -> None:
              "a replay would draw the same numbers again"),
             (f"--model-provider {model.model_provider}", "kv_lora_rank" in family,
              "latent attention keeps rotary positions in a cache that may move them"),
-            (f"--moe-gemm {model.moe_gemm}", has_experts and model.moe_gemm in ("cutlass", "separate"),
+            (f"--moe-gemm {model.moe_gemm}", counts and model.moe_gemm in ("cutlass", "separate"),
              "the host waits for the number of tokens of each expert"),
             (f"--moe-token-dispatcher-type {model.moe_token_dispatcher_type}",
-             has_experts and model.moe_token_dispatcher_type == "allgather",
+             counts and model.moe_token_dispatcher_type == "allgather",
              "the host waits for the number of tokens of each expert"),
             (f"--recompute-modules {','.join(model.recomputed_modules(LANGUAGE))}",
              not NO_GRAPHS_IF_RECOMPUTED.isdisjoint(model.recomputed_modules(LANGUAGE)),
@@ -260,14 +263,17 @@ def _check_graphs(config: RunConfig) -> None:
              model.fp8_format != "none" and model.recompute != "none",
              "Transformer Engine sets random generators where it recomputes FP8 layers"),
             (f"--llm-cp {layout.llm_cp}", layout.llm_cp > 1, "long rows keep the GPU busy without them"),
-            (f"--llm-ep {layout.llm_ep}", layout.llm_ep > 1, "the host waits for the numbers of tokens that ranks "
-             "exchange"),
-            (f"--llm-expt-tp {layout.llm_expt_tp}", layout.llm_expt_tp > 1,
-             "the host waits for the numbers of tokens that ranks exchange"),
+            (f"--llm-ep {layout.llm_ep}, --llm-expt-tp {layout.llm_expt_tp} and --recompute full",
+             exchanges and model.recompute == "full",
+             "graphs of ranks that exchange tokens contain only parts of layers, and none if these are recomputed"),
+            (f"--llm-ep {layout.llm_ep}, --llm-expt-tp {layout.llm_expt_tp} and --hybrid-layer-pattern",
+             exchanges and "hybrid_layer_pattern" in family,
+             "graphs of ranks that exchange tokens contain parts of transformer layers, and hybrids have others"),
             (f"--moe-router-load-balancing-type {balancing} and --llm-dp {layout.llm_dp}",
              balancing == "global_aux_loss" and layout.llm_dp > 1,
              "lanes add up their loads, and rows of one may have graphs when those of another have not"),
-            ("--moe-shared-expert-overlap", model.moe_shared_expert_overlap, "one rank has all experts"),
+            ("--moe-shared-expert-overlap", model.moe_shared_expert_overlap,
+             "graphs compute shared experts before tokens are exchanged"),
             (f"{' and '.join(overlaps)} and --global-batch-size {config.train.global_batch_size}",
              0 < num_microbatches(config) <= len(overlaps),
              "the first microbatch of a step has no graphs if weights are gathered, the last one if gradients are "
@@ -282,8 +288,18 @@ def _overlaps_beside_graphs(config: RunConfig) -> list[str]:
     return found + (["--overlap-grad-reduce"] if config.ddp.overlap_grad_reduce and config.layout.llm_pp == 1 else [])
 
 
+def exchanges_tokens(layout: LayoutConfig) -> bool:
+    """Return whether ranks of the language model exchange the tokens of experts."""
+    return layout.llm_ep * layout.llm_expt_tp > 1
+
+
 def share_with_graphs(config: RunConfig) -> float:
-    """Return the share of microbatches whose layers have CUDA graphs."""
+    """Return the share of microbatches whose layers are captured as a whole in CUDA graphs.
+
+    There are none if ranks exchange tokens. How much the graphs of parts of layers gain then has not been measured.
+    """
+    if exchanges_tokens(config.layout):
+        return 0.0
     without = len(_overlaps_beside_graphs(config)) / max(num_microbatches(config), 1)
     return max(1.0 - without, 0.0) if config.model.cuda_graphs else 0.0
 
@@ -294,7 +310,7 @@ def may_have_graphs(config: RunConfig) -> bool:
     if model.transformer_impl == "local":
         return False
     has_experts = registry.model_provider(model.model_provider).num_experts(config.model_family) > 0
-    if has_experts and (not model.bf16 or config.train.deterministic_mode):
+    if has_experts and not exchanges_tokens(config.layout) and (not model.bf16 or config.train.deterministic_mode):
         return False
     try:
         _check_graphs(replace(config, model=replace(model, cuda_graphs=True)))

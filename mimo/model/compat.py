@@ -20,6 +20,7 @@ from megatron.core.models.mimo.config.role import RankRole
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe import router
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 OVERRIDDEN = {
     # Latent attention builds exactly the layers of its spec and stays inside its groups.
@@ -97,6 +98,28 @@ def checkpoint_without_fp8() -> None:
 def replace_checkpoint(function: Callable[..., Any]) -> None:
     """Have Megatron Core's layers call `function` where they recompute a part."""
     tensor_parallel.checkpoint = function
+
+
+def parts_of_layer(layer: Any) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """Return the methods of a transformer layer that run what comes before the MLP, from the MLP on, and after it.
+
+    The first one takes the arguments of the layer and returns hidden states and a context. The second one takes these
+    hidden states, and by name the `padding_mask` and `packed_seq_params` of the layer. The third one takes the output
+    of the MLP with its bias, and the hidden states before the MLP. The public `forward` calls all three.
+    """
+    return layer._forward_attention, layer._forward_mlp, layer._forward_post_mlp
+
+
+def replace_parts_of_layer(layer: Any, attention: Callable[..., Any], mlp: Callable[..., Any]) -> None:
+    """Have the `forward` method of a transformer layer call other functions in place of the first two parts."""
+    layer._forward_attention, layer._forward_mlp = attention, mlp
+
+
+def has_parts(layer: Any) -> bool:
+    """Return whether a layer consists of the parts of Megatron Core's own transformer layer."""
+    kind, names = type(layer), ("_forward_attention", "_forward_mlp", "_forward_post_mlp")
+    return issubclass(kind, TransformerLayer) and all(
+        getattr(kind, name) is getattr(TransformerLayer, name) for name in names)
 
 
 def after_backward(function: Callable[[], Any]) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -53,15 +53,15 @@ def forget_weights() -> None:
 
 
 class LastingCopies:
-    """FP8 copies of a module's weights that stay where they are in memory, as CUDA graphs need them.
+    """FP8 copies of weights that stay where they are in memory, as CUDA graphs need them.
 
     Args:
-        module: a module of Transformer Engine's layers that has run with gradients, so that it has copies. Other
-            modules have none.
+        modules: parts of a model. Linear layers of Transformer Engine have copies once they have run with gradients;
+            other modules have none.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._linears = [part for part in module.modules() if part in _HOLDERS and WEIGHT in compat.fp8_copies(part)]
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._linears = [part for part in modules if part in _HOLDERS and WEIGHT in compat.fp8_copies(part)]
         for linear in self._linears:
             copies = compat.fp8_copies(linear)
             copies[LASTING] = copies[WEIGHT]

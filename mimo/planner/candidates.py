@@ -14,6 +14,7 @@ from mimo.config.toml_file import flag_name
 from mimo.config.trainer import LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from mimo.config.validate import (
     check_data,
+    exchanges_tokens,
     layers_of_stages,
     may_have_graphs,
     row_multiple,
@@ -271,12 +272,12 @@ class Search:
                     yield kind, variant, accepted, least
 
     def _with_graphs(self, config: RunConfig) -> Iterator[RunConfig]:
-        """Yield a run with CUDA graphs if its flags do not have them and they are possible."""
+        """Yield a run with CUDA graphs if its flags do not have them, and whole layers may be captured."""
         model = config.model
         gpu = self.costs.gpu
         if model.cuda_graphs or not (gpu.multiplies_packed_experts if self.costs.num_experts else gpu.launches_kernels):
             return
-        if may_have_graphs(config):
+        if may_have_graphs(config) and not exchanges_tokens(config.layout):
             yield replace(config, model=replace(model, cuda_graphs=True))
 
     def _longest(self, micro_batch_size: int) -> Counter[int]:
@@ -427,7 +428,8 @@ class Search:
         """Return cuts with fewer layers on the first stage, for the encoder, or on the last one, for the logits."""
         layers, stages = self.costs.num_layers, layout.llm_pp
         cost = self.costs.language(layout.llm_tp, self.base.train.micro_batch_size, layout.llm_ep, layout.llm_cp,
-                                   self._mean_length, graphs=float(self.base.model.cuda_graphs))
+                                   self._mean_length,
+                                   graphs=float(self.base.model.cuda_graphs and not exchanges_tokens(layout)))
         layer = cost.forward_s + cost.backward_s
         first = last = 0.0
         if layer > 0:

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import deepseek
 from tests.support.spawn import WorkerPool
 from tests.support.steps import run_loop, trainer_of
 
 
 def replays(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str) -> tuple[Any, Counter[str], int, int]:
     """Train with graphs; return losses and gradient norms, how often each kind of pass ran, and shapes and slots."""
-    from mimo.model import cuda_graphs
+    from mimo.model import cuda_graphs, layer_graphs
 
     ran: Counter[str] = Counter()
     found: list[Any] = []
@@ -43,10 +44,15 @@ def replays(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str) ->
 
         graphs.run, graphs._capture = counted, noted
 
-    forward = cuda_graphs._Passes.forward
+    def count(patch: pytest.MonkeyPatch, kind: type, method: str, name: str) -> None:
+        called = getattr(kind, method)
+        patch.setattr(kind, method, lambda self, *args: (ran.update([name]), called(self, *args))[1])
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_graphs._Passes, "forward",
-                      lambda self, tensors: (ran.update(["replayed"]), forward(self, tensors))[1])
+        for kind in (cuda_graphs._Passes, layer_graphs.PassesOfLayers):
+            count(patch, kind, "replay", "replayed")
+        for direction in ("forward", "backward"):
+            count(patch, layer_graphs._LayerPasses, direction, f"layers {direction}")
         records = run_loop(rank, flags, world_size, run_dir, watch)
     for graphs in found:
         assert not graphs._busy, "a slot was not given back"
@@ -103,6 +109,68 @@ def test_layers_that_recompute_or_round_are_replayed_with_the_same_bits(
     assert found == losses and ran["replayed"] > 24
     # Load-balancing losses are compared, too.
     assert bool(losses[0][2]) == (EXPERTS[0] in model or "ME*E" in model)
+
+
+# One dense layer, and two with shared experts and a bias of the router.
+DEEPSEEK = """--num-layers 3 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --vocab-size 90 --q-lora-rank 12
+--kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --num-experts 8 --moe-router-topk 4
+--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-ffn-hidden-size 20 --moe-shared-expert-intermediate-size 40
+--first-k-dense-replace 1 --global-batch-size 8 --row-lengths 1""".split()
+# An encoder whose levels three decoder layers add to their outputs.
+TOWER = """--model-provider qwen3_vl --mrope-section 4 2 2 --num-query-groups 2 --kv-channels 16 --vision-patch-size 4
+--vision-hidden-size 16 --vision-num-layers 4 --vision-num-attention-heads 2 --vision-ffn-hidden-size 20
+--vision-num-position-embeddings 25 --vision-deepstack-layers 0 1 3 --image-token-id 95 --hidden-size 32
+--num-attention-heads 4 --num-layers 4 --vocab-size 96 --mock-image-size 16"""
+# name -> (ranks, layers of a stage, flags)
+EXCHANGES = {
+    "ep2": (2, 2, "--llm-dp 2 --llm-ep 2 --row-lengths 2"),
+    "ep2-pp2-overlap": (4, 1, "--llm-dp 2 --llm-ep 2 --llm-pp 2 --overlap-grad-reduce --ddp-num-buckets 2"),
+    "tp2-ep2": (2, 2, "--llm-tp 2 --llm-ep 2 --sequence-parallel"),
+    "tp2-expert-tp2": (2, 2, "--llm-tp 2 --llm-expt-tp 2 --sequence-parallel --moe-router-load-balancing-type aux_loss"),
+    "allgather": (2, 2, "--llm-dp 2 --llm-ep 2 --moe-token-dispatcher-type allgather"),
+    "overlaps": (2, 2, "--llm-dp 2 --llm-ep 2 --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 3"),
+    "recomputed": (2, 2, "--llm-dp 2 --llm-ep 2 --recompute selective --recompute-modules core_attn,moe"),
+    "packed": (2, 2, "--llm-dp 2 --llm-ep 2 --mock-packed-length 64 --mock-images-max 0"),
+    "fp8": (2, 2, "--llm-dp 2 --llm-ep 2 --fp8-format hybrid"),
+    "levels": (2, 4, f"--llm-dp 2 --llm-ep 2 {TOWER}"),
+}
+
+
+@pytest.mark.parametrize("case", EXCHANGES)
+def test_parts_of_layers_are_replayed_with_the_same_bits_if_ranks_exchange_tokens(pool: WorkerPool, tmp_path: Path,
+                                                                                  case: str) -> None:
+    ranks, layers, more = EXCHANGES[case]
+    flags = ("--layout", "homogeneous", "--train-iters", "3", "--eval-interval", "2", "--eval-iters", "1", *EXPERTS,
+             *more.split())
+    plain = pool.run(replays, flags, ranks, str(tmp_path / "plain"), world_size=ranks)
+    found = pool.run(replays, (*flags, "--cuda-graphs"), ranks, str(tmp_path / "graphs"), world_size=ranks)
+    assert len(found) == ranks and plain[0][0][0][2], "load-balancing losses are compared, too"
+    for (losses, *_), (replayed, ran, *_) in zip(plain, found, strict=True):
+        assert replayed == losses, "the same bits"
+        assert ran["replayed"] > ran["with gradients"] / 3 and ran["without"] > 0
+        assert ran["layers forward"] == ran["layers backward"] == layers * ran["replayed"]
+
+
+def replays_with_latent_attention(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str) -> Any:
+    """Train as in `replays`, with latent attention, which has no graphs on GPUs because of its cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.support.equality.parse_config", deepseek.parse_config)
+        patch.setattr("mimo.config.validate._check_graphs", lambda config: None)
+        patch.setattr("mimo.model.cuda_graphs._unsupported_reason", lambda model, impl: "")
+        return replays(rank, flags, world_size, run_dir)
+
+
+@pytest.mark.parametrize("recompute", [
+    (), ("--recompute", "selective", "--recompute-modules", "mlp,shared_experts")], ids=["kept", "recomputed"])
+def test_shared_experts_and_dense_layers_are_captured_too(pool: WorkerPool, tmp_path: Path,
+                                                          recompute: tuple[str, ...]) -> None:
+    flags = ("--llm-dp", "2", "--llm-ep", "2", "--train-iters", "3", *DEEPSEEK, *recompute)
+    run = replays_with_latent_attention
+    plain = pool.run(run, flags, 2, str(tmp_path / "plain"), world_size=2)
+    found = pool.run(run, (*flags, "--cuda-graphs"), 2, str(tmp_path / "graphs"), world_size=2)
+    for (losses, *_), (replayed, ran, *_) in zip(plain, found, strict=True):
+        assert replayed == losses
+        assert ran["layers forward"] == ran["layers backward"] == 3 * ran["replayed"] > 0
 
 
 @pytest.mark.parametrize("model", [

@@ -104,7 +104,7 @@ def copies_last(rank: int) -> None:
     for linear in (first, second):
         linear._fp8_workspaces["weight"] = Copy(linear.weight)
     kept, address = first._fp8_workspaces["weight"], first._fp8_workspaces["weight"].values.data_ptr()
-    lasting = fp8.LastingCopies(model)
+    lasting = fp8.LastingCopies(model.modules())
     for _ in range(2):
         with torch.no_grad():
             first.weight += 1
