@@ -6,7 +6,9 @@ That results equal those of one process is tested with all other layouts (test_e
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,10 +114,10 @@ def test_layers_that_recompute_or_round_are_replayed_with_the_same_bits(
 
 
 # One dense layer, and two with shared experts and a bias of the router.
-DEEPSEEK = """--num-layers 3 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --vocab-size 90 --q-lora-rank 12
---kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --num-experts 8 --moe-router-topk 4
---moe-router-num-groups 4 --moe-router-group-topk 2 --moe-ffn-hidden-size 20 --moe-shared-expert-intermediate-size 40
---first-k-dense-replace 1 --global-batch-size 8 --row-lengths 1""".split()
+DEEPSEEK = """--num-layers 3 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --vocab-size 90
+--q-lora-rank 12 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --num-experts 8
+--moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-ffn-hidden-size 20
+--moe-shared-expert-intermediate-size 40 --first-k-dense-replace 1 --global-batch-size 8 --row-lengths 1""".split()
 # An encoder whose levels three decoder layers add to their outputs.
 TOWER = """--model-provider qwen3_vl --mrope-section 4 2 2 --num-query-groups 2 --kv-channels 16 --vision-patch-size 4
 --vision-hidden-size 16 --vision-num-layers 4 --vision-num-attention-heads 2 --vision-ffn-hidden-size 20
@@ -126,7 +128,8 @@ EXCHANGES = {
     "ep2": (2, 2, "--llm-dp 2 --llm-ep 2 --row-lengths 2"),
     "ep2-pp2-overlap": (4, 1, "--llm-dp 2 --llm-ep 2 --llm-pp 2 --overlap-grad-reduce --ddp-num-buckets 2"),
     "tp2-ep2": (2, 2, "--llm-tp 2 --llm-ep 2 --sequence-parallel"),
-    "tp2-expert-tp2": (2, 2, "--llm-tp 2 --llm-expt-tp 2 --sequence-parallel --moe-router-load-balancing-type aux_loss"),
+    "tp2-expert-tp2": (2, 2, "--llm-tp 2 --llm-expt-tp 2 --sequence-parallel "
+                              "--moe-router-load-balancing-type aux_loss"),
     "allgather": (2, 2, "--llm-dp 2 --llm-ep 2 --moe-token-dispatcher-type allgather"),
     "overlaps": (2, 2, "--llm-dp 2 --llm-ep 2 --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 3"),
     "recomputed": (2, 2, "--llm-dp 2 --llm-ep 2 --recompute selective --recompute-modules core_attn,moe"),
@@ -210,6 +213,43 @@ def test_a_pass_that_is_dropped_gives_its_slot_back(pool: WorkerPool) -> None:
     ((used, slots),) = pool.run(passes_without_backward, world_size=1)
     # The first pass of the shape has no slot, and only its backward pass lets others have one.
     assert used == [0, 0, 1, 2, 2] and slots == 3
+
+
+def test_backward_passes_are_captured_after_all_forward_passes_from_the_last_layer_on(monkeypatch: pytest.MonkeyPatch
+                                                                                      ) -> None:
+    from mimo.model import layer_graphs
+    from mimo.model.graph_parts import Call, Lease
+
+    class Layer:
+        parameters: tuple[Any, ...] = ()
+
+        def before_experts(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return (2 * hidden,)
+
+    captured: list[Any] = []
+
+    def capture(function: Any) -> Any:
+        captured.append((function.__name__, layers.index(function.__self__._run.args[0])))
+        return function
+
+    def run(hidden_states: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            (hidden_states,) = passes.replay_layer(layer, hidden_states, {})
+        return hidden_states
+
+    monkeypatch.setattr(layer_graphs, "borrowed", lambda tensor: tensor)
+    layers: list[Any] = [Layer(), Layer(), Layer()]
+    inputs = {"hidden_states": torch.ones(2, requires_grad=True)}
+    call, busy = Call.of(inputs), set[int]()
+    assert call is not None
+    passes = layer_graphs.PassesOfLayers(SimpleNamespace(current=None), run, call, lambda parameters: None,
+                                         (capture, nullcontext, nullcontext))
+    for _ in range(2):
+        output = passes.replay(inputs, call, Lease(busy, 0), torch.zeros((), requires_grad=True))
+    assert output.tolist() == [8, 8]
+    # Graphs that share memory have to be captured in the order of their replays, once each.
+    assert captured == [*(("_run_forward", each) for each in range(3)),
+                        *(("_run_backward", each) for each in reversed(range(3)))]
 
 
 def refused(rank: int, flags: tuple[str, ...]) -> str:

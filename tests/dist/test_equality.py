@@ -87,6 +87,9 @@ LAYOUTS = {
         3, "--llm-tp 2 --sequence-parallel --cuda-graphs --recompute full --recompute-num-layers 1"),
     "graphs-llm-dp2-overlap": (
         3, "--llm-dp 2 --cuda-graphs --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 3"),
+    "graphs-llm-ep2": (3, "--llm-dp 2 --llm-ep 2 --cuda-graphs"),
+    "graphs-llm-ep2-pp2-overlap": (
+        4, "--layout colocated --encoder-dp 4 --llm-dp 2 --llm-ep 2 --llm-pp 2 --cuda-graphs --overlap-grad-reduce"),
     "graphs-windows-llm-tp2-pp2-overlap": (
         4, "--layout colocated --encoder-dp 4 --llm-tp 2 --llm-pp 2 --sequence-parallel --cuda-graphs "
            "--overlap-grad-reduce"),

@@ -31,6 +31,8 @@ DENSE = ("--model-provider", "llava", "--num-layers", "3", "--ffn-hidden-size", 
 HYBRID = ("--model-provider", "nemotron_h", "--kv-channels", "64", "--mamba-num-heads", "8", "--mamba-head-dim", "64",
           "--mamba-num-groups", "2", "--mamba-state-dim", "32", "--moe-shared-expert-intermediate-size", "128", *TEXT,
           *EXPERTS)
+SPLIT_EXPERTS = ("--model-provider", "causal_lm", "--num-layers", "4", "--qk-layernorm", *TEXT, *EXPERTS, "--llm-ep",
+                 "2")
 # name -> (ranks, flags)
 CASES = {
     "dense": (1, (*DENSE, "--layout", "colocated", "--encoder-window", "2")),
@@ -49,6 +51,16 @@ CASES = {
                             "--overlap-param-gather", "--ddp-num-buckets", "3", "--fp8-format", "hybrid")),
     "fp8-experts": (1, ("--model-provider", "causal_lm", "--num-layers", "2", "--qk-layernorm", *TEXT, *EXPERTS,
                         "--fp8-format", "hybrid")),
+    "experts-ep2": (2, (*SPLIT_EXPERTS, "--llm-dp", "2")),
+    "experts-ep2-recomputed": (2, (*SPLIT_EXPERTS, "--llm-dp", "2", "--recompute", "selective", "--recompute-modules",
+                                   "core_attn,moe")),
+    "experts-ep2-overlap": (2, (*SPLIT_EXPERTS, "--llm-dp", "2", "--overlap-grad-reduce", "--overlap-param-gather",
+                                "--ddp-num-buckets", "3")),
+    "experts-ep2-tp2": (2, (*SPLIT_EXPERTS, "--llm-tp", "2", "--sequence-parallel")),
+    "experts-ep2-pp2": (4, (*SPLIT_EXPERTS, "--llm-dp", "2", "--llm-pp", "2", "--micro-batch-size", "1")),
+    "fp8-experts-ep2": (2, (*SPLIT_EXPERTS, "--llm-dp", "2", "--fp8-format", "hybrid")),
+    "packed-experts-ep2": (2, (*SPLIT_EXPERTS, "--llm-dp", "2", "--mock-packed-length", "512", "--micro-batch-size",
+                               "1")),
     "hybrid": (1, (*HYBRID, "--hybrid-layer-pattern", "MEM*E")),
     "hybrid-packed": (1, (*HYBRID, "--hybrid-layer-pattern", "MEM*E", "--mock-packed-length", "512",
                           "--micro-batch-size", "1")),
@@ -80,3 +92,15 @@ def test_losses_are_those_without_graphs(tmp_path: Path, case: str) -> None:
     np.testing.assert_allclose(found["graphs"], found["plain"], rtol=2e-3)
     # The allocator takes the memory of replays to be free.
     assert peaks["graphs"] > 0.97 * peaks["plain"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.float32])
+def test_a_borrowed_tensor_leaves_its_memory_to_the_allocator(dtype: torch.dtype) -> None:
+    from mimo.model.graph_parts import borrowed
+
+    owner = torch.randn(6, 4, 2**19, device="cuda").relu().to(dtype).transpose(0, 1)
+    found, before = borrowed(owner), torch.cuda.memory_allocated()
+    assert torch.equal(found, owner) and found.stride() == owner.stride() and found.data_ptr() == owner.data_ptr()
+    size = owner.numel() * owner.element_size()
+    del owner
+    assert torch.cuda.memory_allocated() == before - size, "the other one keeps nothing"

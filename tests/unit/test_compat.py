@@ -42,9 +42,12 @@ def test_models_find_what_they_replace():
     from megatron.core.models.mimo.config.role import RankRole
     from megatron.core.ssm import mamba_mixer
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
     assert callable(RankRole._from_grid_map) and callable(mamba_mixer._check_mamba_sequence_packing_support)
     assert callable(MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize)
+    assert all(map(callable, model.parts_of_layer(TransformerLayer))) and model.has_parts(
+        object.__new__(TransformerLayer))
     assert all(map(callable, (model.rotary_of_packed_rows, model.rotary_of_rows, model.apply_expert_bias)))
 
 

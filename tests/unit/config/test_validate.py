@@ -5,7 +5,14 @@ import re
 import pytest
 
 from mimo.config.cli import parse
-from mimo.config.validate import num_microbatches, run_world_size, train_iterations, validate
+from mimo.config.validate import (
+    may_have_graphs,
+    num_microbatches,
+    run_world_size,
+    share_with_graphs,
+    train_iterations,
+    validate,
+)
 
 FAKE = ["--model-provider", "tests.unit.config.fake_provider:model",
         "--dataset-provider", "tests.unit.config.fake_provider:dataset"]
@@ -266,8 +273,9 @@ def test_a_dry_run_says_what_the_precision_aware_optimizer_saves():
     ("--num-experts 4 --moe-gemm cutlass", 1, "--moe-gemm cutlass"),
     ("--num-experts 4 --moe-token-dispatcher-type allgather", 1, "--moe-token-dispatcher-type allgather"),
     ("--llm-cp 2", 2, "--llm-cp 2"),
-    ("--num-experts 4 --llm-dp 2 --llm-ep 2", 2, "--llm-ep 2"),
-    ("--num-experts 4 --llm-dp 2 --llm-expt-tp 2", 2, "--llm-expt-tp 2"),
+    ("--num-experts 4 --llm-dp 2 --llm-ep 2 --recompute full", 2, "--llm-ep 2, --llm-expt-tp 1 and --recompute full"),
+    ("--model-provider nemotron_h --llm-dp 2 --llm-ep 2", 2,
+     "--llm-ep 2, --llm-expt-tp 1 and --hybrid-layer-pattern"),
     ("--num-experts 4 --moe-shared-expert-overlap", 1, "--moe-shared-expert-overlap"),
     ("--num-experts 4 --llm-dp 2 --moe-router-load-balancing-type global_aux_loss", 2,
      "--moe-router-load-balancing-type global_aux_loss and --llm-dp 2"),
@@ -282,3 +290,14 @@ def test_graphs_of_what_they_cannot_contain_are_refused(flags: str, ranks: int, 
     validate(parse(given), ranks)
     with pytest.raises(ValueError, match=re.escape(f"--cuda-graphs with {named}: ")):
         validate(parse([*given, "--cuda-graphs"]), ranks)
+
+
+@pytest.mark.parametrize("flags", [
+    "--llm-ep 2 --moe-gemm separate", "--llm-ep 2 --moe-token-dispatcher-type allgather", "--llm-expt-tp 2",
+    "--llm-ep 2 --recompute selective --recompute-modules core_attn,moe --no-bf16"])
+def test_graphs_do_not_contain_the_experts_of_ranks_that_exchange_tokens(flags: str) -> None:
+    config = parse(["--model-provider", "causal_lm", "--dataset-provider", "mock", "--train-iters", "1",
+                    "--global-batch-size", "4", "--micro-batch-size", "1", "--num-experts", "4", "--llm-dp", "2",
+                    "--cuda-graphs", *flags.split()])
+    validate(config, 2)
+    assert may_have_graphs(config) and share_with_graphs(config) == 0

@@ -486,6 +486,24 @@ def test_a_plan_has_cuda_graphs_where_they_pay_and_may_be_used() -> None:
         assert not any("--cuda-graphs" in each for each in flags_of(*refused))
 
 
+def test_a_plan_expects_nothing_of_graphs_where_ranks_exchange_tokens() -> None:
+    flags = """--model-provider causal_lm --num-layers 8 --hidden-size 2048 --num-attention-heads 32 --vocab-size 32000
+        --num-experts 16 --moe-ffn-hidden-size 768 --dataset-provider mock --mock-text-only-fraction 1 --bf16
+        --seq-length 512 --global-batch-size 8 --train-iters 1""".split()
+    config = parse(flags)
+    found = Search(config, Costs(config, Profile(GPUS["H200"])), [SampleSize(512)] * 8, 2).run()
+    split, whole = ([each.flags for each in found if ("--llm-ep" in each.flags) == is_split]
+                    for is_split in (True, False))
+    assert split and not any("--cuda-graphs" in each for each in split)
+    assert any("--cuda-graphs" in each for each in whole)
+
+    def step_s(*more: str) -> float:
+        config = parse([*flags, "--llm-dp", "2", "--llm-ep", "2", *more])
+        return predict(config, validate(config, 2), Costs(config, Profile(GPUS["H200"])), [SampleSize(512)]).step_s
+
+    assert step_s("--cuda-graphs") == step_s()
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_short_rows_wait_for_the_host_unless_graphs_launch_their_kernels(tp: int) -> None:
     def passes_s(length: int, *more: str) -> float:
