@@ -317,7 +317,8 @@ class ModelConfig:
     in FP8 separate; separate with --deterministic-mode. Local layers ignore it."""
     cuda_graphs: bool = False
     """Launch all kernels of the language model's layers at once, from CUDA graphs captured for each length of rows, so
-    that the GPU does not wait for the host. This pays if microbatches are small (docs/precision.md). A CPU runs the
+    that the GPU does not wait for the host. With experts on several ranks, launch those of each layer up to its router
+    at once. This pays if microbatches are small (docs/precision.md). A CPU runs the
     layers as they are."""
 
     @property

@@ -252,7 +252,9 @@ class _LayerPasses:
         self._run, self._parameters, self._register = run, parameters, register
         self._shape, self._dtype, self._device = hidden.shape, hidden.dtype, hidden.device
         self._has_gradient = hidden.requires_grad
+        # The input as autograd has recorded it, and as others fill it.
         self._hidden: torch.Tensor | None = None
+        self._input: torch.Tensor | None = None
         # Outputs as autograd has recorded them, and as the rest of the layer gets them.
         self._recorded: tuple[torch.Tensor, ...] = ()
         self._outputs: list[torch.Tensor] = []
@@ -266,6 +268,9 @@ class _LayerPasses:
     def capture_forward(self, capture: Capture) -> None:
         """Capture the forward pass. Its tensors stay until the backward pass is captured."""
         self._launch_forward = capture(self._run_forward)
+        assert self._hidden is not None
+        # Autograd would refuse to capture a backward pass if it saw that the input is filled before.
+        self._input = borrowed(self._hidden)
         self._outputs = [borrowed(each) for each in self._recorded]
 
     def capture_backward(self, capture: Capture) -> None:
@@ -273,13 +278,11 @@ class _LayerPasses:
         for parameter in self._parameters:
             parameter.grad_added_to_main_grad = False
         self._launch_backward = capture(self._run_backward)
-        self._recorded = ()
-        assert self._hidden is not None
-        self._hidden = borrowed(self._hidden)
+        self._recorded, self._hidden = (), None
         self._of_outputs = [borrowed(each) for each in self._of_outputs]
         self._of_hidden = None if self._of_hidden is None else borrowed(self._of_hidden)
 
-    def _buffer(self) -> torch.Tensor:
+    def _allocate_input(self) -> torch.Tensor:
         """Return the input's buffer, which is allocated where it is first used: when the forward pass is captured."""
         if self._hidden is None:
             self._hidden = torch.empty(self._shape, dtype=self._dtype, device=self._device,
@@ -293,7 +296,7 @@ class _LayerPasses:
         return self._of_outputs
 
     def _run_forward(self) -> None:
-        hidden = self._buffer()
+        hidden = self._allocate_input()
         with torch.enable_grad(), captured(self._parameters):
             self._recorded = self._run(hidden)
         self._with_gradient = [index for index, each in enumerate(self._recorded) if each.requires_grad]
@@ -309,7 +312,7 @@ class _LayerPasses:
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Replay the forward pass. The outputs are valid until the backward pass."""
         with torch.no_grad():
-            self._buffer().copy_(hidden)
+            (self._allocate_input() if self._input is None else self._input).copy_(hidden)
         self._launch_forward()
         return tuple(each.detach() for each in self._outputs)
 

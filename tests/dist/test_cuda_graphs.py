@@ -53,6 +53,7 @@ def replays(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str) ->
     with pytest.MonkeyPatch.context() as patch:
         for kind in (cuda_graphs._Passes, layer_graphs.PassesOfLayers):
             count(patch, kind, "replay", "replayed")
+        count(patch, cuda_graphs._DecoderGraphs, "register_gradients", "layers registered")
         for direction in ("forward", "backward"):
             count(patch, layer_graphs._LayerPasses, direction, f"layers {direction}")
         records = run_loop(rank, flags, world_size, run_dir, watch)
@@ -151,7 +152,36 @@ def test_parts_of_layers_are_replayed_with_the_same_bits_if_ranks_exchange_token
     for (losses, *_), (replayed, ran, *_) in zip(plain, found, strict=True):
         assert replayed == losses, "the same bits"
         assert ran["replayed"] > ran["with gradients"] / 3 and ran["without"] > 0
-        assert ran["layers forward"] == ran["layers backward"] == layers * ran["replayed"]
+        assert ran["layers forward"] == ran["layers backward"] == ran["layers registered"] == layers * ran["replayed"]
+
+
+def emulated_replays(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str) -> Any:
+    """Train as in `replays`, with graphs that replay recorded operations."""
+    from mimo.model import cuda_graphs, layer_graphs
+    from tests.support.graph_emulation import Emulation
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_graphs, "borrowed", lambda tensor: tensor.data)
+        patch.setattr(cuda_graphs, "PassesOfLayers", lambda *args: layer_graphs.PassesOfLayers(
+            *args[:-1], Emulation().recorder))
+        return replays(rank, flags, world_size, run_dir)
+
+
+EMULATED = {"ep2": (2, "--llm-dp 2 --llm-ep 2 --row-lengths 2"),
+            "ep2-pp2": (4, "--llm-dp 2 --llm-ep 2 --llm-pp 2 --row-lengths 1"),
+            "recomputed": (2, "--llm-dp 2 --llm-ep 2 --recompute selective --recompute-modules core_attn,moe")}
+
+
+@pytest.mark.parametrize("case", EMULATED)
+def test_recorded_operations_give_the_same_bits_although_memory_is_shared(pool: WorkerPool, tmp_path: Path, case: str
+                                                                          ) -> None:
+    ranks, more = EMULATED[case]
+    flags = ("--layout", "homogeneous", "--num-layers", "4", "--train-iters", "3", *EXPERTS, *more.split())
+    plain = pool.run(replays, flags, ranks, str(tmp_path / "plain"), world_size=ranks)
+    found = pool.run(emulated_replays, (*flags, "--cuda-graphs"), ranks, str(tmp_path / "graphs"), world_size=ranks)
+    for (losses, *_), (replayed, ran, *_) in zip(plain, found, strict=True):
+        assert replayed == losses, "the same bits"
+        assert ran["layers backward"] == (2 if "pp2" in case else 4) * ran["replayed"] > 0
 
 
 def replays_with_latent_attention(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str) -> Any:
