@@ -318,8 +318,7 @@ class ModelConfig:
     cuda_graphs: bool = False
     """Launch all kernels of the language model's layers at once, from CUDA graphs captured for each length of rows, so
     that the GPU does not wait for the host. With experts on several ranks, launch those of each layer up to its router
-    at once. This pays if microbatches are small (docs/precision.md). A CPU runs the
-    layers as they are."""
+    at once. This pays if microbatches are small (docs/precision.md). A CPU runs the layers as they are."""
 
     @property
     def frozen(self) -> frozenset[str]:

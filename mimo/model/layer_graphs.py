@@ -32,7 +32,11 @@ Recorder = tuple[Capture, Callable[[], AbstractContextManager[None]], Callable[[
 
 
 def unsplittable_reason(decoder: Any) -> str:
-    """Return why the layers of a decoder cannot have graphs of parts of them; empty if they can."""
+    """Return why the layers of a decoder cannot have graphs of parts of them; empty if they can.
+
+    Args:
+        decoder: a decoder whose experts get tokens from other ranks.
+    """
     if not isinstance(decoder, TransformerBlock) or not all(map(compat.has_parts, decoder.layers)):
         return "with experts on several ranks, only Megatron Core's transformer layers have graphs, not hybrids"
     if decoder.config.recompute_granularity == "full":
@@ -237,8 +241,8 @@ def _run_layer(layer: _SplitLayer, call: Call, shared: dict[str, torch.Tensor], 
 class _LayerPasses:
     """Both passes of a layer's part before its experts, and the buffers between them and the rest of the layer.
 
-    All buffers lie in the memory that the graphs share. So nothing of a shape stays when another one runs, and there is
-    room for the temporary tensors of one layer only.
+    On a GPU, all buffers lie in the memory that the graphs share. So nothing of a shape stays when another one runs,
+    and gradients and temporary tensors need room for one layer only.
 
     Args:
         run: runs the part.

@@ -169,7 +169,7 @@ def emulated_replays(rank: int, flags: tuple[str, ...], world_size: int, run_dir
 
 EMULATED = {"ep2": (2, "--llm-dp 2 --llm-ep 2 --row-lengths 2"),
             "ep2-pp2": (4, "--llm-dp 2 --llm-ep 2 --llm-pp 2 --row-lengths 1"),
-            "recomputed": (2, "--llm-dp 2 --llm-ep 2 --recompute selective --recompute-modules core_attn,moe")}
+            "recomputed": (2, "--llm-dp 2 --llm-ep 2 --recompute selective --recompute-modules moe")}
 
 
 @pytest.mark.parametrize("case", EMULATED)
@@ -282,18 +282,29 @@ def test_backward_passes_are_captured_after_all_forward_passes_from_the_last_lay
                         *(("_run_backward", each) for each in reversed(range(3)))]
 
 
-def refused(rank: int, flags: tuple[str, ...]) -> str:
+def refused(rank: int, flags: tuple[str, ...], world_size: int) -> str:
     """Return the error with which a model is not built if its flags say nothing against graphs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mimo.config.validate._check_graphs", lambda config: None)
         try:
-            with trainer_of(rank, (*flags, "--layout", "colocated", "--cuda-graphs"), 1):
+            with trainer_of(rank, (*flags, "--layout", "colocated", "--cuda-graphs"), world_size):
                 return ""
         except ValueError as error:
             return str(error)
 
 
 def test_built_layers_that_draw_random_numbers_are_refused(pool: WorkerPool) -> None:
-    (error,) = pool.run(refused, ("--hidden-dropout", "0.1"), world_size=1)
+    (error,) = pool.run(refused, ("--hidden-dropout", "0.1"), 1, world_size=1)
     assert error == ("--cuda-graphs: dropout and random routing draw numbers, which a replay would repeat; leave it "
                      "out")
+
+
+@pytest.mark.parametrize(("flags", "reason"), [
+    ((*EXPERTS, "--recompute", "full"), "layers that are recomputed as a whole have no graphs"),
+    (("--model-provider", "nemotron-moe-vlm-tiny", "--image-token-id", "95"),
+     "only Megatron Core's transformer layers have graphs, not hybrids")], ids=["recomputed", "hybrid"])
+def test_built_layers_whose_parts_cannot_be_captured_are_refused(pool: WorkerPool, flags: tuple[str, ...], reason: str
+                                                                 ) -> None:
+    grids = ("--encoder-dp", "2", "--llm-dp", "2", "--llm-ep", "2")
+    errors = pool.run(refused, (*grids, *flags), 2, world_size=2)
+    assert errors == [f"--cuda-graphs: with experts on several ranks, {reason}; leave it out"] * 2
