@@ -20,7 +20,7 @@ from megatron.core.models.mimo.config.role import RankRole
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe import router
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
 OVERRIDDEN = {
     # Latent attention builds exactly the layers of its spec and stays inside its groups.
@@ -116,10 +116,13 @@ def replace_parts_of_layer(layer: Any, attention: Callable[..., Any], mlp: Calla
 
 
 def has_parts(layer: Any) -> bool:
-    """Return whether a layer consists of the parts of Megatron Core's own transformer layer."""
+    """Return whether a layer consists of the parts of Megatron Core's own transformer layer.
+
+    Hybrids have `MoETransformerLayer`, whose MLP differs only with Megatron Core's own graphs.
+    """
     kind, names = type(layer), ("_forward_attention", "_forward_mlp", "_forward_post_mlp")
-    return issubclass(kind, TransformerLayer) and all(
-        getattr(kind, name) is getattr(TransformerLayer, name) for name in names)
+    return any(issubclass(kind, own) and all(getattr(kind, name) is getattr(own, name) for name in names)
+               for own in (TransformerLayer, MoETransformerLayer))
 
 
 def after_backward(function: Callable[[], Any]) -> None:

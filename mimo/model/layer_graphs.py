@@ -3,7 +3,7 @@
 The host of such a rank waits in every layer for the numbers of tokens that ranks exchange, so no graph can contain a
 whole pass. But everything before that has fixed sizes: attention, the norm before the experts, the shared experts and
 the router. Each layer with experts has two graphs of that part, and the exchange and the routed experts run as usual.
-A layer without experts is captured as a whole.
+Layers without experts, such as Mamba-2, are captured as a whole.
 
 The graphs of all layers for one microbatch in flight share their memory. This works because they are captured in the
 order in which they are replayed: first the forward passes of all layers, then the backward passes from the last layer
@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 
@@ -37,8 +39,9 @@ def unsplittable_reason(decoder: Any) -> str:
     Args:
         decoder: a decoder whose experts get tokens from other ranks.
     """
-    if not isinstance(decoder, TransformerBlock) or not all(map(compat.has_parts, decoder.layers)):
-        return "with experts on several ranks, only Megatron Core's transformer layers have graphs, not hybrids"
+    if not isinstance(decoder, TransformerBlock | HybridStack) or not all(
+            isinstance(layer, MambaLayer) or compat.has_parts(layer) for layer in decoder.layers):
+        return "with experts on several ranks, only Megatron Core's own layers have graphs"
     if decoder.config.recompute_granularity == "full":
         return "with experts on several ranks, layers that are recomputed as a whole have no graphs"
     if decoder.config.fp32_residual_connection:
@@ -58,7 +61,8 @@ class SplitLayers:
 
     def __init__(self, decoder: Any) -> None:
         self.current: PassesOfLayers | None = None
-        self._layers = [_SplitLayer(layer, self) for layer in decoder.layers]
+        self._layers = [_WholeLayer(layer, self) if isinstance(layer, MambaLayer) else _SplitLayer(layer, self)
+                        for layer in decoder.layers]
 
     def captured_modules(self) -> Iterator[torch.nn.Module]:
         """Yield all modules, also parts of others, that run inside of graphs."""
@@ -155,6 +159,34 @@ class _SplitLayer:
         return combined
 
 
+class _WholeLayer:
+    """A layer of a hybrid that is captured as a whole.
+
+    Attributes:
+        parameters: its trainable parameters.
+    """
+
+    def __init__(self, layer: Any, layers: SplitLayers) -> None:
+        self._layer, self._layers = layer, layers
+        self._run = layer.forward
+        self.parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        layer.forward = self._replay
+
+    def captured_modules(self) -> Iterator[torch.nn.Module]:
+        """Yield the layer and all its parts."""
+        yield from self._layer.modules()
+
+    def _replay(self, hidden_states: torch.Tensor, **others: Any) -> torch.Tensor:
+        passes = self._layers.current
+        output: torch.Tensor = (self._run(hidden_states, **others) if passes is None else
+                                passes.replay_layer(self, hidden_states, others)[0])
+        return output
+
+    def before_experts(self, hidden: torch.Tensor, **others: Any) -> tuple[torch.Tensor, ...]:
+        """Run the layer on `[s, b, hidden]`."""
+        return (self._run(hidden, **others),)
+
+
 class PassesOfLayers:
     """The passes of all layers for one shape of input and one microbatch in flight.
 
@@ -172,7 +204,7 @@ class PassesOfLayers:
         self._call = call.without_tensors()
         # Arguments that all layers get. They are copied once for all of them.
         self._shared = {name: torch.empty_like(value) for name, value in call.tensors.items() if name != HIDDEN}
-        self._passes: dict[_SplitLayer, _LayerPasses] = {}
+        self._passes: dict[_SplitLayer | _WholeLayer, _LayerPasses] = {}
         # Of the microbatch whose forward pass runs; the lease waits for the first layer, whose backward is the last.
         self._lease: Lease | None = None
         self._anchor: torch.Tensor | None = None
@@ -204,7 +236,7 @@ class PassesOfLayers:
                         passes.capture_backward(self._recorder[0])
         return output
 
-    def replay_layer(self, layer: _SplitLayer, hidden: torch.Tensor, others: dict[str, Any]) -> tuple[
+    def replay_layer(self, layer: _SplitLayer | _WholeLayer, hidden: torch.Tensor, others: dict[str, Any]) -> tuple[
             torch.Tensor, ...]:
         """Replay a layer's part before its experts.
 
@@ -214,7 +246,7 @@ class PassesOfLayers:
             others: its other arguments: those of the decoder, and None for what the decoder does not have.
 
         Returns:
-            What `_SplitLayer.before_experts` returns.
+            What its `before_experts` returns.
         """
         passes = self._passes.get(layer)
         if passes is None:
@@ -231,7 +263,7 @@ class PassesOfLayers:
 
 
 # Not a method of `PassesOfLayers`: passes that refer to each other in a circle would outlive the drop of all graphs.
-def _run_layer(layer: _SplitLayer, call: Call, shared: dict[str, torch.Tensor], others: tuple[str, ...],
+def _run_layer(layer: _SplitLayer | _WholeLayer, call: Call, shared: dict[str, torch.Tensor], others: tuple[str, ...],
                hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Run the part of a layer before its experts, with the named arguments of the decoder from their buffers."""
     arguments = call.arguments(shared)

@@ -124,6 +124,8 @@ TOWER = """--model-provider qwen3_vl --mrope-section 4 2 2 --num-query-groups 2 
 --vision-hidden-size 16 --vision-num-layers 4 --vision-num-attention-heads 2 --vision-ffn-hidden-size 20
 --vision-num-position-embeddings 25 --vision-deepstack-layers 0 1 3 --image-token-id 95 --hidden-size 32
 --num-attention-heads 4 --num-layers 4 --vocab-size 96 --mock-image-size 16"""
+# Mamba-2, attention, dense, and two layers of experts with shared ones.
+HYBRID = "--model-provider nemotron-moe-vlm-tiny --image-token-id 95 --hybrid-layer-pattern ME*-E"
 # name -> (ranks, layers of a stage, flags)
 EXCHANGES = {
     "ep2": (2, 2, "--llm-dp 2 --llm-ep 2 --row-lengths 2"),
@@ -136,6 +138,9 @@ EXCHANGES = {
     "recomputed": (2, 2, "--llm-dp 2 --llm-ep 2 --recompute selective --recompute-modules core_attn,moe"),
     "packed": (2, 2, "--llm-dp 2 --llm-ep 2 --mock-packed-length 64 --mock-images-max 0"),
     "fp8": (2, 2, "--llm-dp 2 --llm-ep 2 --fp8-format hybrid"),
+    "hybrid": (2, 5, f"--llm-dp 2 --llm-ep 2 {HYBRID}"),
+    "hybrid-packed-pp2": (4, 3, f"--llm-dp 2 --llm-ep 2 --llm-pp 2 {HYBRID}E --mock-packed-length 64 "
+                                "--mock-images-max 1 --vision-num-layers 1"),
     "levels": (2, 4, f"--llm-dp 2 --llm-ep 2 {TOWER}"),
 }
 
@@ -167,21 +172,23 @@ def emulated_replays(rank: int, flags: tuple[str, ...], world_size: int, run_dir
         return replays(rank, flags, world_size, run_dir)
 
 
-EMULATED = {"ep2": (2, "--llm-dp 2 --llm-ep 2 --row-lengths 2"),
-            "ep2-pp2": (4, "--llm-dp 2 --llm-ep 2 --llm-pp 2 --row-lengths 1"),
-            "recomputed": (2, "--llm-dp 2 --llm-ep 2 --recompute selective --recompute-modules moe")}
+# name -> (ranks, layers of a stage, flags)
+EMULATED = {"ep2": (2, 4, "--num-layers 4 --llm-dp 2 --llm-ep 2 --row-lengths 2"),
+            "ep2-pp2": (4, 2, "--num-layers 4 --llm-dp 2 --llm-ep 2 --llm-pp 2 --row-lengths 1"),
+            "recomputed": (2, 2, "--llm-dp 2 --llm-ep 2 --recompute selective --recompute-modules moe"),
+            "hybrid": (2, 5, f"--llm-dp 2 --llm-ep 2 --row-lengths 1 {HYBRID}")}
 
 
 @pytest.mark.parametrize("case", EMULATED)
 def test_recorded_operations_give_the_same_bits_although_memory_is_shared(pool: WorkerPool, tmp_path: Path, case: str
                                                                           ) -> None:
-    ranks, more = EMULATED[case]
-    flags = ("--layout", "homogeneous", "--num-layers", "4", "--train-iters", "3", *EXPERTS, *more.split())
+    ranks, layers, more = EMULATED[case]
+    flags = ("--layout", "homogeneous", "--train-iters", "3", *EXPERTS, *more.split())
     plain = pool.run(replays, flags, ranks, str(tmp_path / "plain"), world_size=ranks)
     found = pool.run(emulated_replays, (*flags, "--cuda-graphs"), ranks, str(tmp_path / "graphs"), world_size=ranks)
     for (losses, *_), (replayed, ran, *_) in zip(plain, found, strict=True):
         assert replayed == losses, "the same bits"
-        assert ran["layers backward"] == (2 if "pp2" in case else 4) * ran["replayed"] > 0
+        assert ran["layers backward"] == layers * ran["replayed"] > 0
 
 
 def replays_with_latent_attention(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str) -> Any:
@@ -299,12 +306,8 @@ def test_built_layers_that_draw_random_numbers_are_refused(pool: WorkerPool) -> 
                      "out")
 
 
-@pytest.mark.parametrize(("flags", "reason"), [
-    ((*EXPERTS, "--recompute", "full"), "layers that are recomputed as a whole have no graphs"),
-    (("--model-provider", "nemotron-moe-vlm-tiny", "--image-token-id", "95"),
-     "only Megatron Core's transformer layers have graphs, not hybrids")], ids=["recomputed", "hybrid"])
-def test_built_layers_whose_parts_cannot_be_captured_are_refused(pool: WorkerPool, flags: tuple[str, ...], reason: str
-                                                                 ) -> None:
-    grids = ("--encoder-dp", "2", "--llm-dp", "2", "--llm-ep", "2")
-    errors = pool.run(refused, (*grids, *flags), 2, world_size=2)
-    assert errors == [f"--cuda-graphs: with experts on several ranks, {reason}; leave it out"] * 2
+def test_built_layers_whose_parts_cannot_be_captured_are_refused(pool: WorkerPool) -> None:
+    flags = ("--encoder-dp", "2", "--llm-dp", "2", "--llm-ep", "2", *EXPERTS, "--recompute", "full")
+    errors = pool.run(refused, flags, 2, world_size=2)
+    assert errors == ["--cuda-graphs: with experts on several ranks, layers that are recomputed as a whole have no "
+                      "graphs; leave it out"] * 2

@@ -62,6 +62,7 @@ CASES = {
     "packed-experts-ep2": (2, (*SPLIT_EXPERTS, "--llm-dp", "2", "--mock-packed-length", "512", "--micro-batch-size",
                                "1")),
     "hybrid": (1, (*HYBRID, "--hybrid-layer-pattern", "MEM*E")),
+    "hybrid-ep2": (2, (*HYBRID, "--hybrid-layer-pattern", "MEM*E", "--llm-dp", "2", "--llm-ep", "2")),
     "hybrid-packed": (1, (*HYBRID, "--hybrid-layer-pattern", "MEM*E", "--mock-packed-length", "512",
                           "--micro-batch-size", "1")),
     "hybrid-pp2": (2, (*HYBRID, "--hybrid-layer-pattern", "MEM*MEM*", "--llm-pp", "2", "--micro-batch-size", "1")),

@@ -274,8 +274,6 @@ def test_a_dry_run_says_what_the_precision_aware_optimizer_saves():
     ("--num-experts 4 --moe-token-dispatcher-type allgather", 1, "--moe-token-dispatcher-type allgather"),
     ("--llm-cp 2", 2, "--llm-cp 2"),
     ("--num-experts 4 --llm-dp 2 --llm-ep 2 --recompute full", 2, "--llm-ep 2, --llm-expt-tp 1 and --recompute full"),
-    ("--model-provider nemotron_h --llm-dp 2 --llm-ep 2", 2,
-     "--llm-ep 2, --llm-expt-tp 1 and --hybrid-layer-pattern"),
     ("--num-experts 4 --moe-shared-expert-overlap", 1, "--moe-shared-expert-overlap"),
     ("--num-experts 4 --llm-dp 2 --moe-router-load-balancing-type global_aux_loss", 2,
      "--moe-router-load-balancing-type global_aux_loss and --llm-dp 2"),
