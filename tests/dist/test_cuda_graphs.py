@@ -6,9 +6,7 @@ That results equal those of one process is tested with all other layouts (test_e
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,43 +248,6 @@ def test_a_pass_that_is_dropped_gives_its_slot_back(pool: WorkerPool) -> None:
     ((used, slots),) = pool.run(passes_without_backward, world_size=1)
     # The first pass of the shape has no slot, and only its backward pass lets others have one.
     assert used == [0, 0, 1, 2, 2] and slots == 3
-
-
-def test_backward_passes_are_captured_after_all_forward_passes_from_the_last_layer_on(monkeypatch: pytest.MonkeyPatch
-                                                                                      ) -> None:
-    from mimo.model import layer_graphs
-    from mimo.model.graph_parts import Call, Lease
-
-    class Layer:
-        parameters: tuple[Any, ...] = ()
-
-        def before_experts(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return (2 * hidden,)
-
-    captured: list[Any] = []
-
-    def capture(function: Any) -> Any:
-        captured.append((function.__name__, layers.index(function.__self__._run.args[0])))
-        return function
-
-    def run(hidden_states: torch.Tensor) -> torch.Tensor:
-        for layer in layers:
-            (hidden_states,) = passes.replay_layer(layer, hidden_states, {})
-        return hidden_states
-
-    monkeypatch.setattr(layer_graphs, "borrowed", lambda tensor: tensor)
-    layers: list[Any] = [Layer(), Layer(), Layer()]
-    inputs = {"hidden_states": torch.ones(2, requires_grad=True)}
-    call, busy = Call.of(inputs), set[int]()
-    assert call is not None
-    passes = layer_graphs.PassesOfLayers(SimpleNamespace(current=None), run, call, lambda parameters: None,
-                                         (capture, nullcontext, nullcontext))
-    for _ in range(2):
-        output = passes.replay(inputs, call, Lease(busy, 0), torch.zeros((), requires_grad=True))
-    assert output.tolist() == [8, 8]
-    # Graphs that share memory have to be captured in the order of their replays, once each.
-    assert captured == [*(("_run_forward", each) for each in range(3)),
-                        *(("_run_backward", each) for each in reversed(range(3)))]
 
 
 def refused(rank: int, flags: tuple[str, ...], world_size: int) -> str:

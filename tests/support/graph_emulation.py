@@ -88,6 +88,7 @@ class Emulation:
     """Captures the passes of the layers of a stage, in the order of their replays."""
 
     def __init__(self) -> None:
+        self._layers: list[Any] = []
         self._forward: list[Graph] = []
         self._backward: list[Graph] = []
 
@@ -101,6 +102,12 @@ class Emulation:
         graph, graphs = Graph(), self._forward if is_forward else self._backward
         number = len(graphs)
         graphs.append(graph)
+        layer: Any = function.__self__  # type: ignore[attr-defined]
+        if is_forward:
+            assert not self._backward and layer not in self._layers
+            self._layers.append(layer)
+        else:
+            assert layer is self._layers[-1 - number], "captured in another order than replayed"
         with graph:
             function()
         graph.undo()
