@@ -20,9 +20,11 @@ class Exchange:
 
     Ranks of the first language stage meet at the same places of their schedules, so their messages to each other are
     posted together and waited for together. A later stage is ahead or behind: it sends features before the first stage
-    asks for them and takes pixels and gradients after they were sent. Such a sender must not wait, and NCCL runs the
+    asks for them and takes pixels and gradients after they were sent. Such a sender does not wait, and NCCL runs the
     messages of a communicator in order; so pixels, features and gradients between stages have a communicator each, on
-    which a rank either only sends or only receives.
+    which a rank either only sends or only receives. Still, a message that exceeds NCCL's buffers is under way until it
+    is received, and a host that allocates memory or loads a kernel may wait for all that is under way. The order of
+    the messages must therefore be such that nothing would stop if every sender waited (`WindowSchedule`).
 
     Args:
         grids: process groups.

@@ -122,6 +122,13 @@ class WindowSchedule:
     - While the pipeline drains, it finishes one window before it receives each of the last p - s - 1 gradients, and the
       rest when its own passes are over.
 
+    Ranks exchange pixels, features and gradients in an order in which nothing would stop even if every sender waited
+    for its receiver. Usually none does, but a device that allocates memory or loads a kernel may have to finish
+    everything first, and messages that exceed NCCL's buffers finish when they are received. So a later stage sends the
+    features that the first stage takes between its first passes not before it has received what the first stage has to
+    send until then (`sends_before`, `sends_after`). It receives the gradients of the last windows before it sends the
+    gradient that the first stage awaits next, and runs their backward passes afterwards (`takes_after_backward`).
+
     All stages take their turns at the same time, because an encoder may be split over stages, and because features and
     gradients pass between them. In 1F1B a stage's forward pass ends when the backward pass of the next stage ends,
     because they exchange their results then. So when the first of two stages has just run its forward pass of
@@ -186,6 +193,24 @@ class WindowSchedule:
             return self.first_windows
         return [window for window in self.first_windows if self.windows[window].start <= self.stage]
 
+    @cached_property
+    def sent_later(self) -> list[int]:
+        """Windows that this stage encodes before the pipeline starts and whose features it sends between its passes."""
+        if not self._fills or not self.stage:
+            return []
+        return [window for window in self.at_start() if self.windows[window].start >= self.stage]
+
+    def sends_before(self, forward: int) -> list[int]:
+        """Windows of `sent_later` whose features are sent once the input of a forward pass has been received."""
+        microbatch = forward + self.stage
+        return [window for window in self.sent_later
+                if self.windows[window].start == microbatch < self.num_stages]
+
+    def sends_after(self, forward: int) -> list[int]:
+        """Windows of `sent_later` whose features are sent after a forward pass and before its output is sent."""
+        return [window for window in self.sent_later
+                if self.windows[window].start == self.num_stages == forward + self.stage + 1]
+
     def before(self, forward: int) -> tuple[list[int], list[int]]:
         """Windows to finish, then windows to encode, once the input of a forward pass has been received."""
         if self._before_forward:
@@ -205,6 +230,11 @@ class WindowSchedule:
         if self._before_forward or self.stage % 2 == 0:
             return [], []
         return self._turn(backward + self.num_stages - (self.stage + 1) // 2)
+
+    def takes_after_backward(self, backward: int) -> list[int]:
+        """Windows whose gradients a later stage receives after a backward pass, before its gradient is sent."""
+        return [window for window in self._last_windows
+                if self._fills and self.stage and self.windows[window].stop + self.stage - 1 == backward]
 
     def before_backward(self, backward: int) -> tuple[list[int], list[int]]:
         """Windows to finish, and an empty list, before a gradient is received while the pipeline drains."""

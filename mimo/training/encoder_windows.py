@@ -105,6 +105,9 @@ class ModuleWindows:
         # Pixels of this rank's images of the windows that it has received and not encoded.
         self._received: dict[int, list[torch.Tensor]] = {}
         self._encoded: dict[int, _Encoded] = {}
+        # Gradients of this replica's images of the windows that it has received and not finished, by sender, after the
+        # rows of the replica's output that they belong to.
+        self._gradients: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         self._forward_only = False
         self.largest = self.largest_in_order = self.mean = 0.0
 
@@ -122,6 +125,7 @@ class ModuleWindows:
         self._normalisation = images[0].normalisation if images else None
         self._encoded.clear()
         self._received.clear()
+        self._gradients.clear()
         windows: list[list[Image]] = [[] for _ in range(len(schedule.windows))]
         for image in images:
             windows[schedule.window_of[image.microbatch]].append(image)
@@ -184,7 +188,7 @@ class ModuleWindows:
         self._received[window] = [next(split[image.lane]).view(image.shape) for image in mine]
 
     def encode(self, window: int) -> None:
-        """Run this replica's images of a window through the encoder and send their features to their lanes."""
+        """Run this replica's images of a window through the encoder."""
         if window not in self._received:
             self.spread_pixels(window)
         mine, outputs, pixels = self._of_replica(window, self._place["dp"]), [], self._received.pop(window)
@@ -205,10 +209,10 @@ class ModuleWindows:
                                  f"samples ask for {tokens}")
             outputs.append(output)
         self._encoded[window] = _Encoded(outputs, sum(count for _, count in kept))
-        self._spread_features(window, mine)
 
-    def _spread_features(self, window: int, mine: list[Image]) -> None:
-        """Send the features of this replica's images, `mine`, to their lanes, and receive those of this rank's lane."""
+    def spread_features(self, window: int) -> None:
+        """Send the features of this replica's images to their lanes, and receive those of this rank's lane."""
+        mine = self._of_replica(window, self._place["dp"])
         rows = torch.cat([output.detach() for output in self._encoded[window].outputs] or [self._rows(0)])
         sends = {}
         for lane, cp in product(sorted({image.lane for image in mine}), range(self._language.cp)):
@@ -244,29 +248,34 @@ class ModuleWindows:
             leaves[microbatch] = self._rows(0).requires_grad_(self._needs_grad and not self._forward_only)
         return leaves[microbatch]
 
-    def finish(self, window: int) -> None:
-        """Take the gradients of a window's features from its lanes and run the encoder's backward pass."""
-        encoded = self._encoded.pop(window)
-        if self._forward_only or not self._needs_grad:
+    def spread_gradients(self, window: int) -> None:
+        """Send the gradients of a window's features in this rank's lane, and receive those of this replica's images."""
+        if self._forward_only or not self._needs_grad or window in self._gradients:
             return
-        mine, sends, receives = self._of_replica(window, self._place["dp"]), {}, {}
+        sends = {}
         if self._is_first_stage:
-            for replica, parts in self._gradients_by_replica(window, encoded).items():
+            for replica, parts in self._gradients_by_replica(window, self._encoded[window]).items():
                 message = torch.cat(parts)
                 for tp in range(self._encoder.tp):
                     if tp % self._language.tp == self._language_tp:
                         sends[self._encoder.rank_at(dp=replica, tp=tp)] = message
-        places = {}
+        mine, places, receives = self._of_replica(window, self._place["dp"]), {}, {}
         for lane, cp in product(sorted({image.lane for image in mine}), range(self._language.cp)):
             source = self._language.rank_at(dp=lane, tp=self._place["tp"] % self._language.tp, cp=cp)
             places[source] = self._places(mine, lane, cp)
             receives[source] = self._rows(len(places[source]))
         self._exchange.staged(GRADIENTS, sends, receives)
-        if not mine:
+        self._gradients[window] = {source: (places[source], receives[source]) for source in receives}
+
+    def finish(self, window: int) -> None:
+        """Run the encoder's backward pass of a window."""
+        self.spread_gradients(window)
+        encoded, gradients = self._encoded.pop(window), self._gradients.pop(window, {})
+        if not gradients:
             return
-        whole = self._rows(sum(image.tokens for image in mine))
-        for source, where in places.items():
-            whole.index_copy_(0, where, receives[source])
+        whole = self._rows(sum(output.shape[0] for output in encoded.outputs))
+        for where, received in gradients.values():
+            whole.index_copy_(0, where, received)
         parts = whole.split([output.shape[0] for output in encoded.outputs])
         pairs = [(output, gradient) for output, gradient in zip(encoded.outputs, parts, strict=True)
                  if output.requires_grad]
@@ -403,9 +412,8 @@ class EncoderWindows:
             module.begin_step(images, pixels, self._schedule, forward_only)
             for what, (sends, receives) in module.peers().items():
                 self.exchange.link(what, sends, receives)
-        if self._is_first_stage:
-            # A later stage encodes while this one is at its first passes.
-            self._spread_pixels(self._schedule.first_windows)
+        # All at once, because a later stage encodes some of them only after the first stage's first passes.
+        self._spread_pixels(self._schedule.first_windows)
         # Here and not in the first forward pass: a later stage first waits for what the first stage makes of these.
         self._take_turn([], self._schedule.at_start())
         return [replace(batch, encoders={}) for batch in microbatches]
@@ -417,6 +425,7 @@ class EncoderWindows:
             Features `[rows, hidden]` by encoder, on the first language stage; empty on later ones.
         """
         forward = self._next
+        self._spread_features(self._schedule.sends_before(forward))
         self._take_turn(*self._schedule.before(forward))
         if not self._is_first_stage:
             return {}
@@ -425,6 +434,7 @@ class EncoderWindows:
 
     def after_forward(self) -> None:
         """Encode and finish the windows whose turn it is after the forward pass that has just run."""
+        self._spread_features(self._schedule.sends_after(self._next))
         self._take_turn(*self._schedule.after(self._next))
         self._next += 1
 
@@ -434,6 +444,8 @@ class EncoderWindows:
 
     def after_backward(self) -> None:
         """Encode and finish the windows whose turn it is after the backward pass that has just run."""
+        for window, module in product(self._schedule.takes_after_backward(self._next_backward), self._modules):
+            module.spread_gradients(window)
         self._take_turn(*self._schedule.after_backward(self._next_backward))
         self._next_backward += 1
 
@@ -459,8 +471,12 @@ class EncoderWindows:
         for window, module in product(windows, self._modules):
             module.spread_pixels(window)
 
+    def _spread_features(self, windows: list[int]) -> None:
+        for window, module in product(windows, self._modules):
+            module.spread_features(window)
+
     def _take_turn(self, finished: list[int], encoded: list[int]) -> None:
-        if self._is_first_stage and finished:
+        if finished:
             # So that replicas with fewer images to finish can go on to the others.
             self._spread_pixels(encoded)
         for window, module in product(finished, self._modules):
@@ -469,6 +485,8 @@ class EncoderWindows:
         for window, module in product(encoded, self._modules):
             with self._trace.spans.span(Kind.FORWARD, "encoder window", module=module.name):
                 module.encode(window)
+                if window not in self._schedule.sent_later:
+                    module.spread_features(window)
 
     def destroy(self) -> None:
         self.exchange.destroy()

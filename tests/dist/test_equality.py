@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,6 +125,34 @@ def test_equal_to_one_process(pool: WorkerPool, oracles: dict[str, Outcome], mod
     oracle = oracles[model]
     outcomes = pool.run(run_layout, (*flags.split(), *MODELS[model]), world_size, world_size=world_size)
     assert_equal(oracle, outcomes)
+
+
+def run_with_waiting_senders(rank: int, flags: tuple[str, ...], world_size: int) -> Outcome:
+    """Train with encoder windows whose messages are too large for any buffer, so that senders wait for receivers."""
+    from mimo.bridge.exchange import Exchange
+
+    post = Exchange._post
+
+    def post_and_wait(*args: Any) -> list[Any]:
+        for work in post(*args):
+            work.wait()
+        return []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Exchange, "_post", post_and_wait)
+        return run_layout(rank, flags, world_size)
+
+
+@pytest.mark.parametrize(("world_size", "flags"), [
+    (2, "--encoder-dp 2 --llm-pp 2 --encoder-window 1"),
+    pytest.param(4, "--encoder-dp 4 --llm-pp 4 --encoder-window 2 --num-layers 4", marks=pytest.mark.slow),
+])
+def test_senders_may_wait_for_receivers(pool: WorkerPool, oracles: dict[str, Outcome], world_size: int, flags: str
+                                        ) -> None:
+    outcomes = pool.run(run_with_waiting_senders, ("--layout", "colocated", *flags.split()), world_size,
+                        world_size=world_size)
+    if world_size == 2:
+        assert_equal(oracles["dense"], outcomes)
 
 
 def imbalances(rank: int, flags: tuple[str, ...], run_dir: str) -> list[tuple[float, float]]:

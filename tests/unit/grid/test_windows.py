@@ -62,11 +62,16 @@ def test_the_cost_of_an_image_is_that_of_its_layers() -> None:
     assert encoding_cost(Image(0, 0, 9, (32, 32), (5, 3, 16, 16)), hidden) == 5  # and so are tiles
 
 
-def most_held(stages: int, microbatches: int, window: int, split: bool) -> list[int]:
+def most_held(stages: int, microbatches: int, window: int, split: bool, blocking: bool) -> list[int]:
     """Simulate 1F1B with windows, and return the most microbatches of images that each stage keeps at any time.
 
-    Later stages send features that the first one waits for; pixels and gradients go the other way. If the encoder is
-    split over the stages, all of them have to be at a turn together.
+    Later stages send features that the first one waits for; pixels and gradients go the other way.
+
+    Args:
+        stages, microbatches: of the pipeline.
+        window: microbatches of a window.
+        split: whether the encoder is split over the stages, so that all of them have to be at a turn together.
+        blocking: whether every sender waits for its receiver.
 
     Raises:
         ValueError: stages wait for each other.
@@ -75,45 +80,65 @@ def most_held(stages: int, microbatches: int, window: int, split: bool) -> list[
     most = []
     for number in range(stages):
         schedule = WindowSchedule(window, number, stages, microbatches, together=split)
-        held, peak = [0], [0]
+        held, peak, spread = [0], [0], set[tuple[str, int]]()
 
-        def turn(windows: tuple[list[int], list[int]], first: bool = number == 0, held: list[int] = held,
-                 peak: list[int] = peak, schedule: WindowSchedule = schedule) -> Iterator[Action]:
-            if first and windows[0]:
-                yield Action(posts=tuple(("pixels", each) for each in windows[1]))
-            for kind, sign, chosen in (("finish", -1, windows[0]), ("encode", 1, windows[1])):
+        def message(kind: str, each: int, first: bool = number == 0, number: int = number,
+                    spread: set[tuple[str, int]] = spread) -> Iterator[Action]:
+            keys = tuple((kind, each, stage) for stage in (range(1, stages) if first else [number]))
+            sends = first == (kind != "features")
+            if (kind, each) not in spread:
+                spread.add((kind, each))
+                yield Action(posts=keys if sends or blocking else (), awaits=() if sends and not blocking else keys)
+
+        def turn(windows: tuple[list[int], list[int]], held: list[int] = held, peak: list[int] = peak,
+                 schedule: WindowSchedule = schedule, message: Callable[[str, int], Iterator[Action]] = message
+                 ) -> Iterator[Action]:
+            finished, encoded = windows
+            for each in encoded if finished else ():
+                yield from message("pixels", each)
+            for kind, sign, chosen in (("finish", -1, finished), ("encode", 1, encoded)):
                 for each in chosen:
-                    if kind == "encode" and not (first and (windows[0] or each in schedule.first_windows)):
-                        yield Action(posts=(("pixels", each),) if first else (), awaits=(("pixels", each),))
+                    yield from message("gradients" if kind == "finish" else "pixels", each)
                     held[0] += sign * len(schedule.windows[each])
                     peak[0] = max(peak[0], *held)
-                    posts = split or first or kind == "encode"
-                    yield Action(1.0, posts=((kind, each),) if posts else (),
-                                 awaits=((kind, each),) if split or first == (kind == "encode") else ())
+                    yield Action(1.0, posts=((kind, each),) if split else (), awaits=((kind, each),) if split else ())
+                    if kind == "encode" and each not in schedule.sent_later:
+                        yield from message("features", each)
 
-        def at(due: Callable[[int], tuple[list[int], list[int]]], take: Callable[..., Iterator[Action]] = turn
-               ) -> Callable[[int], Iterator[Action]]:
-            return lambda index: take(due(index))
+        def at(kind: str, messages: Callable[[int], list[int]] | None,
+               due: Callable[[int], tuple[list[int], list[int]]],
+               take: Callable[..., Iterator[Action]] = turn,
+               message: Callable[[str, int], Iterator[Action]] = message) -> Callable[[int], Iterator[Action]]:
+            def actions(index: int) -> Iterator[Action]:
+                for each in messages(index) if messages is not None else ():
+                    yield from message(kind, each)
+                yield from take(due(index))
+            return actions
 
         # The program is made first, as it is what calls `turn`.
-        start = [Action(posts=tuple(("pixels", each) for each in schedule.first_windows if number == 0)),
+        start = [*(action for each in schedule.first_windows for action in message("pixels", each)),
                  *turn(([], schedule.at_start()))]
         passes = Stage(number, stages, microbatches, lambda kind, index: 1.0, ((number - 1,),) if number else (),
-                       ((number,),) if number < stages - 1 else (), before_forward=at(schedule.before),
-                       after_forward=at(schedule.after), after_backward=at(schedule.after_backward),
-                       before_backward=at(schedule.before_backward)).program()
+                       ((number,),) if number < stages - 1 else (),
+                       before_forward=at("features", schedule.sends_before, schedule.before),
+                       after_forward=at("features", schedule.sends_after, schedule.after),
+                       after_backward=at("gradients", schedule.takes_after_backward, schedule.after_backward),
+                       before_backward=at("", None, schedule.before_backward)).program()
         programs[number] = [*start, *passes, *turn((schedule.at_end(), []))]
         assert held == [0]
+        assert spread == {(kind, each) for kind in ("pixels", "features", "gradients")
+                          for each in range(len(schedule.windows))}
         most += peak
     simulate(programs)
     return most
 
 
-@given(stages=st.integers(1, 8), microbatches=st.integers(1, 32), split=st.booleans(), data=st.data())
+@given(stages=st.integers(1, 8), microbatches=st.integers(1, 32), split=st.booleans(), blocking=st.booleans(),
+       data=st.data())
 def test_no_stage_waits_forever_and_none_keeps_more_than_it_says(stages: int, microbatches: int, split: bool,
-                                                                 data: st.DataObject) -> None:
+                                                                 blocking: bool, data: st.DataObject) -> None:
     window = data.draw(st.integers(1, microbatches))
-    for kept in most_held(stages, microbatches, window, split):
+    for kept in most_held(stages, microbatches, window, split, blocking):
         assert kept <= (window if stages == 1 else stages + 2 * window - 1)
 
 
