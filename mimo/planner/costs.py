@@ -81,10 +81,10 @@ MEASURED_EXPERTS = 128
 # 0.7 ms more on each of the other products. With this, passes of a dense model of 3.0 billion parameters take 1.07 to
 # 1.09 times the estimate, with rows of 976 tokens as well as with two rows of 4,096.
 GRADIENT_GB_S, EXPERT_READ_BYTES = 4000.0, 0.6
-# Seconds for each parameter of the embedding and the output layer: 2.4 and 3.1 ms for 0.62 and 0.79 billion parameters
-# in the same profiles. They are of a version that wrote bf16 gradients and added these to fp32 ones in every
-# microbatch, which `mimo.model.vocabulary` no longer does, so this is too much now.
-ENDS_GRADIENT_S = 4e-12
+# Seconds for each parameter of the embedding and the output layer. It was 4e-12 when their bf16 gradients were added to
+# fp32 ones in every microbatch: 2.4 and 3.1 ms for 0.62 and 0.79 billion parameters in the same profiles. Without these
+# additions (`mimo.model.vocabulary`), steps of 16 microbatches of these models take 40 and 34 ms less.
+ENDS_GRADIENT_S = 0.7e-12
 # Tensor-parallel collectives: seconds of each, and the share of `Gpu.link_gb_s` that they reach. Gathers and scatters
 # of 2 to 36 MiB between two H200 take 20 us and what 241 GB/s need. In a profiled step, a gather of 9 MB takes 1.4
 # times as long (82 us), so both have this factor. With it, a profile has nearly the same ratios for two tensor-parallel
