@@ -75,6 +75,11 @@ DENSE_EFFICIENCY, ENCODER_EFFICIENCY = 0.64, 0.45
 EXPERT_EFFICIENCY = {"auto": 0.48, "packed": 0.48, "cutlass": 0.32, "separate": 0.27}
 HOST_EXPERTS_S = {"auto": 6.5e-3, "packed": 6.5e-3, "cutlass": 15e-3, "separate": 30e-3}
 MEASURED_EXPERTS = 128
+# With experts on several ranks, the host also launches their exchange, and a rank waits for the slowest host of all: on
+# four H200, eight layers of the same model took 16.2 ms each for both passes of a row of 4,096 tokens. Exchanges reach
+# this share of `Gpu.link_gb_s`, waits for other ranks included: 1.6 GB of `alltoall` took 7.7 ms and 1.2 GB of
+# `allgather` 5.8 ms.
+HOST_EXCHANGE_S, EXCHANGE_SHARE = 6.5e-3, 0.58
 # Every microbatch reads and writes the fp32 gradients of all weights of its layers, and waits for a part of the weights
 # of experts. Profiles of kernels on one H200: a microbatch of 4,096 tokens spends 9.3 ms more on the weight gradients
 # of 4.8 billion parameters of experts than a fourth of the time for 16,384 tokens, which is 8 bytes at 4 TB/s, and
@@ -372,6 +377,7 @@ class Costs:
             return HOST_FORWARD_S, HOST_BACKWARD_S
         least, local = HOST_EXPERTS_S["packed"], self.num_experts / ep
         host_s = least + (HOST_EXPERTS_S[self.config.model.moe_gemm] - least) * min(local / MEASURED_EXPERTS, 1)
+        host_s += HOST_EXCHANGE_S if ep > 1 else 0.0
         # Some layers may have no experts. A backward pass launches about twice as much as a forward pass.
         host_s *= self._layers_with_experts / self.num_layers / 3
         return HOST_FORWARD_S + host_s, HOST_BACKWARD_S + 2 * host_s
@@ -386,11 +392,16 @@ class Costs:
         # MLP; layers of hybrid models have only one of them.
         sent = tokens * self.hidden_size * 2 * (tp - 1) / tp
         moved = (COLLECTIVE_S + sent / self._collective_bytes_s) * self._parts_of_layers / self.num_layers
-        # Tokens go to the ranks of their experts and come back, in both passes. Those to other nodes take the network.
-        routed, inside = tokens / tp * self._top_k * self.hidden_size * 2 / ep, min(ep, self.gpu.gpus_per_node)
-        dispatch = 2 * self._layers_with_experts / self.num_layers * (
-            routed * (inside - 1) / (self.gpu.link_gb_s * 1e9)
-            + routed * (ep - inside) / (self.gpu.network_gb_s * 1e9) + LATENCY_S)
+        # In both passes, tokens go to the ranks of their experts and come back: a copy for each expert, which is sorted
+        # by it before and after the experts, or one copy for every rank, which returns sums in float32. What goes to
+        # other nodes takes the network.
+        rows, inside = tokens / tp * self.hidden_size, min(ep, self.gpu.gpus_per_node)
+        gathers = self.config.model.moe_token_dispatcher_type == "allgather"
+        peer, local = (rows * (2 + 4), rows * ep * (2 + 4)) if gathers else (
+            rows * self._top_k * 2 * 2 / ep, rows * self._top_k * 2 * 2 * 2)
+        dispatch = self._layers_with_experts / self.num_layers * (
+            peer * (inside - 1) / (EXCHANGE_SHARE * self.gpu.link_gb_s * 1e9)
+            + peer * (ep - inside) / (self.gpu.network_gb_s * 1e9) + local / (GRADIENT_GB_S * 1e9) + 2 * LATENCY_S)
         # Each rank gets the keys and values of the other context-parallel ranks once in the forward pass, and again
         # with their gradients in the backward pass. No measurement has corrected this estimate yet: rings hide a part
         # of it behind attention, and transfers to other nodes take longer. Latent attention unfolds keys and values,
