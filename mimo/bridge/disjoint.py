@@ -66,6 +66,10 @@ class Bridge(BridgeCommunicator):
     both sides would wait for ever. So they then have a communicator each, with a stream of its own on CUDA, and each
     side waits only for what it receives.
 
+    A message that exceeds NCCL's buffers is under way until it is received, and a host that loads a kernel may wait for
+    all that is under way. If hosts on both sides do, an encoder that is two or more microbatches ahead and the language
+    model could wait for each other. Kernels are loaded in the first step, in which it is at most one ahead.
+
     Args:
         grids: process groups.
         module: the encoder.
@@ -80,7 +84,7 @@ class Bridge(BridgeCommunicator):
     Attributes:
         while_waiting: called in every transfer, on all ranks of a replica alike: what is sent is on its way, what is
             received not yet waited for.
-        run_ahead: may be lowered between steps, on all ranks alike.
+        run_ahead: as given, but at most 1 in the first step; may be lowered between steps, on all ranks alike.
     """
 
     def __init__(
@@ -144,7 +148,9 @@ class Bridge(BridgeCommunicator):
         self._sends_whole = sends_whole_pieces(own_ranks, their_ranks, there.tp, one_host=one_host)
         self._receives_whole = sends_whole_pieces(their_ranks, own_ranks, here.tp, one_host=one_host)
         self.while_waiting: Callable[[], None] | None = None
-        self.run_ahead = run_ahead
+        self.run_ahead = min(run_ahead, 1)
+        # How far the encoder runs ahead after the first step with backward passes, until that is over.
+        self._later_run_ahead: int | None = run_ahead
         self._sent: deque[Sent] = deque()
         self.timer = DeviceTimer()
         self._rows: Rows = []
@@ -255,6 +261,8 @@ class Bridge(BridgeCommunicator):
         """Wait until everything sent has been received."""
         while self._sent:
             self._wait_for_oldest()
+        if self._later_run_ahead is not None and (self._backward_index or not self.needs_grad):
+            self.run_ahead, self._later_run_ahead = self._later_run_ahead, None
 
     def _sending(self, tensor: torch.Tensor, rows: list[int]) -> list[dist.P2POp]:
         """List the messages in which this rank sends its part of a tensor to all peers."""

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, one_forward_one_backward, simulate
+from mimo.planner.simulation import (
+    BACKWARD,
+    FORWARD,
+    Action,
+    Stage,
+    links_of,
+    one_forward_one_backward,
+    simulate,
+)
 
 
 def pipeline(stages: int, microbatches: int, forward_s: float, backward_s: float, *, slow: int = -1,
@@ -56,6 +65,17 @@ def test_an_encoder_that_runs_ahead_of_twelve_microbatches(encoder_s: float, lan
                          buffered=((0,),) if ahead and stage < 2 else ()).program()
             for stage in range(stages + 1)}
         assert 12 * max(encoder_s, language_s) / simulate(programs).seconds == pytest.approx(share, abs=5e-4)
+
+
+@pytest.mark.parametrize(("ahead", "stops"), [(0, False), (1, False), (2, True)])
+@pytest.mark.parametrize(("encoder_stages", "language_stages"), [(1, 1), (1, 3), (2, 2), (3, 1)])
+def test_an_encoder_may_be_one_microbatch_ahead_if_senders_wait_for_receivers(
+        ahead: int, stops: bool, encoder_stages: int, language_stages: int) -> None:
+    stages = encoder_stages + language_stages
+    programs = {stage: Stage(stage, stages, 12, lambda kind, microbatch: 1.0, *links_of("link", stage, stages),
+                             run_ahead=ahead if stage < encoder_stages else 0).program() for stage in range(stages)}
+    with pytest.raises(ValueError, match="wait for each other") if stops else nullcontext():
+        simulate(programs)
 
 
 def test_each_pass_occurs_once_and_backward_after_forward() -> None:
