@@ -257,11 +257,11 @@ class Bridge(BridgeCommunicator):
         # Its memory may now be used again: on CUDA, the compute stream waits for the messages.
         self._sent.popleft()
 
-    def finish_step(self) -> None:
-        """Wait until everything sent has been received."""
+    def finish_step(self, *, forward_only: bool) -> None:
+        """Wait until everything sent has been received; `forward_only` as in the schedule that has ended."""
         while self._sent:
             self._wait_for_oldest()
-        if self._later_run_ahead is not None and (self._backward_index or not self.needs_grad):
+        if self._later_run_ahead is not None and not forward_only:
             self.run_ahead, self._later_run_ahead = self._later_run_ahead, None
 
     def _sending(self, tensor: torch.Tensor, rows: list[int]) -> list[dist.P2POp]:

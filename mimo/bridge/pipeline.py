@@ -206,10 +206,10 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
         if self.stages is not None:
             self.stages.begin_step([batch.text.input_ids.shape for batch in microbatches if batch.text is not None])
 
-    def finish_step(self) -> None:
+    def finish_step(self, *, forward_only: bool) -> None:
         """Wait until everything that the bridges of this rank have sent has been received."""
         for bridge in self.bridges:
-            bridge.finish_step()
+            bridge.finish_step(forward_only=forward_only)
 
     def destroy(self) -> None:
         for bridge in self.bridges:

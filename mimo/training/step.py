@@ -256,7 +256,7 @@ def run_schedule(
         force_all_reduce=force_all_reduce,
     )
     if parts.communicator is not None:
-        parts.communicator.finish_step()
+        parts.communicator.finish_step(forward_only=forward_only)
     if parts.windows is not None:
         parts.windows.finish_step()
         if not forward_only:
