@@ -1,4 +1,4 @@
-"""Private parts of PyTorch 2.13 that several packages, or the watchdog, rely on.
+"""Private parts of PyTorch 2.13 and Megatron Core 0.19.2 that several packages, or the watchdog, rely on.
 
 What a single package needs of PyTorch, Megatron Core or vLLM is in that package's own `compat`. Each entry says what it
 uses and why the public interface will not do. Look through these modules when one of the libraries is upgraded:
@@ -64,3 +64,12 @@ def flight_record(backend: str) -> bytes:
     # Without Python stacks, whose symbols may take many seconds. The watchdog's report has the stacks that matter.
     found: bytes = record(includeStackTraces=False)
     return found
+
+
+def parameter_ranges(optimizer: Any, parameter: Any) -> tuple[Any, Any]:
+    """Return which elements of a parameter this rank's optimizer owns: in the parameter, and in its bucket.
+
+    `DistributedOptimizer._get_model_param_range_map`: the public state dict gathers whole parameters instead.
+    """
+    ranges = optimizer._get_model_param_range_map(parameter)
+    return ranges["param"], ranges["gbuf_world_in_bucket"]

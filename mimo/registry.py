@@ -37,10 +37,10 @@ PROMPT_PROVIDERS = {
     "gsm8k": "data.gsm8k:provider",
 }
 REWARDS = {
-    "exact-match": "mimo.rl.rewards.exact_match:reward",
+    "exact-match": "mimo.rl.rewards.short_answers:exact_match",
     "gsm8k": "mimo.rl.rewards.gsm8k:reward",
-    "math-verify": "mimo.rl.rewards.math_verify:reward",
-    "multiple-choice": "mimo.rl.rewards.multiple_choice:reward",
+    "math-verify": "mimo.rl.rewards.short_answers:math_verify",
+    "multiple-choice": "mimo.rl.rewards.short_answers:multiple_choice",
 }
 # Rewards that work with a package that is not among the dependencies: distribution and module.
 REWARD_PACKAGES = {name: ("math-verify", "math_verify") for name in ("gsm8k", "math-verify")}

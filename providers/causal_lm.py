@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mimo.observability.flops import FlopComponent
-from mimo.protocols import BuildContext
 from providers.common import hf, hf_config
+from providers.common.computed import DecoderProvider
 from providers.common.decoder import DecoderConfig, check_decoder, check_decoder_grid, decoder_shapes
 from providers.common.flops import decoder_components
 from providers.common.text import TextProvider
 
 if TYPE_CHECKING:
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
     from mimo.weights.rules import WeightMap
 
 
@@ -32,7 +30,7 @@ class Config(DecoderConfig):
     """Hugging Face config.json, or the folder that holds one. Its sizes replace those of the flags."""
 
 
-class CausalLmProvider(TextProvider):
+class CausalLmProvider(DecoderProvider, TextProvider):
     """The `mimo.protocols.ModelProvider` of text models. Every method also takes unresolved configurations."""
 
     Config: ClassVar[type] = Config
@@ -48,16 +46,6 @@ class CausalLmProvider(TextProvider):
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
         return decoder_components(self.resolved(config))
-
-    def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
-        """Return the spec of the decoder. `context` is None on ranks that only read its width.
-
-        Raises:
-            ValueError: there are experts on a tensor-parallel grid without sequence parallelism.
-        """
-        from providers.common.build import decoder_spec
-
-        return decoder_spec(self.resolved(config), context)
 
     def weight_map(self, config: Config, module: str) -> WeightMap:
         """Return the names of a text model's checkpoint. The language part of a LLaVA checkpoint works too."""

@@ -16,6 +16,7 @@ from mimo.observability.flops import FlopComponent
 from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing, ParameterShape
 from providers.common import hf, hf_config, hf_processor
 from providers.common.checks import Problems
+from providers.common.computed import DecoderProvider
 from providers.common.decoder import DecoderConfig, check_decoder, check_decoder_grid, decoder_shapes
 from providers.common.flops import decoder_components, projector_components, vision_components
 from providers.common.vision import VisionConfig, check_vision, check_vision_grid, image_tokens, vision_shapes
@@ -39,7 +40,7 @@ class Config(VisionConfig, DecoderConfig):
     """Hugging Face config.json, or the folder that holds one. Its sizes replace those of the flags."""
 
 
-class LlavaProvider(VisionLanguageProvider):
+class LlavaProvider(DecoderProvider, VisionLanguageProvider):
     """The `mimo.protocols.ModelProvider` of LLaVA. Every method also takes unresolved configurations."""
 
     Config: ClassVar[type] = Config
@@ -65,10 +66,6 @@ class LlavaProvider(VisionLanguageProvider):
     def vision_shapes(self, config: Config) -> list[ParameterShape]:
         return vision_shapes(config, self._projector_size(config), config.hidden_size)
 
-    def num_experts(self, config: Config) -> int:
-        """Return the number of experts of every decoder layer, 0 for a dense one."""
-        return self.resolved(config).num_experts
-
     def flop_components(self, config: Config) -> list[FlopComponent]:
         """Return the FLOPs of encoder, projector and decoder."""
         config = self.resolved(config)
@@ -76,16 +73,6 @@ class LlavaProvider(VisionLanguageProvider):
                 *projector_components(config.feature_size, self._projector_size(config), config.hidden_size,
                                       has_norm=False),
                 *decoder_components(config)]
-
-    def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
-        """Return the spec of the decoder. `context` is None on ranks that only read its width.
-
-        Raises:
-            ValueError: there are experts on a tensor-parallel grid without sequence parallelism.
-        """
-        from providers.common.build import decoder_spec
-
-        return decoder_spec(self.resolved(config), context)
 
     def encoder_spec(self, config: Config, module: str, context: BuildContext) -> ModuleSpec:
         """Return the spec of the vision module, a `mimo.model.submodule.VisionSubmodule`."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing, VideoProcessing
 from providers.common import hf_qwen_vl
+from providers.common.computed import DecoderProvider
 from providers.common.decoder import check_multimodal_decoder
 from providers.common.hf_processor import CLIP_MEAN, CLIP_STD
 from providers.common.qwen_vision import Qwen25VisionConfig, check_qwen_vision, whole_video_grid
@@ -38,7 +39,7 @@ class Config(Qwen25VisionConfig, QwenVlConfig):
     add_qkv_bias: bool = True
 
 
-class Qwen25VlProvider(QwenVlProvider):
+class Qwen25VlProvider(DecoderProvider, QwenVlProvider):
     """The `mimo.protocols.ModelProvider` of Qwen2.5-VL. A video is one item of its text."""
 
     Config: ClassVar[type] = Config
@@ -57,12 +58,6 @@ class Qwen25VlProvider(QwenVlProvider):
     sizes_of_hf = staticmethod(hf_qwen_vl.qwen2_5_vl_sizes)
     config_of_sizes = staticmethod(hf_qwen_vl.qwen2_5_vl_config)
     model_types = (hf_qwen_vl.MODEL_TYPE,)
-
-    def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
-        """Return the spec of the decoder. `context` is None on ranks that only read its width."""
-        from providers.common.build import decoder_spec
-
-        return decoder_spec(self.resolved(config), context)
 
     def encoder_spec(self, config: Config, module: str, context: BuildContext) -> ModuleSpec:
         """Return the spec of the vision module, a `mimo.model.submodule.VisionSubmodule`."""

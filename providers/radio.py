@@ -9,13 +9,13 @@ from mimo.config.toml_file import flag_name
 from mimo.grid.spec import GridSpec
 from mimo.protocols import ParameterShape
 from providers.common.checks import Problems
-from providers.common.vision import check_side, layer_shapes, norm_shapes
+from providers.common.vision import ShuffledPatches, check_side, layer_shapes, norm_shapes
 
 NUM_CHANNELS = 3
 
 
 @dataclass(frozen=True)
-class RadioConfig:
+class RadioConfig(ShuffledPatches):
     """RADIO vision transformer, pixel shuffle and projector; the defaults are those of ViT-H/16."""
 
     vision_image_size: int = 512
@@ -61,16 +61,6 @@ class RadioConfig:
     """Inner width of the projector."""
     projector_norm_epsilon: float = 1e-5
     """Epsilon of the projector's RMSNorm."""
-
-    @property
-    def size_multiple(self) -> int:
-        """Pixels a side of the square that becomes one language token."""
-        return self.vision_patch_size * self.vision_pixel_shuffle
-
-    @property
-    def feature_size(self) -> int:
-        """Width of a token before the projector."""
-        return self.vision_hidden_size * self.vision_pixel_shuffle**2
 
     @property
     def image_shape(self) -> tuple[int, int]:

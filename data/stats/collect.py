@@ -142,7 +142,6 @@ class RecordingEncoder(VlmTaskEncoder):
 
     def __init__(self, config: Config, request: DataRequest, errors: ErrorLog, collected: Collected) -> None:
         super().__init__(config, request, errors)
-        self._image_token_id = request.tokens.image_token_id
         self._tile = tiling_of(config, request.tokens) if request.tokens.image_token_id >= 0 else None
         self._num_image_tokens = request.num_image_tokens
         self._collected = collected

@@ -39,12 +39,3 @@ def by_own_key(loaded: dict[str, Any], flat_mapping: Any, names: Any, sharded: S
     found = torch_strategy._replace_sharded_keys_with_state_dict_keys(values, flat_mapping, names)
     torch_strategy._restore_dict_types(found, sharded)
     return found
-
-
-def owned_range(optimizer: Any, parameter: Any) -> tuple[int, int]:
-    """Return which elements of a parameter, begin and end, this rank's distributed optimizer owns.
-
-    `DistributedOptimizer._get_model_param_range_map`: the public state dict gathers whole parameters instead.
-    """
-    span = optimizer._get_model_param_range_map(parameter)["param"]
-    return span.start, span.end

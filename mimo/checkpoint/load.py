@@ -37,7 +37,7 @@ from mimo.checkpoint.state import (
     rng_objects,
     stream_object,
 )
-from mimo.comm.host import broadcast_object, gather, raise_known_errors, raise_on_any_rank
+from mimo.comm.host import broadcast_result, gather, raise_known_errors, raise_on_any_rank
 from mimo.config.optim import OptimConfig
 from mimo.config.trainer import CheckpointConfig, RunConfig
 from mimo.protocols import LANGUAGE
@@ -78,17 +78,11 @@ def find_checkpoint(state: RunState) -> Source | None:
     Raises:
         ValueError: --load has no checkpoint, or --save has checkpoints of another run.
     """
-    flags, error, source = state.config.checkpoint, None, None
+    flags = state.config.checkpoint
     if flags.load is None:
         return None
-    if state.grids.rank == 0:
-        try:
-            source = find_source(flags, Path(flags.load))
-        except (ValueError, OSError) as problem:
-            error = str(problem)
-    raise_on_any_rank(state.grids, error)
-    found: Source | None = broadcast_object(state.grids, source)
-    return found
+    root = Path(flags.load)
+    return broadcast_result(state.grids, lambda: find_source(flags, root))
 
 
 def find_source(flags: CheckpointConfig, root: Path) -> Source | None:

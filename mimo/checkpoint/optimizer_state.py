@@ -16,8 +16,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
-from mimo.checkpoint import compat
 from mimo.checkpoint.entries import Saved, flat_range
+from mimo.compat import parameter_ranges
 from mimo.training.optimizer import HeteroOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -126,8 +126,8 @@ def _held(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int
     groups = optimizer.optimizer.param_groups
     if isinstance(optimizer, DistributedOptimizer):
         for parameter, (group, order) in optimizer.model_param_group_index_map.items():
-            yield (parameter, groups[group]["params"][order], *compat.owned_range(optimizer, parameter), groups[group],
-                   True)
+            span, _ = parameter_ranges(optimizer, parameter)
+            yield parameter, groups[group]["params"][order], span.start, span.end, groups[group], True
         return
     owner = {id(parameter): group for group in groups for parameter in group["params"]}
     if isinstance(optimizer, Float16OptimizerWithFloat16Params):

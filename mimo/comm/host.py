@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,6 +58,24 @@ def broadcast_object(grids: Grids, value: Any) -> Any:
     return box[0]
 
 
+def broadcast_result[T](grids: Grids, make: Callable[[], T]) -> T:
+    """Call a function on rank 0 and return its result on every rank. Collective over the world.
+
+    Raises:
+        ValueError: on rank 0: `make` raised it, or an OSError.
+        ReportedElsewhereError: the same, on the other ranks.
+    """
+    result, error = None, None
+    if grids.rank == 0:
+        try:
+            result = make()
+        except (ValueError, OSError) as problem:
+            error = str(problem)
+    result, error = broadcast_object(grids, (result, error))
+    raise_known_errors(grids, [error])
+    return result
+
+
 def raise_on_any_rank(grids: Grids, error: str | None) -> None:
     """Raise on every rank if any has an error.
 
@@ -65,6 +84,17 @@ def raise_on_any_rank(grids: Grids, error: str | None) -> None:
         ReportedElsewhereError: on the other ranks.
     """
     raise_known_errors(grids, gather(grids, error))
+
+
+@contextmanager
+def shared_errors(grids: Grids) -> Iterator[None]:
+    """Context whose ValueError on any rank is raised on every rank, by `raise_on_any_rank`. Collective at its end."""
+    error = None
+    try:
+        yield
+    except ValueError as problem:
+        error = str(problem)
+    raise_on_any_rank(grids, error)
 
 
 def raise_known_errors(grids: Grids, errors: list[str | None]) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from tqdm import tqdm
@@ -281,13 +280,6 @@ def _dtypes(contents: Contents, config: RunConfig) -> Iterator[str]:
         if most != dtype:
             yield (f"dtype: weights of {module} are {most}, this configuration has {dtype} "
                    f"({'--bf16' if config.model.bf16 else '--no-bf16'})")
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a name without `torch.`."""
-    dtype = vars(torch)[name]
-    assert isinstance(dtype, torch.dtype), name
-    return dtype
 
 
 # Every byte of a checkpoint against its checksums, and its index against itself.

@@ -16,7 +16,6 @@ from tqdm import tqdm
 from mimo import registry
 from mimo.checkpoint.differences import model_differences, refused, sections_of
 from mimo.checkpoint.reader import read_common, require_checksums
-from mimo.commands.compare import torch_dtype
 from mimo.commands.flags import (
     ExportFlags,
     ImportFlags,
@@ -41,7 +40,7 @@ from mimo.protocols import (
 from mimo.text import counted, format_bytes, parse_bytes
 from mimo.weights import hub
 from mimo.weights.configuration import CONFIG_JSON, read_config_json
-from mimo.weights.export import ExportOptions, export_checkpoint
+from mimo.weights.export import WEIGHT_DTYPES, ExportOptions, export_checkpoint
 from mimo.weights.import_checkpoint import import_hf
 from mimo.weights.safetensors_io import INDEX, Progress, weight_files
 
@@ -306,7 +305,7 @@ def import_(flags: ImportFlags, run_flags: list[str]) -> int:
     check_sizes(config)
     check_allowed_differences(config)
     with tensor_bar("importing") as progress:
-        folder = import_hf(source, flags.save, provider, config.model_family, torch_dtype(flags.dtype), progress,
+        folder = import_hf(source, flags.save, provider, config.model_family, WEIGHT_DTYPES[flags.dtype], progress,
                            to_toml(config), config.checkpoint.allowed_differences)
     files = [path for path in folder.iterdir() if path.is_file()]
     size = sum(path.stat().st_size for path in files)

@@ -5,6 +5,7 @@ This is plain Python, so a layout for any world size can be checked on any machi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import fields
 
@@ -191,10 +192,10 @@ def _check_experts(language: GridSpec, num_experts: int, sequence_parallel: bool
         return
     if num_experts % language.ep:
         raise ValueError(f"--num-experts {num_experts} is not divisible by --llm-ep {language.ep}; these fit: --llm-ep "
-                         + ", ".join(map(str, _divisors(num_experts))))
+                         + ", ".join(map(str, divisors(num_experts))))
     ranks = language.tp * language.cp * language.dp
     if ranks % (language.ep * language.expt_tp):
-        fit = [ep for ep in _divisors(num_experts) if ranks % (ep * language.expt_tp) == 0]
+        fit = [ep for ep in divisors(num_experts) if ranks % (ep * language.expt_tp) == 0]
         hint = "; these fit: --llm-ep " + ", ".join(map(str, fit)) if fit else ""
         product = f"--llm-tp {language.tp} * --llm-cp {language.cp} * --llm-dp {language.dp}"
         raise ValueError(f"{parallel} = {language.ep * language.expt_tp} does not divide the {ranks} ranks of a stage "
@@ -265,7 +266,7 @@ def _check_lanes(encoder: GridSpec, language: GridSpec, micro_batch_size: int) -
     """Check that each encoder data-parallel rank serves whole lanes, or an equal share of one with a sample in it."""
     dp, lanes = _axis_flag(encoder, "dp"), language.dp
     if encoder.dp % lanes and lanes % encoder.dp:
-        fit = _divisors(lanes) + [lanes * part for part in range(2, micro_batch_size + 1)]
+        fit = divisors(lanes) + [lanes * part for part in range(2, micro_batch_size + 1)]
         shown = ", ".join(map(str, fit[:12])) + (f", ... {fit[-1]}" if len(fit) > 12 else "")
         raise ValueError(f"{dp} {encoder.dp} and --llm-dp {lanes}: one has to divide the other; with --llm-dp {lanes} "
                          f"and --micro-batch-size {micro_batch_size} these fit: {dp} {shown}")
@@ -320,8 +321,10 @@ def _count(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+def divisors(number: int) -> list[int]:
+    """Return the positive divisors of a number, at least 1, ascending."""
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
 
 
 def _axis_flag(grid: GridSpec, axis: str) -> str:

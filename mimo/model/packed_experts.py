@@ -6,7 +6,7 @@ that takes the sizes of the groups from the device, but at most 64 separate matr
 
 The parameters stay as they are here, so that checkpoints, optimizers, weight maps and refits see no difference. But
 data-parallel training lays them and their gradients end to end in memory, so one base address and a table of offsets
-describe them all. Since the host needs no copy of the sizes, a grid without expert parallelism no longer waits for the
+describe them all. The host needs no copy of the sizes, so a grid without expert parallelism does not wait for the
 device in every layer.
 
 In FP8, weights are quantised once for each optimizer step (and in every pass without gradients), in the order in which

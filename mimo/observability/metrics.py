@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
@@ -98,48 +99,56 @@ class Console:
             self._bar = None
 
 
-class Record(Protocol):
-    """Figures of one iteration, as `RunLogger` takes them."""
-
-    @property
-    def iteration(self) -> int:
-        """Number of the iteration, 1 for the first."""
-        ...
-
-    @property
-    def consumed_samples(self) -> int:
-        ...
-
-    @property
-    def skipped_iterations(self) -> int:
-        ...
-
-    @property
-    def headline(self) -> str:
-        """The most important figure, shown beside a progress bar."""
-        ...
-
-    def to_dict(self) -> dict[str, Value]:
-        """Return all figures by name."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """Figures of one iteration. Dictionaries are by module name, except `moe_losses` and `mtp_losses`.
+class Record(ABC):
+    """Figures of one iteration, as `RunLogger` takes them. Those here are of every kind of training.
 
     Attributes:
         iteration: number of the iteration, 1 for the first.
-        consumed_samples: samples trained on so far, this iteration included if it took a step.
-        lm_loss: mean loss per target token over the global batch, nats.
+        consumed_samples: samples, or completions of reinforcement learning, trained on so far, this iteration included
+            if it took a step.
         grad_norm: norm before clipping, over all modules; None if the step was skipped.
         learning_rate: learning rate of the language model, or of the first trainable module if that is frozen.
-        batch_size: samples of the global batch.
-        iteration_time_s: wall time, seconds.
+        batch_size: samples or completions of the global batch.
         success: whether the optimizer took the step.
         skipped_iterations: skipped steps so far.
-        loss_scale: 1.0 without loss scaling.
         num_zeros: zeros in the gradient; None if not counted.
+        timeline: result of `mimo.observability.timeline.Timeline.figures`.
+        peak_memory_bytes: highest memory of any rank of each module.
+        moe_losses: MoE auxiliary losses under Megatron's names (`seq_load_balancing_loss`), averaged over MoE layers,
+            microbatches and data-parallel ranks; with per-layer logging also `moe/<name>_layer_<i>`.
+    """
+
+    iteration: int
+    consumed_samples: int
+    grad_norm: float | None
+    learning_rate: float
+    batch_size: int
+    success: bool = True
+    skipped_iterations: int = 0
+    num_zeros: int | None = None
+    timeline: Mapping[str, float] = field(default_factory=dict)
+    peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    moe_losses: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    @abstractmethod
+    def headline(self) -> str:
+        """The most important figure, shown beside a progress bar."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Value]:
+        """Return all figures by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord(Record):
+    """Figures of one iteration of supervised training. Dictionaries are by module name, except `mtp_losses`.
+
+    Attributes:
+        lm_loss: mean loss per target token over the global batch, nats.
+        iteration_time_s: wall time, seconds.
+        loss_scale: 1.0 without loss scaling.
         module_learning_rates: learning rate of each trainable module.
         tokens_per_s_per_gpu: language tokens of the global batch per second, over the world size.
         image_tokens, text_tokens: tokens of the global batch of each kind, padding excluded.
@@ -157,30 +166,18 @@ class StepRecord:
         forward_backward_s: device time of the forward and backward passes, bridge waits and gradient reduction
             included, on the slowest rank of each module, seconds.
         optimizer_s: device time of the optimizer step, likewise.
-        timeline: result of `mimo.observability.timeline.Timeline.figures`.
-        peak_memory_bytes: highest memory of any rank of each module.
         tflops: model TFLOP/s per GPU over the whole iteration (`mimo.observability.flops` says what counts), or None if
             the model does not say what it computes.
         mfu: `tflops` divided by a GPU's peak; None if the peak is not known.
         flops: model FLOPs of the iteration over all ranks.
         hardware_flops: computed FLOPs over all ranks, with padding and recomputation.
-        moe_losses: MoE auxiliary losses under Megatron's names (`seq_load_balancing_loss`), averaged over MoE layers;
-            with per-layer logging also `moe/<name>_layer_<i>`.
         mtp_losses: losses of multi-token prediction under Megatron's names (`mtp_1 loss`), each a mean over the target
             tokens of its depth, nats.
     """
 
-    iteration: int
-    consumed_samples: int
     lm_loss: float
-    grad_norm: float | None
-    learning_rate: float
-    batch_size: int
     iteration_time_s: float
-    success: bool = True
-    skipped_iterations: int = 0
     loss_scale: float = 1.0
-    num_zeros: int | None = None
     module_learning_rates: dict[str, float] = field(default_factory=dict)
     tokens_per_s_per_gpu: float = 0.0
     image_tokens: int = 0
@@ -195,13 +192,10 @@ class StepRecord:
     checkpoint_s: float = 0.0
     forward_backward_s: dict[str, float] = field(default_factory=dict)
     optimizer_s: dict[str, float] = field(default_factory=dict)
-    timeline: dict[str, float] = field(default_factory=dict)
-    peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     tflops: float | None = None
     mfu: float | None = None
     flops: dict[str, float] = field(default_factory=dict)
     hardware_flops: dict[str, float] = field(default_factory=dict)
-    moe_losses: dict[str, float] = field(default_factory=dict)
     mtp_losses: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -243,7 +237,7 @@ class StepRecord:
             "skipped-iterations": self.skipped_iterations,
             "success": self.success,
         }
-        losses = self.moe_losses | self.mtp_losses
+        losses = {**self.moe_losses, **self.mtp_losses}
         clash = figures.keys() & losses.keys()
         assert not clash, f"losses named like other figures: {sorted(clash)}"
         return {**figures, **losses}

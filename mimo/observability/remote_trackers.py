@@ -9,13 +9,14 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from mimo.config.trainer import ObserveConfig, is_folder
 from mimo.observability.trackers import Tracker, Value, curves
-from mimo.watchdog.process_exit import within_limit
+from mimo.watchdog.process_exit import on_daemon_thread, within_limit
 
 # Iterations that a slow server may fall behind before figures are left out.
 MAX_BEHIND = 1000
@@ -182,21 +183,10 @@ def _opening(flag: str) -> Iterator[None]:
 
 def _open_in_time(build: Callable[[], RemoteTracker]) -> RemoteTracker:
     """Run `build` on another thread with a timeout and raise its error again, or TimeoutError."""
-    opened: list[RemoteTracker] = []
-    errors: list[Exception] = []
-
-    def open_it() -> None:
-        try:
-            opened.append(build())
-        except Exception as error:  # A tracker's package may raise anything; it is raised again on the caller's thread.
-            errors.append(error)
-
-    within_limit(open_it, OPEN_LIMIT_S)
-    if errors:
-        raise errors[0]
-    if not opened:
+    opened = on_daemon_thread(build, "tracker")
+    if not wait([opened], OPEN_LIMIT_S).done:
         raise TimeoutError(f"no answer within {OPEN_LIMIT_S:.0f} s")
-    return opened[0]
+    return opened.result()
 
 
 def open_remote(observe: ObserveConfig, config_toml: str, say: Callable[[str], None]) -> list[Tracker]:

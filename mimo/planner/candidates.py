@@ -21,6 +21,7 @@ from mimo.config.validate import (
     validate_without_data,
 )
 from mimo.grid.lanes import row_length
+from mimo.grid.layout import divisors
 from mimo.grid.spec import GridSpec, Layout
 from mimo.planner.costs import GIB, Costs
 from mimo.planner.predict import Prediction, Step, predict
@@ -71,11 +72,6 @@ class Candidate:
     config: RunConfig
     prediction: Prediction
     fits: bool
-
-
-def divisors(number: int) -> list[int]:
-    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
-    return sorted({*small, *(number // each for each in small)})
 
 
 def grids(size: int, largest_tp: int | None = None, largest_pp: int | None = None) -> Iterator[tuple[int, int, int]]:

@@ -10,6 +10,8 @@ from mimo.refit.tensor_slices import DTYPE_BYTES
 # Known routes: `auto` sends each tensor the fastest way, `loader` sends all through the engine's own loading.
 ROUTES = ("auto", "loader")
 BACKENDS = ("gloo", "nccl", "ipc")
+# Name of the first phase of a refit, in keys of the store and in messages.
+SETUP = "set-up"
 
 
 @dataclass(frozen=True)

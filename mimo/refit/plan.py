@@ -22,25 +22,34 @@ from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Holder, Holders, Recv
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
-    """A box that one rank of the trainer sends to one worker.
+class Transfer:
+    """A box that travels in a refit.
 
     Attributes:
         entry: number of its tensor in the chunk plan.
         name: name of the whole tensor.
         box: the box in the whole tensor.
-        sender: rank of the trainer.
-        receiver: index of the worker.
-        target: address to which the worker writes it: in a live tensor or, for a name that goes through the engine's
+        target: address to which a worker writes it: in a live tensor or, for a name that goes through the engine's
             loader, in a row-major tensor of that name.
     """
 
     entry: int
     name: str
     box: Box
+    target: Address
+
+
+@dataclass(frozen=True, slots=True)
+class Op(Transfer):
+    """A box that one rank of the trainer sends to one worker.
+
+    Attributes:
+        sender: rank of the trainer.
+        receiver: index of the worker.
+    """
+
     sender: int
     receiver: int
-    target: Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,30 @@ class SendOp(Op):
         source: address of the box on the sender.
     """
 
+    source: Address
+
+
+@dataclass(frozen=True, slots=True)
+class Piece(Transfer):
+    """A box that workers of one kind need and that one kind of trainer ranks holds.
+
+    Attributes:
+        ranks: ranks of the trainer that hold it, ascending; each worker gets it from one of them.
+    """
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Share(Transfer):
+    """A box that one rank of the trainer sends to some workers of one kind.
+
+    Attributes:
+        receivers: indices of the workers that get it from this rank, ascending.
+        source: address of the box on the sender.
+    """
+
+    receivers: Sequence[int]
     source: Address
 
 
@@ -69,46 +102,6 @@ def chunks(entries: Sequence[TensorMeta], max_bytes: int) -> list[range]:
             first, size = number, 0
         size += entry.num_bytes
     return [*found, range(first, len(entries))] if entries else []
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box that workers of one kind need and that one kind of trainer ranks holds.
-
-    Attributes:
-        entry: number of its tensor in the chunk plan.
-        name: name of the whole tensor.
-        box: the box in the whole tensor.
-        ranks: ranks of the trainer that hold it, ascending; each worker gets it from one of them.
-        target: address to which the worker writes it, as in `Op`.
-    """
-
-    entry: int
-    name: str
-    box: Box
-    ranks: tuple[int, ...]
-    target: Address
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A box that one rank of the trainer sends to some workers of one kind.
-
-    Attributes:
-        entry: number of its tensor in the chunk plan.
-        name: name of the whole tensor.
-        box: the box in the whole tensor.
-        receivers: indices of the workers that get it from this rank, ascending.
-        target: address to which these workers write it, as in `Op`.
-        source: address of the box on the sender.
-    """
-
-    entry: int
-    name: str
-    box: Box
-    receivers: Sequence[int]
-    target: Address
-    source: Address
 
 
 def receive_plan(entries: Sequence[TensorMeta], holders: Holders, spec: RecvSpec, receiver: int) -> list[Op]:
@@ -143,14 +136,14 @@ def needed_pieces(entries: Sequence[TensorMeta], holders: Holders, spec: RecvSpe
         for part, held in itertools.product(wanted.get(entry.name, ()), holders[entry.name]):
             piece = overlaps.of(held.box, part.box)
             if piece is not None:
-                found.append(Piece(number, entry.name, piece, held.ranks,
-                                   overlaps.address(part.address, part.box, piece)))
+                found.append(Piece(number, entry.name, piece, overlaps.address(part.address, part.box, piece),
+                                   held.ranks))
     return found
 
 
 def assigned(pieces: Sequence[Piece], receiver: int) -> list[Op]:
     """Return the operations that bring these pieces to a worker."""
-    return [Op(piece.entry, piece.name, piece.box, sender, receiver, piece.target)
+    return [Op(piece.entry, piece.name, piece.box, piece.target, sender, receiver)
             for piece, sender in zip(pieces, senders(pieces, receiver), strict=True)]
 
 
@@ -182,7 +175,7 @@ def send_plan(entries: Sequence[TensorMeta], holders: Holders, slices: Iterable[
     Raises:
         ValueError: this rank does not hold what the holders say, or has a tensor that is not in the chunk plan.
     """
-    return [SendOp(share.entry, share.name, share.box, rank, receiver, share.target, share.source)
+    return [SendOp(share.entry, share.name, share.box, share.target, rank, receiver, share.source)
             for share in shares(entries, holders, slices, specs, rank) for receiver in share.receivers]
 
 
@@ -211,9 +204,8 @@ def shares(entries: Sequence[TensorMeta], holders: Holders, slices: Iterable[Ten
                 piece = overlaps.of(held.box, part.box)
                 receivers = takers.of(held.ranks, number) if piece else ()
                 if piece is not None and receivers:
-                    found.append(Share(number, name, piece, receivers,
-                                       overlaps.address(part.address, part.box, piece),
-                                       overlaps.address(address, held.box, piece)))
+                    found.append(Share(number, name, piece, overlaps.address(part.address, part.box, piece),
+                                       receivers, overlaps.address(address, held.box, piece)))
     return found
 
 

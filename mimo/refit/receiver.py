@@ -38,9 +38,8 @@ from mimo.refit.messages import (
     message_layout,
     torch_dtype,
 )
-from mimo.refit.options import RefitOptions
+from mimo.refit.options import SETUP, RefitOptions
 from mimo.refit.plan import check_plan, check_recv_spec
-from mimo.refit.protocol import SETUP
 from mimo.refit.rendezvous import NO_WEIGHTS, RefitError, Rendezvous, StoreAddress, format_error, without_collections
 from mimo.refit.tensor_slices import holders_from_table, meta_from_json, recv_spec_table, table_digest
 from mimo.refit.transport.base import Opening, Transport

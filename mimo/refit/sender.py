@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -25,16 +24,12 @@ from mimo.protocols import ModelProvider
 from mimo.refit import delta
 from mimo.refit import plan as planning
 from mimo.refit.messages import MessageLayout, Views, checksums, message_layout, pack, torch_dtype
-from mimo.refit.options import RefitOptions, RefitReport
+from mimo.refit.options import SETUP, RefitOptions, RefitReport
 from mimo.refit.plan import check_holders
-from mimo.refit.protocol import SETUP, EngineClient
 from mimo.refit.rendezvous import RefitError, Rendezvous, StoreAddress, format_error, without_collections
 from mimo.refit.tensor_slices import (
     Address,
-    Holders,
     RecvSpec,
-    TensorMeta,
-    TensorSlice,
     holders_table,
     meta_as_json,
     recv_spec_from_table,
@@ -42,6 +37,7 @@ from mimo.refit.tensor_slices import (
 )
 from mimo.refit.trainer_shards import LiveTensors, TrainerShards
 from mimo.refit.transport.base import Opening, Transport
+from mimo.watchdog.process_exit import on_daemon_thread
 from mimo.weights.rules import WeightMap
 
 # Number of chunks whose messages may be under way while the next one is packed.
@@ -52,25 +48,23 @@ WINDOW = 2
 GRACE_S = 3.0
 
 
-class TrainerWeights(Protocol):
-    """Weights of the trainer's ranks, see `mimo.refit.trainer_shards`. `locate` finds `holders` and `slices`."""
+class EngineClient(Protocol):
+    """vLLM's weight-transfer calls; all block until every worker has done its part."""
 
-    entries: list[TensorMeta]
-    schemes: list[dict[str, Any]]
-    holders: Holders
-    slices: list[TensorSlice]
-
-    def locate(self) -> None:
-        """Find which rank holds which boxes; once, while the engine's workers trace their loaders. Collective."""
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Meet the trainer and agree on the plan."""
         ...
 
-    def prepare(self) -> Mapping[str, torch.Tensor]:
-        """Finish what an overlapped step has left open, before a sync. Collective.
+    def start_weight_update(self) -> None:
+        """Stop serving."""
+        ...
 
-        Returns:
-            The live tensors by the names of addresses, parameters among them. They are valid for one sync, because
-            their memory may change.
-        """
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive the weights that the trainer's ranks send meanwhile."""
+        ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Serve the new weights."""
         ...
 
 
@@ -130,7 +124,7 @@ class WeightSender:
             which was verified, too.
     """
 
-    def __init__(self, weights: TrainerWeights, trainer: Trainer, client: EngineClient | None, num_workers: int,
+    def __init__(self, weights: ModelWeights, trainer: Trainer, client: EngineClient | None, num_workers: int,
                  options: RefitOptions) -> None:
         self.weights, self.trainer, self.client, self.options = weights, trainer, client, options
         self.num_workers = num_workers
@@ -447,22 +441,14 @@ class WeightSender:
 
     def _call(self, scope: str, function: Callable[..., None], *args: Any) -> Future[None]:
         """Call the engine from another thread while this one does its part. All processes learn of its failure."""
-        result: Future[None] = Future()
-
         def run() -> None:
             try:
                 function(*args)
-            except BaseException as error:  # of any kind: `_result` raises it again
+            except BaseException as error:
                 self._rendezvous.fail(scope, f"the engine: {format_error(error)}")
-                refused = RefitError(f"{scope}: the engine refused: {format_error(error)}")
-                refused.__cause__ = error
-                result.set_exception(refused)
-            else:
-                result.set_result(None)
+                raise RefitError(f"{scope}: the engine refused: {format_error(error)}") from error
 
-        # A daemon thread, because a call that the engine never answers must not keep this process alive.
-        threading.Thread(target=run, name="refit-client", daemon=True).start()
-        return result
+        return on_daemon_thread(run, "refit-client")
 
     def _result(self, scope: str, call: Future[None] | None) -> None:
         """Wait for the end of a call, as long as nobody has failed. Raises RefitError if it does not end in time."""
@@ -485,6 +471,12 @@ class ModelWeights:
     Raises:
         ValueError: on the first rank: the weight map and the model do not fit each other.
         ReportedElsewhereError: the same, on the other ranks.
+
+    Attributes:
+        entries: every whole tensor, in the order in which they travel.
+        schemes: see `module_schemes`.
+        holders, slices: once `locate` has found them, the boxes of each tensor with the ranks that hold them, and this
+            rank's boxes with their places.
     """
 
     @without_collections()
@@ -496,7 +488,10 @@ class ModelWeights:
         self.schemes = module_schemes(self._shards.maps, [entry.name for entry in self.entries])
 
     def locate(self) -> None:
-        """Find which rank holds which boxes, once. Collective; raises as the construction."""
+        """Find which rank holds which boxes, once, while the engine's workers trace their loaders. Collective.
+
+        Raises as the construction.
+        """
         if self._is_located:
             return
         self._shards.locate()
@@ -506,7 +501,10 @@ class ModelWeights:
         self._paths = tuple(dict.fromkeys(part.address.tensor for part in self.slices))
 
     def prepare(self) -> dict[str, torch.Tensor]:
-        """Finish what an overlapped step left open, and return the tensors by path. Collective."""
+        """Finish what an overlapped step left open, and return the live tensors by the names of addresses. Collective.
+
+        They are valid for one sync, because their memory may change.
+        """
         self._built.finish_gathers("a refit")
         return self._live.tensors(self._paths)
 

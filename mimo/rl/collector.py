@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from threading import Thread
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mimo.checkpoint.paths import SHARED_STREAM
@@ -21,7 +21,7 @@ from mimo.refit.sender import WeightSender
 from mimo.rl.offload import Devices
 from mimo.rl.rollouts import Answers, Rollouts, RolloutSource, rollout_metrics
 from mimo.rollout.engine import Rollout
-from mimo.watchdog.process_exit import ReportedElsewhereError
+from mimo.watchdog.process_exit import ReportedElsewhereError, on_daemon_thread
 from mimo.watchdog.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -180,18 +180,8 @@ class Collector:
         source = self.source
         if source is None:
             return
-        result: Future[Answers] = Future()
-        first, version = self.cursor.first, str(self._version)
-
-        def fill() -> None:
-            try:
-                result.set_result(source.ask(first, self.config.prompts_per_step, version))
-            except BaseException as error:  # `drain` raises any error again on the main thread.
-                result.set_exception(error)
-
-        # A daemon thread, because a call that the engine never answers must not keep this process alive.
-        Thread(target=fill, name="rollouts", daemon=True).start()
-        self._prefetched = result
+        ask = partial(source.ask, self.cursor.first, self.config.prompts_per_step, str(self._version))
+        self._prefetched = on_daemon_thread(ask, "rollouts")
 
     def drain(self, iteration: int) -> None:
         """Wait for the completions that `prefetch` started, then give the engine the weights after `iteration` updates.

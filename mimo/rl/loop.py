@@ -13,7 +13,7 @@ from megatron.core.utils import get_model_config
 
 from mimo import registry
 from mimo.checkpoint.state import RunState
-from mimo.comm.host import broadcast_object, gather, raise_on_any_rank
+from mimo.comm.host import broadcast_object, gather, shared_errors
 from mimo.config.rl_run import RlRunConfig
 from mimo.grid.groups import Grids
 from mimo.model.build import OPTIMIZER, WEIGHTS, layer_impl
@@ -120,14 +120,10 @@ class RlLoop:
         STARTUP.enter(Phase.DATA)
         # The first rank opens both splits. Every rank stops if prompts are too long, before any model is built.
         self._splits: dict[str, PromptSet] = {}
-        self._has_videos, error = False, None
-        with self.watchdog.on_files("the first rank, which measures the prompts"):
+        self._has_videos = False
+        with self.watchdog.on_files("the first rank, which measures the prompts"), shared_errors(self.grids):
             if self.grids.rank == 0:
-                try:
-                    self._splits = {split: self._prompts(split) for split in ("train", "valid")}
-                except ValueError as problem:
-                    error = str(problem)
-            raise_on_any_rank(self.grids, error)
+                self._splits = {split: self._prompts(split) for split in ("train", "valid")}
         # A sequence of the schedule is a packed microbatch.
         train = replace(self.config.train, seq_length=self.config.rl.max_tokens_per_microbatch)
         self.parts = parts = setup_trainer(replace(self.config, train=train), self.provider, self.grids, self.platform,

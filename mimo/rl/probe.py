@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from megatron.core.utils import get_model_config
 
-from mimo.comm.host import broadcast_object, gather, raise_on_any_rank
+from mimo.comm.host import broadcast_object, gather, shared_errors
 from mimo.config.rl_run import RlRunConfig
 from mimo.protocols import LANGUAGE
 from mimo.refit.rendezvous import RefitError
@@ -205,15 +205,11 @@ class RefitProbe:
         dp = self._grids.layout.language.dp
         count = -(-max(NUM_SEQUENCES, config.rollout.engine_dp) // dp) * dp
         drawn: list[tuple[Prompt, Completion]] = []
-        error = None
-        if prompts is not None:
-            sequences = self._with_tails(prompts, config.train.seq_length, vocab_size)
-            try:
+        with shared_errors(self._grids):
+            if prompts is not None:
+                sequences = self._with_tails(prompts, config.train.seq_length, vocab_size)
                 while len(drawn) < count or sum(each.length for _, each in drawn) < num_tokens or len(drawn) % dp:
                     drawn.append(next(sequences))
-            except ValueError as problem:
-                error = str(problem)
-        raise_on_any_rank(self._grids, error)
         self._requests = [as_request(prompt, sequence.token_ids) for prompt, sequence in drawn]
         self._sequences: list[Completion] = broadcast_object(self._grids, [sequence for _, sequence in drawn])
         self.reports: dict[str, ProbeReport] = {}

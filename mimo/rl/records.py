@@ -6,23 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from mimo.observability.metrics import Record
 from mimo.observability.trackers import Value
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyRecord:
-    """Figures of one iteration.
+class PolicyRecord(Record):
+    """Figures of one iteration of reinforcement learning.
 
     Attributes:
-        iteration: number of the iteration, 1 for the first.
-        consumed_samples: completions trained on so far, this iteration included if it took a step.
-        skipped_iterations: iterations without an update so far.
         policy_version: version of the weights that drew the completions: the number of iterations before them.
-        success: whether the optimizer took the step.
-        grad_norm: norm before clipping; None if the step was skipped.
-        num_zeros: zeros in the gradient; None if not counted.
-        learning_rate: learning rate of the step.
-        batch_size: number of completions.
         num_tokens: tokens of all sequences, prompts included.
         num_microbatches: microbatches of each data-parallel rank.
         world_size: number of trainer ranks.
@@ -32,33 +25,18 @@ class PolicyRecord:
             engine), reward, rollout-wait (of the trainer, for all of these), log-probs, reference (log-probs of the
             reference policy, if there is one), update, and the whole iteration. Also checkpoint, if training stood
             still for one since the iteration before.
-        moe_losses: load-balancing losses under Megatron's names (`seq_load_balancing_loss`), averaged over MoE layers,
-            microbatches and data-parallel ranks; with per-layer logging also `moe/<name>_layer_<i>`.
-        peak_memory_bytes: by module, the highest memory of any of its ranks.
         speed: `tflops`, model TFLOP/s per GPU in the seconds of log-probs and updates, and `mfu`, this divided by a
             GPU's peak; without what is not known.
-        timeline: result of `mimo.observability.timeline.Timeline.figures`.
     """
 
-    iteration: int
-    consumed_samples: int
-    skipped_iterations: int
     policy_version: int
-    success: bool
-    grad_norm: float | None
-    num_zeros: int | None
-    learning_rate: float
-    batch_size: int
     num_tokens: int
     num_microbatches: int
     world_size: int
     figures: Mapping[str, float]
     refit_bytes: int
     seconds: Mapping[str, float]
-    moe_losses: Mapping[str, float] = field(default_factory=dict)
-    peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
     speed: Mapping[str, float] = field(default_factory=dict)
-    timeline: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def headline(self) -> str:

@@ -17,7 +17,7 @@ import torch
 from mimo.checkpoint import paths
 from mimo.checkpoint.load import load_weights
 from mimo.checkpoint.state import RunState
-from mimo.comm.host import broadcast_object, raise_on_any_rank
+from mimo.comm.host import broadcast_result, raise_on_any_rank
 from mimo.config.rl import RlConfig
 from mimo.model.build import WEIGHTS, BuiltModel
 from mimo.protocols import LANGUAGE, MegatronSourceProvider, ModelProvider
@@ -189,14 +189,10 @@ def _load_hf(state: RunState, provider: ModelProvider, hf: HfPaths, watchdog: Wa
 
 def _find(state: RunState, given: str, flag: str, step: int | None) -> Path:
     """Find the checkpoint that a flag names, on the first rank. Nothing in the folder is changed."""
-    error, folder = None, None
-    if state.grids.rank == 0:
-        try:
-            folder = paths.find(Path(given), step, flag, repair=False)
-        except (ValueError, OSError) as problem:
-            error = str(problem)
-        if folder is None and error is None:
-            error = f"{flag} {given} " + ("holds no checkpoint" if Path(given).is_dir() else "does not exist")
-    raise_on_any_rank(state.grids, error)
-    found: Path = broadcast_object(state.grids, folder)
-    return found
+    def find() -> Path:
+        folder = paths.find(Path(given), step, flag, repair=False)
+        if folder is None:
+            raise ValueError(f"{flag} {given} " + ("holds no checkpoint" if Path(given).is_dir() else "does not exist"))
+        return folder
+
+    return broadcast_result(state.grids, find)

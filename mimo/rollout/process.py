@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge, wait
@@ -30,7 +29,8 @@ from typing import Any
 from mimo.platform.megatron_import import quieten_megatron
 from mimo.refit.rendezvous import RefitError
 from mimo.rollout import engine_guard
-from mimo.rollout.engine import EngineOptions, NodePlace, Rollout, RolloutEngine, Sampling, at_meeting_point
+from mimo.rollout.engine import EngineOptions, NodePlace, RolloutEngine, at_meeting_point
+from mimo.rollout.replicas import RolloutClient
 
 # Variables that torchrun sets for its workers. In an engine's process they would make its own process group join the
 # trainer's.
@@ -43,48 +43,8 @@ class EngineLostError(RefitError):
     """An engine has ended or does not answer. A new one can take its place."""
 
 
-class EngineCalls(ABC):
-    """The methods of `RolloutEngine` for an engine in another process. A subclass implements `call`."""
-
-    @abstractmethod
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call any method of the engine. Raises RefitError if that fails, or if there is no answer in time."""
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.call("init_weight_transfer_engine", init_info)
-
-    def start_weight_update(self) -> None:
-        self.call("start_weight_update")
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.call("update_weights", update_info)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.call("finish_weight_update", weight_version)
-
-    def load_from_disk(self, folder: str, version: str | None = None, timeout_s: float = 600.0) -> str:
-        """Call `load_from_disk`. `timeout_s` does not extend the time limit of the call."""
-        loaded: str = self.call("load_from_disk", folder, version, timeout_s)
-        return loaded
-
-    def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling,
-                 seeds: Sequence[int] = ()) -> list[list[Rollout]]:
-        answers: list[list[Rollout]] = self.call("generate", prompts, sampling, seeds)
-        return answers
-
-    def sleep(self) -> None:
-        self.call("sleep")
-
-    def wake_up(self, *tags: str) -> None:
-        self.call("wake_up", *tags)
-
-    def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
-        logprobs: list[list[float]] = self.call("prompt_logprobs", prompts)
-        return logprobs
-
-
 @dataclass(frozen=True)
-class EngineHandle(EngineCalls):
+class EngineHandle(RolloutClient):
     """Calls an engine in another process. It can be pickled, because each call opens a connection of its own.
 
     Attributes:

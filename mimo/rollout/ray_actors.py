@@ -37,7 +37,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from mimo.refit.rendezvous import RefitError
 from mimo.rollout.engine import EngineNode, EngineOptions, NodePlace, at_meeting_point
-from mimo.rollout.process import EngineCalls, EngineLostError, answer_of, make_engine
+from mimo.rollout.process import EngineLostError, answer_of, make_engine
 from mimo.rollout.replicas import RolloutClient, one_client
 
 # Seconds within which a cluster has to accept a connection.
@@ -111,7 +111,7 @@ def _printed() -> str:
 
 
 @dataclass(frozen=True)
-class RayEngineHandle(EngineCalls):
+class RayEngineHandle(RolloutClient):
     """Calls the engine of an actor. Only the process that has started the actor can use it.
 
     Attributes:

@@ -7,17 +7,16 @@ plus that of the replica's first worker.
 from __future__ import annotations
 
 import itertools
-import queue
-import threading
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import FIRST_EXCEPTION, wait
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from mimo.refit.protocol import EngineClient
 from mimo.refit.rendezvous import RefitError, format_error
 from mimo.rollout.engine import Rollout, Sampling
+from mimo.watchdog.process_exit import on_daemon_thread
 
 # Extra seconds to wait for an answer, so that a replica can report by itself that it has reached its own limit.
 GRACE_S = 30.0
@@ -27,38 +26,56 @@ class AnsweredError(RefitError):
     """A replica has answered a call with an error. The others may still work on their parts of it."""
 
 
-class RolloutClient(EngineClient, Protocol):
-    """An engine, or several, in other processes. Calls block, and raise RefitError if there is no answer in time."""
+class RolloutClient(ABC):
+    """The methods of `RolloutEngine` for an engine, or several, in other processes. A subclass implements `call`.
 
-    @property
-    def num_workers(self) -> int:
-        """Number of workers that take in weights."""
-        ...
+    Calls block, and raise RefitError if they fail or there is no answer in time.
+
+    Attributes:
+        num_workers: number of workers that take in weights.
+    """
+
+    num_workers: int
+
+    @abstractmethod
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call any method of the engine."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.call("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        self.call("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.call("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.call("finish_weight_update", weight_version)
+
+    def load_from_disk(self, folder: str, version: str | None = None, timeout_s: float = 600.0) -> str:
+        """Call `load_from_disk`. `timeout_s` does not extend the time limit of a single engine's call."""
+        loaded: str = self.call("load_from_disk", folder, version, timeout_s)
+        return loaded
 
     def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling,
                  seeds: Sequence[int] = ()) -> list[list[Rollout]]:
-        """Generate completions, see `mimo.rollout.engine.RolloutEngine.generate`."""
-        ...
+        answers: list[list[Rollout]] = self.call("generate", prompts, sampling, seeds)
+        return answers
 
     def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
-        """Return log-probs of each prompt's tokens from the second on."""
-        ...
-
-    def load_from_disk(self, folder: str, version: str | None = None, timeout_s: float = 600.0) -> str:
-        """Take in weights that were written to a folder."""
-        ...
+        logprobs: list[list[float]] = self.call("prompt_logprobs", prompts)
+        return logprobs
 
     def sleep(self) -> None:
-        """Free the devices' memory."""
-        ...
+        self.call("sleep")
 
     def wake_up(self, *tags: str) -> None:
-        """Allocate GPU memory again."""
-        ...
+        self.call("wake_up", *tags)
 
 
 @dataclass(frozen=True)
-class Replicas:
+class Replicas(RolloutClient):
     """Client that calls all replicas at the same time. It can be pickled if its replicas can.
 
     A call ends when every replica has answered, or with the first error, which names the replica. It does not wait for
@@ -68,6 +85,7 @@ class Replicas:
         replicas: client of each engine.
         timeout_s: seconds that a call may take.
         in_step: whether the replicas share experts. Each then has to take part while another one generates.
+        num_workers: number of workers of all replicas.
 
     Raises:
         ValueError: there is no replica, or one of them is there twice.
@@ -76,6 +94,7 @@ class Replicas:
     replicas: tuple[RolloutClient, ...]
     timeout_s: float = 600.0
     in_step: bool = False
+    num_workers: int = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.replicas:
@@ -83,32 +102,22 @@ class Replicas:
         for (one, first), (other, second) in itertools.combinations(enumerate(self.replicas), 2):
             if first == second:
                 raise ValueError(f"replica {other} is replica {one} again: {second}")
-
-    @property
-    def num_workers(self) -> int:
-        """Number of workers that take in weights, of all replicas."""
-        return sum(each.num_workers for each in self.replicas)
+        object.__setattr__(self, "num_workers", sum(each.num_workers for each in self.replicas))
 
     @property
     def first_workers(self) -> list[int]:
         """Number of each replica's first worker."""
         return list(itertools.accumulate((each.num_workers for each in self.replicas[:-1]), initial=0))
 
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every replica with the same arguments, and return all results."""
+        return self._together(method, [partial(getattr(each, method), *arguments) for each in self.replicas])
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Connect every replica with the trainer. Each gets the number of its first worker."""
         self._together("init_weight_transfer_engine", [
             partial(each.init_weight_transfer_engine, init_info | {"first_worker": first})
             for each, first in zip(self.replicas, self.first_workers, strict=True)])
-
-    def start_weight_update(self) -> None:
-        self._all("start_weight_update")
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._all("update_weights", update_info)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Serve the new weights under a version."""
-        self._all("finish_weight_update", weight_version)
 
     def load_from_disk(self, folder: str, version: str | None = None, timeout_s: float = 600.0) -> str:
         """Load weights from a folder, the same in all replicas even if the newest are asked for.
@@ -137,15 +146,6 @@ class Replicas:
         """Return log-probs of each prompt's tokens from the second on, in order."""
         return self._shared("prompt_logprobs", prompts, lambda replica, places: replica.prompt_logprobs(
             [prompts[place] for place in places]))
-
-    def sleep(self) -> None:
-        self._all("sleep")
-
-    def wake_up(self, *tags: str) -> None:
-        self._all("wake_up", *tags)
-
-    def _all(self, method: str, *arguments: Any) -> None:
-        self._together(method, [partial(getattr(each, method), *arguments) for each in self.replicas])
 
     def _shared[T](self, method: str, prompts: Sequence[dict[str, Any]],
                    ask: Callable[[RolloutClient, list[int]], list[T]]) -> list[T]:
@@ -177,38 +177,22 @@ class Replicas:
         Raises:
             RefitError: a call raised an error. The other calls are not waited for.
         """
-        done: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
-        for place, call in enumerate(calls):
-            # Daemon threads, because a call that is never answered must not keep this process alive.
-            threading.Thread(target=_run, args=(place, call, done), name=f"replica-{number + place}",
-                             daemon=True).start()
+        asked = [on_daemon_thread(call, f"replica-{number + place}") for place, call in enumerate(calls)]
         limit_s = self.timeout_s + extra_s + GRACE_S
-        deadline = time.monotonic() + limit_s
-        answers: dict[int, Any] = {}
-        while len(answers) < len(calls):
-            try:
-                place, answer, error = done.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                late = [str(number + place) for place in range(len(calls)) if place not in answers]
-                raise RefitError(f"replica {', '.join(late)}: no answer to {method} within {limit_s:g} s") from None
+        done, left = wait(asked, limit_s, FIRST_EXCEPTION)
+        for place, answer in enumerate(asked):
+            error = answer.exception() if answer in done else None
             if error is not None:
                 raise RefitError(f"replica {number + place}: {format_error(error)}") from error
-            answers[place] = answer
-        return [answers[place] for place in range(len(calls))]
+        if left:
+            late = [str(number + place) for place, answer in enumerate(asked) if answer in left]
+            raise RefitError(f"replica {', '.join(late)}: no answer to {method} within {limit_s:g} s")
+        return [answer.result() for answer in asked]
 
 
 def one_client(replicas: Sequence[RolloutClient], timeout_s: float, in_step: bool = False) -> RolloutClient:
     """Return the client of a single replica, or one client for all of them; see `Replicas`."""
     return replicas[0] if len(replicas) == 1 else Replicas(tuple(replicas), timeout_s, in_step)
-
-
-def _run(place: int, call: Callable[[], Any], done: queue.SimpleQueue[tuple[int, Any, BaseException | None]]) -> None:
-    try:
-        answer = call()
-    except Exception as error:  # Any error is raised on the thread that waits for the answers.
-        done.put((place, None, error))
-    else:
-        done.put((place, answer, None))
 
 
 def share_out(sizes: Sequence[int], count: int) -> list[list[int]]:

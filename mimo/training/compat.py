@@ -18,15 +18,6 @@ OVERRIDDEN = {
 """Class -> private methods of it that a subclass in `mimo.training` overrides."""
 
 
-def parameter_ranges(optimizer: Any, parameter: Any) -> tuple[Any, Any]:
-    """Return which elements of a parameter this rank's optimizer owns: in the parameter, and in its bucket.
-
-    `DistributedOptimizer._get_model_param_range_map`: the public state dict gathers whole parameters instead.
-    """
-    ranges = optimizer._get_model_param_range_map(parameter)
-    return ranges["param"], ranges["gbuf_world_in_bucket"]
-
-
 def counts_for_norm(optimizer: Any, parameter: torch.nn.Parameter) -> bool:
     """Return whether a parameter's gradient is part of this rank's share of the norm.
 

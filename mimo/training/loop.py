@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from megatron.core.utils import get_model_config
 
-from mimo.comm.host import broadcast_object, gather, raise_on_any_rank
+from mimo.comm.host import broadcast_object, gather, shared_errors
 from mimo.compat import process_group_names
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import num_microbatches, row_multiple, steps_ahead
@@ -200,16 +200,11 @@ class TrainingLoop:
         Raises:
             ValueError: the data set refuses its configuration, or cannot read a file.
         """
-        loader, error = None, None
-        try:
-            loader = self._open("train", prefetch=True)
-        except ValueError as problem:
-            error = str(problem)
-        except OSError as problem:
-            error = f"--dataset-provider {self.config.data.dataset_provider}: {problem}"
-        raise_on_any_rank(self.grids, error)
-        assert loader is not None, "raised above"
-        return loader
+        with shared_errors(self.grids):
+            try:
+                return self._open("train", prefetch=True)
+            except OSError as problem:
+                raise ValueError(f"--dataset-provider {self.config.data.dataset_provider}: {problem}") from problem
 
     def _open(self, split: str, *, prefetch: bool) -> StepLoader:
         train = self.config.train

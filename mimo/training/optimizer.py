@@ -18,14 +18,14 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from mimo.compat import copy_together
+from mimo.compat import copy_together, parameter_ranges
 from mimo.config.optim import OptimConfig
 from mimo.config.trainer import RunConfig
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel
 from mimo.observability.spans import Kind, Spans
 from mimo.protocols import LANGUAGE
-from mimo.training.compat import counts_for_norm, parameter_ranges
+from mimo.training.compat import counts_for_norm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -10,7 +10,7 @@ from mimo.checkpoint import paths
 from mimo.checkpoint.differences import flat_config
 from mimo.checkpoint.load import find_source
 from mimo.checkpoint.reader import read_common
-from mimo.comm.host import broadcast_object, raise_on_any_rank
+from mimo.comm.host import broadcast_result
 from mimo.config.trainer import CheckpointConfig, RunConfig
 from mimo.grid.groups import Grids
 from mimo.observability.dated_folder import LATEST, is_chosen, make_run_folder, point_latest_to, refuse_latest
@@ -24,16 +24,14 @@ def with_run_folder[C: RunConfig](config: C, grids: Grids) -> C:
     Raises:
         ValueError: the folder cannot be made, or the checkpoint that names it cannot be read.
     """
-    folder, error = None, None
-    if grids.rank == 0:
+    def choose() -> str:
         try:
-            folder = _choose(config)
-        except ValueError as problem:
-            error = str(problem)
+            return _choose(config)
         except OSError as problem:
-            error = f"--run-dir is left out, and its folder cannot be made: {problem}; name another with --run-dir"
-    raise_on_any_rank(grids, error)
-    return replace(config, observe=replace(config.observe, run_dir=broadcast_object(grids, folder)))
+            raise ValueError(f"--run-dir is left out, and its folder cannot be made: {problem}; name another with "
+                             "--run-dir") from problem
+
+    return replace(config, observe=replace(config.observe, run_dir=broadcast_result(grids, choose)))
 
 
 def without_chosen_folder[C: RunConfig](config: C) -> C:

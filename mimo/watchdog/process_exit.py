@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -37,6 +38,25 @@ def within_limit(action: Callable[[], None], limit_s: float = WRITE_LIMIT_S) -> 
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
     thread.join(limit_s)
+
+
+def on_daemon_thread[T](call: Callable[[], T], name: str) -> Future[T]:
+    """Make a call on a thread of its own and return its result to wait for.
+
+    A call that never ends does not keep the process alive, as it would on the thread of an executor.
+    """
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            value = call()
+        except BaseException as error:  # of any kind: `Future.result` raises it again
+            result.set_exception(error)
+        else:
+            result.set_result(value)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return result
 
 
 def _write_all(data: bytes) -> None:

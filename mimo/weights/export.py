@@ -34,8 +34,8 @@ from mimo.weights.safetensors_io import (
 
 # Keys of the dtype in config.json.
 DTYPE_KEYS = ("dtype", "torch_dtype")
-# Values of --dtype.
-EXPORT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# dtypes of weights by the values of --dtype.
+WEIGHT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ class ExportOptions:
     max_shard_bytes: int = MAX_SHARD_BYTES
 
     def __post_init__(self) -> None:
-        if self.dtype and self.dtype not in EXPORT_DTYPES:
-            raise ValueError(f"export dtype {self.dtype!r}: known are {', '.join(EXPORT_DTYPES)}")
+        if self.dtype and self.dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"export dtype {self.dtype!r}: known are {', '.join(WEIGHT_DTYPES)}")
 
     def dtype_of(self, rule: Rule | None, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which a tensor of `dtype` is written."""
         if rule is not None and rule.keep_fp32:
             return torch.float32
-        return EXPORT_DTYPES[self.dtype] if self.dtype and dtype in FLOAT_DTYPES else dtype
+        return WEIGHT_DTYPES[self.dtype] if self.dtype and dtype in FLOAT_DTYPES else dtype
 
 
 @dataclass

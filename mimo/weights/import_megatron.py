@@ -29,7 +29,7 @@ from mimo.checkpoint.load import check_finite
 from mimo.checkpoint.optimizer_state import differing
 from mimo.checkpoint.reader import DataOnlyLoadStrategy, is_covered, read_index
 from mimo.checkpoint.state import RunState, by_index
-from mimo.comm.host import broadcast_object, gather, raise_on_any_rank
+from mimo.comm.host import broadcast_object, broadcast_result, gather, raise_on_any_rank, shared_errors
 from mimo.protocols import LANGUAGE, MegatronSource
 from mimo.watchdog.watchdog import Watchdog
 from mimo.weights.rules import StoredTensor, global_name, num_stacked_axes
@@ -270,15 +270,7 @@ def load_single_weights(state: RunState, source: MegatronSource, vocab_size: int
 
 def _find(state: RunState, source: MegatronSource) -> Path:
     """Find the checkpoint's own folder on the first rank. Nothing in it is changed."""
-    error, folder = None, None
-    if state.grids.rank == 0:
-        try:
-            folder = _folder(Path(source.path), source.flag)
-        except (ValueError, OSError) as problem:
-            error = str(problem)
-    raise_on_any_rank(state.grids, error)
-    found: Path = broadcast_object(state.grids, folder)
-    return found
+    return broadcast_result(state.grids, lambda: _folder(Path(source.path), source.flag))
 
 
 def _folder(root: Path, flag: str) -> Path:
@@ -304,17 +296,15 @@ def _folder(root: Path, flag: str) -> Path:
 
 def _read(state: RunState, source: MegatronSource, folder: Path) -> Contents:
     """Read the checkpoint's index on every rank, and check that all ranks have read the same."""
-    contents, error, digest = None, None, 0
-    try:
-        contents = contents_of(read_index(folder), source, state.grids.layout.grids)
-        digest = zlib.crc32("\n".join(contents.tensors).encode())
-    except (ValueError, OSError) as problem:
-        error = f"{source.flag} {folder}: {problem}"
-    raise_on_any_rank(state.grids, error)
-    if digest != broadcast_object(state.grids, digest):
-        error = f"{source.flag} {folder}: rank {state.grids.rank} finds another index there than rank 0"
-    raise_on_any_rank(state.grids, error)
-    assert contents is not None, "raised above"
+    with shared_errors(state.grids):
+        try:
+            contents = contents_of(read_index(folder), source, state.grids.layout.grids)
+        except (ValueError, OSError) as problem:
+            raise ValueError(f"{source.flag} {folder}: {problem}") from problem
+    digest = zlib.crc32("\n".join(contents.tensors).encode())
+    is_same = digest == broadcast_object(state.grids, digest)
+    raise_on_any_rank(state.grids, None if is_same else (
+        f"{source.flag} {folder}: rank {state.grids.rank} finds another index there than rank 0"))
     return contents
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mimo.comm.host import broadcast_object, gather, raise_known_errors, raise_on_any_rank
+from mimo.comm.host import broadcast_object, broadcast_result, gather, raise_known_errors
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
 from mimo.protocols import LANGUAGE, ModelProvider
@@ -188,14 +188,13 @@ def _compare_configurations(grids: Grids, provider: ModelProvider, family_config
 
 def _catalogs(grids: Grids, paths: HfPaths, folders: list[str]) -> dict[str, Catalog]:
     """Return the contents of each folder, which the first rank reads."""
-    catalogs, error = {}, None
-    if grids.rank == 0:
+    def read() -> dict[str, Catalog]:
         try:
-            catalogs = {folder: HfSource(folder).catalog for folder in folders}
+            return {folder: HfSource(folder).catalog for folder in folders}
         except ValueError as problem:
-            error = f"{' and '.join(paths.flag(folder) for folder in folders)}: {problem}"
-    raise_on_any_rank(grids, error)
-    return dict(broadcast_object(grids, catalogs))
+            raise ValueError(f"{' and '.join(paths.flag(folder) for folder in folders)}: {problem}") from problem
+
+    return broadcast_result(grids, read)
 
 
 def _plan(sources: Mapping[str, HfSource], maps: Mapping[str, WeightMap], folder_of: Mapping[str, str],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mimo.config.toml_file import flag_name
+from mimo.grid.layout import divisors
 
 # Reason why the factor on the weights of routed experts may not be 0.
 NO_FACTOR = "Megatron Core would leave the factor out, which stands for 1; give one that is not 0"
@@ -11,11 +12,6 @@ NO_FACTOR = "Megatron Core would leave the factor out, which stands for 1; give 
 def image_flags(height: int, width: int) -> str:
     """Return the flags of an encoder that takes images of `height` by `width` pixels."""
     return f"--vision-image-size {height}" + (f" --vision-image-width {width}" if width != height else "")
-
-
-def divisors(value: int) -> list[int]:
-    """Return the positive divisors of `value` (at least 1), ascending."""
-    return [candidate for candidate in range(1, value + 1) if value % candidate == 0]
 
 
 class Problems:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from mimo.protocols import LANGUAGE
+from mimo.protocols import LANGUAGE, BuildContext
 from providers.common import hf
 from providers.common.decoder import DecoderConfig
 from providers.common.hybrid import ATTENTION, MAMBA, MLP, MOE, HybridConfig
 from providers.common.mla import UNUSED as UNUSED_BY_LATENT_ATTENTION
 from providers.common.mla import LatentDecoderConfig
 from providers.radio import RadioConfig
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
 # Origin of a model, training, storage and the length of sequences. Every other field decides what it computes.
 NOT_COMPUTED = frozenset({
@@ -95,7 +98,7 @@ def computed_fields(config: Any, module: str) -> dict[str, Any]:
 
 
 class FamilyProvider:
-    """Base of every family's provider: sizes of `--hf-config`, and the fields that decide what a model computes.
+    """Base of every family's provider: sizes of `--hf-config`, the fields that decide what a model computes.
 
     It implements `mimo.protocols.ComparableProvider`. Methods that take a configuration resolve it first.
 
@@ -124,9 +127,32 @@ class FamilyProvider:
         """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `from_hf`."""
         return self.from_hf(config.hf_config, config) if config.hf_config else config
 
+    def hidden_size(self, config: Any) -> int:
+        size: int = self.resolved(config).hidden_size
+        return size
+
+    def num_experts(self, config: Any) -> int:
+        """Return the number of routed experts of a MoE layer, 0 for a dense model."""
+        number: int = self.resolved(config).num_experts
+        return number
+
     def computed_fields(self, config: Any, module: str) -> dict[str, Any]:
         return computed_fields(config, module)
 
     def hf_key(self, field: str) -> str:
         """Return the key of a Hugging Face configuration with the meaning of a field."""
         return HF_KEYS.get(field, field)
+
+
+class DecoderProvider(FamilyProvider):
+    """Base of the providers whose language model is that of a `DecoderConfig`."""
+
+    def language_spec(self, config: Any, context: BuildContext | None) -> ModuleSpec:
+        """Return the spec of the decoder. `context` is None on ranks that only read its width.
+
+        Raises:
+            ValueError: there are experts on a tensor-parallel grid without sequence parallelism.
+        """
+        from providers.common.build import decoder_spec
+
+        return decoder_spec(self.resolved(config), context)

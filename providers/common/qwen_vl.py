@@ -120,11 +120,6 @@ class QwenVlProvider(VisionLanguageProvider):
         """Return the language tokens of a video as a grid. Raises ValueError for a wrong size."""
         return self.grid_of_video(self.resolved(config), size)
 
-    def num_experts(self, config: Any) -> int:
-        """Return the number of experts of every decoder layer, 0 for a dense one."""
-        number: int = self.resolved(config).num_experts
-        return number
-
     def image_processing(self, config: Any, folder: str = "") -> ImageProcessing | None:
         """Return how images become pixels: as a folder's files say, or as in the published models."""
         return read_qwen_processing(folder, self.resolved(config)) if folder else self.processing

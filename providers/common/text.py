@@ -66,15 +66,6 @@ class TextProvider(FamilyProvider):
         """Raise ValueError, because a text model takes no images."""
         raise ValueError(f"an image of {height} x {width} pixels: a text model takes no images")
 
-    def hidden_size(self, config: Any) -> int:
-        size: int = self.resolved(config).hidden_size
-        return size
-
-    def num_experts(self, config: Any) -> int:
-        """Return the number of routed experts of a MoE layer, 0 for a dense model."""
-        experts: int = self.resolved(config).num_experts
-        return experts
-
     def encoder_spec(self, config: Any, module: str, context: BuildContext) -> Any:
         """Raise ValueError, because there is no encoder."""
         raise ValueError(f"a text model has no encoder {module}")

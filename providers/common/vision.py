@@ -6,16 +6,35 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mimo.config.toml_file import flag_name
+from mimo.grid.layout import divisors
 from mimo.grid.spec import GridSpec
 from mimo.protocols import ParameterShape
-from providers.common.checks import Problems, divisors, image_flags
+from providers.common.checks import Problems, image_flags
 
 if TYPE_CHECKING:
     from providers.radio import RadioConfig
 
 
+class ShuffledPatches:
+    """Sizes of an encoder with pixel shuffle, which makes one token of several patches."""
+
+    vision_patch_size: int
+    vision_pixel_shuffle: int
+    vision_hidden_size: int
+
+    @property
+    def size_multiple(self) -> int:
+        """Pixels a side of the square that becomes one language token."""
+        return self.vision_patch_size * self.vision_pixel_shuffle
+
+    @property
+    def feature_size(self) -> int:
+        """Width of a token before the projector."""
+        return self.vision_hidden_size * self.vision_pixel_shuffle**2
+
+
 @dataclass(frozen=True)
-class VisionConfig:
+class VisionConfig(ShuffledPatches):
     """Vision transformer and projector."""
 
     vision_image_size: int = 336
@@ -70,16 +89,6 @@ class VisionConfig:
     def num_tokens(self) -> int:
         """Language tokens of such an image."""
         return self.num_patches // self.vision_pixel_shuffle**2
-
-    @property
-    def size_multiple(self) -> int:
-        """Pixels a side of the square that becomes one language token."""
-        return self.vision_patch_size * self.vision_pixel_shuffle
-
-    @property
-    def feature_size(self) -> int:
-        """Width of a token before the projector."""
-        return self.vision_hidden_size * self.vision_pixel_shuffle**2
 
 
 def image_tokens(config: VisionConfig | RadioConfig, height: int, width: int) -> int:

@@ -92,10 +92,6 @@ class VisionLanguageProvider(FamilyProvider):
         """
         return self.image_tokens(self.resolved(config), height, width)
 
-    def hidden_size(self, config: Any) -> int:
-        size: int = self.resolved(config).hidden_size
-        return size
-
     def parameter_shapes(self, config: Any, module: str) -> list[ParameterShape]:
         """Return every parameter of `language`, or of `vision` with its projector."""
         self.check_module(module)

@@ -20,7 +20,7 @@ def reduced(rank: int, of_nodes: list[int], num_sums: int) -> tuple[list[list[li
     import torch
     import torch.distributed as dist
 
-    from mimo.comm.node_groups import NodeGroups
+    from mimo.grid.groups import NodeGroups
 
     node = next(index for index in range(len(of_nodes)) if rank < sum(of_nodes[: index + 1]))
     os.environ |= {"LOCAL_WORLD_SIZE": str(of_nodes[node]), "LOCAL_RANK": str(rank - sum(of_nodes[:node]))}

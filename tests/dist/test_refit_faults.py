@@ -199,11 +199,6 @@ LAYOUT = ("--llm-tp", "2", "--sequence-parallel")
 OPTIONS = RefitOptions(backend="gloo", dtype="float32", timeout_s=60, chunk_bytes=10_000, verify=True)
 
 
-def largest(both: tuple[list[list[float]], list[list[float]]]) -> float:
-    """Difference of two sides' log-probs."""
-    return max(abs(theirs - ours) for pair in zip(*both, strict=True) for theirs, ours in zip(*pair, strict=True))
-
-
 @pytest.mark.timeout(600)
 def test_a_live_engine_after_a_broken_sync(pool: WorkerPool, live_engine: tuple[str, EngineProcess]) -> None:
     """Bugs 5, 17 and 33 too: the same weights sent again change nothing, others change what they should."""
@@ -211,9 +206,9 @@ def test_a_live_engine_after_a_broken_sync(pool: WorkerPool, live_engine: tuple[
     told = pool.run(refit_live.break_and_mend, "refit-qwen3-moe", folder, LAYOUT, 2, process.handle, OPTIONS, PROMPTS,
                     world_size=2, timeout_s=300)
     for found in told:
-        assert largest(found["first"]) <= 1e-5 and largest(found["mended"]) <= 1e-5
+        assert refit_live.largest(found["first"]) <= 1e-5 and refit_live.largest(found["mended"]) <= 1e-5
         assert found["again"] == found["first"][0]
-        assert largest((found["mended"][0], found["first"][0])) > 1e-2
+        assert refit_live.largest((found["mended"][0], found["first"][0])) > 1e-2
         assert "no complete weights" in found["refused"]
     assert told[1]["errors"] == ["OSError: made to fail"]
     assert told[0]["errors"] == ["RefitError: sync 3 failed: trainer rank 1: OSError: made to fail"]

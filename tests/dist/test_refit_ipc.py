@@ -60,11 +60,6 @@ def holders() -> list[int]:
     return found
 
 
-def largest(both: tuple[list[list[float]], list[list[float]]]) -> float:
-    """Difference of two sides' log-probs."""
-    return max(abs(theirs - ours) for pair in zip(*both, strict=True) for theirs, ours in zip(*pair, strict=True))
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_log_probs_are_the_trainers_after_every_sync(pool: WorkerPool, live_engine: tuple[str, EngineProcess],
@@ -75,9 +70,9 @@ def test_log_probs_are_the_trainers_after_every_sync(pool: WorkerPool, live_engi
     told = pool.run(refit_live.break_and_mend, MODEL, folder, flags, world_size, process.handle, OPTIONS, PROMPTS,
                     world_size=world_size, timeout_s=300)
     for found in told:
-        assert largest(found["first"]) <= 1e-5 and largest(found["mended"]) <= 1e-5
+        assert refit_live.largest(found["first"]) <= 1e-5 and refit_live.largest(found["mended"]) <= 1e-5
         assert found["again"] == found["first"][0]
-        assert largest((found["mended"][0], found["first"][0])) > 1e-2
+        assert refit_live.largest((found["mended"][0], found["first"][0])) > 1e-2
         assert "no complete weights" in found["refused"]
     assert told[-1]["errors"] == ["OSError: made to fail"]
     assert holders() == []

@@ -24,8 +24,9 @@ from ray.util.placement_group import placement_group_table
 
 from mimo.refit.options import RefitOptions
 from mimo.refit.rendezvous import RefitError
-from mimo.rollout.process import EngineCalls, EngineLostError, answer_of, leave_launcher
+from mimo.rollout.process import EngineLostError, answer_of, leave_launcher
 from mimo.rollout.ray_actors import RayCluster, RayEngines, Seat
+from mimo.rollout.replicas import RolloutClient
 from tests.support import refit
 from tests.support.spawn import WorkerPool
 
@@ -66,7 +67,7 @@ def engine(folder: Path, tp: int, pp: int, start_timeout_s: float = 600,
         started.close()
 
 
-class Served(EngineCalls):
+class Served(RolloutClient):
     """Client of an engine for other processes of this machine, by a thread of this one, the only one that Ray knows."""
 
     def __init__(self, address: Any, num_workers: int) -> None:

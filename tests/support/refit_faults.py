@@ -107,7 +107,7 @@ def logprobs_of(weights: dict[str, torch.Tensor], tokens: Sequence[int]) -> list
 
 
 class PlainWeights:
-    """Weights of a trainer's rank: rows of every matrix, vectors as a whole. See `TrainerWeights`.
+    """Weights of a trainer's rank: rows of every matrix, vectors as a whole. See `ModelWeights`.
 
     Args:
         rank: this one.

@@ -140,3 +140,8 @@ def killed(rank: int, name: str, folder: str, layout: tuple[str, ...], world_siz
         if rank == 0:
             struck(sender, lambda: os.kill(pid, signal.SIGKILL), after=20)
         return trainer.error_of(lambda: sender.send("never"))
+
+
+def largest(both: tuple[list[list[float]], list[list[float]]]) -> float:
+    """Difference of two sides' log-probs."""
+    return max(abs(theirs - ours) for pair in zip(*both, strict=True) for theirs, ours in zip(*pair, strict=True))

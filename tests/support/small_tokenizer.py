@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 CORPUS = ["what is in the picture?", "a red cat and a blue dog\n\nthe user and the assistant see <image>"] * 4
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+# An image in rows that are made with this tokenizer: a token that it does not have.
+IMAGE = 390
 
 
 def write_tokenizer(
@@ -40,3 +44,20 @@ def write_tokenizer(
     saved.chat_template = chat_template
     saved.save_pretrained(folder)
     return folder
+
+
+def shown(tokenizer: str | Path, tokens: Any, mask: Any) -> str:
+    """Return tokens as text, an image as #, runs of targets between brackets. `tokenizer` is a folder."""
+    from transformers import AutoTokenizer
+
+    backend = AutoTokenizer.from_pretrained(tokenizer)
+    text = ""
+    for is_target, run in itertools.groupby(zip(tokens.tolist(), mask.tolist(), strict=True), key=lambda pair: pair[1]):
+        words = "".join("#" if token == IMAGE else backend.decode([token]) for token, _ in run)
+        text += f"[{words}]" if is_target else words
+    return text
+
+
+def text_of(config: Any, row: Any) -> str:
+    """Return a row of a data set as `shown` shows it."""
+    return shown(config.tokenizer, row.tokens, row.target_mask)

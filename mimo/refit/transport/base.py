@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from mimo.refit.rendezvous import RefitError, Rendezvous
 from mimo.refit.transport.ipc import Incoming, TrainerEnd, WorkerEnd
 from mimo.refit.transport.p2p import Wire
 from mimo.refit.transport.shared_memory import device_identity
+from mimo.watchdog.process_exit import on_daemon_thread
 
 
 class Transport(Protocol):
@@ -65,8 +66,7 @@ class Opening:
             # The store gets a client of its own, because a wait in one holds up other calls of the same client.
             store = rendezvous.store.clone()  # type: ignore[attr-defined]  # torch's stubs lack this method
             own = Rendezvous(store, rendezvous.who, rendezvous.timeout_s)
-            # A daemon, because a connection that never opens must not keep this process alive.
-            threading.Thread(target=self._connect, args=(own,), name="refit-connections", daemon=True).start()
+            self._wire = on_daemon_thread(partial(self._connect, own), "refit-connections")
 
     def finish(self, incoming: Sequence[Mapping[int, int]] = ()) -> Transport:
         """Return the connections.
@@ -90,18 +90,13 @@ class Opening:
         """Close the connections, now or when they have opened."""
         self._wire.add_done_callback(lambda wire: None if wire.exception() else wire.result().close())
 
-    def _connect(self, own: Rendezvous) -> None:
-        try:
-            # NCCL would wait without a limit for a participant that refuses or dies before it gets here.
-            own.meet(self._scope, "connecting", self._names)
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # each thread has its own current device
-            wire = Wire(own.store, "weights", self._rank, len(self._names), self._options.backend,
-                        self._options.timeout_s, self._names)
-        except BaseException as error:  # of any kind: `finish` raises it again
-            self._wire.set_exception(error)
-        else:
-            self._wire.set_result(wire)
+    def _connect(self, own: Rendezvous) -> Wire:
+        # NCCL would wait without a limit for a participant that refuses or dies before it gets here.
+        own.meet(self._scope, "connecting", self._names)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # each thread has its own current device
+        return Wire(own.store, "weights", self._rank, len(self._names), self._options.backend, self._options.timeout_s,
+                    self._names)
 
 
 def _open_ipc(rendezvous: Rendezvous, scope: str, options: RefitOptions, rank: int, num_trainers: int,

@@ -27,9 +27,9 @@ from mimo.commands.main import main
 from mimo.config.cli import parse
 from mimo.protocols import DataRequest, RoutedDataProvider, Sample, TokenSpec
 from tests.support.chat_templates import QWEN25_TOOLS
-from tests.support.small_tokenizer import CHATML_TOKENS, write_tokenizer
+from tests.support.small_tokenizer import CHATML_TOKENS, IMAGE, text_of, write_tokenizer
 
-IMAGE, SIDE = 390, 16
+SIDE = 16
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:multiprocessing", "ignore:This DataLoader will create:UserWarning")
 
@@ -98,14 +98,6 @@ def same(one: Sample, other: Sample) -> bool:
     return (np.array_equal(one.tokens, other.tokens) and np.array_equal(one.target_mask, other.target_mask)
             and one.image_sizes == other.image_sizes and len(one.images) == len(other.images)
             and all(map(np.array_equal, one.images, other.images)))
-
-
-def text_of(config: Config, row: Sample) -> str:
-    """Tokens as text, an image as #, an answer between brackets."""
-    backend = AutoTokenizer.from_pretrained(config.tokenizer)
-    pieces = ["#" if token == IMAGE else backend.decode([token]) for token in row.tokens.tolist()]
-    marked = [f"[{piece}]" if target else piece for piece, target in zip(pieces, row.target_mask.tolist(), strict=True)]
-    return "".join(marked).replace("][", "")
 
 
 def greys(row: Sample) -> list[int]:

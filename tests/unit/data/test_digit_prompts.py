@@ -8,7 +8,7 @@ from data.digit_prompts import provider
 from data.digits import BOS, EOS, FIRST_DIGIT, WORDS, Config
 from mimo.protocols import Lane, TokenSpec
 from mimo.rl.prompts import ImagePromptSet
-from mimo.rl.rewards.exact_match import reward
+from mimo.rl.rewards.short_answers import exact_match
 
 TOKENS = TokenSpec(vocab_size=64, image_token_id=3, image_size=16, num_channels=3)
 
@@ -33,8 +33,9 @@ def test_a_prompt_asks_for_what_its_pictures_show():
         assert prompt.token_ids.count(3) == len(prompt.image_sizes) and prompt.token_ids[0] == BOS
         texts.add(bool(pictures))
         answer = [FIRST_DIGIT + int(digit) for digit in prompt.ground_truth]
-        assert reward(prompt.text, prompts.decode([*answer, EOS]), prompt.ground_truth, prompt.metadata) == 1
-        assert reward(prompt.text, prompts.decode([*answer, WORDS["read"]]), prompt.ground_truth, prompt.metadata) == 0
+        for end, score in ((EOS, 1), (WORDS["read"], 0)):
+            completion = prompts.decode([*answer, end])
+            assert exact_match(prompt.text, completion, prompt.ground_truth, prompt.metadata) == score
     assert texts == {False, True}
     strip = opened(digits_strip=True, digits_max=2, digits_text_only_fraction=0.0).prompt(0)
     assert (strip.text, len(strip.pictures())) == ("<image> read the number", 1)

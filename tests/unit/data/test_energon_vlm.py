@@ -16,7 +16,6 @@ import torch
 from megatron.energon import CaptioningSample, InterleavedSample, TextSample, VQASample
 from megatron.energon.errors import FatalSampleError
 from PIL import Image
-from transformers import AutoTokenizer
 
 import data.energon.task_encoder
 from data.energon.provider import Config, path_of
@@ -25,10 +24,9 @@ from mimo.protocols import DataRequest, TokenSpec
 from mimo.visual import Tiles
 from tests.support.chat_templates import QWEN25_TOOLS
 from tests.support.shards import CRUDE, prepare, write_tar
-from tests.support.small_tokenizer import CHATML_TOKENS, write_tokenizer
+from tests.support.small_tokenizer import CHATML_TOKENS, IMAGE, text_of, write_tokenizer
 from tests.support.vlm_loader import open_loader
 
-IMAGE = 390
 TOKENS_PER_IMAGE = 5
 SIDE = 16
 Parts = dict[str, bytes]
@@ -105,14 +103,6 @@ def read_all(folder: Path, config: Config, asks: DataRequest | None = None) -> l
 def read(loader: Any, count: int) -> list[Row]:
     rows = iter(loader)
     return [next(rows) for _ in range(count)]
-
-
-def text_of(config: Config, row: Row) -> str:
-    """Tokens as text, an image as #, an answer between brackets."""
-    backend = AutoTokenizer.from_pretrained(config.tokenizer)
-    pieces = ["#" if token == IMAGE else backend.decode([token]) for token in row.tokens.tolist()]
-    marked = [f"[{piece}]" if target else piece for piece, target in zip(pieces, row.target_mask.tolist(), strict=True)]
-    return "".join(marked).replace("][", "")
 
 
 def greys(row: Row) -> list[int]:
@@ -237,14 +227,9 @@ def cooked(kind: type, **fields: Any) -> Any:
 )
 def test_cooked_samples_become_tokens(config, sample, text):
     row = VlmTaskEncoder(config, request(), ErrorLog(0)).preencode_sample(sample)
-    assert text_of(config, replace_arrays(row)) == text
+    assert text_of(config, row) == text
     assert len(row.images) == len(row.image_sizes) == text.count("#")
     assert row.length == len(row.tokens) + (TOKENS_PER_IMAGE - 1) * len(row.images)
-
-
-def replace_arrays(row: Any) -> Any:
-    row.tokens, row.target_mask = torch.from_numpy(row.tokens), torch.from_numpy(row.target_mask)
-    return row
 
 
 def test_a_field_map_reaches_into_json_while_images_stay_compressed(tmp_path, config):

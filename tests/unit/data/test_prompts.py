@@ -15,9 +15,8 @@ from data.prompt_formats import IMAGE_TAGS, PROMPT_FORMATS
 from data.prompts import Tokenizer, content_parts
 from mimo.protocols import TokenSpec
 from tests.support.chat_templates import CHATML, LLAVA, MISTRAL_V3, NEMOTRON3, QWEN2_VL, QWEN3, QWEN25_TOOLS, TRIMMING
-from tests.support.small_tokenizer import CHATML_TOKENS, CORPUS, write_tokenizer
+from tests.support.small_tokenizer import CHATML_TOKENS, CORPUS, IMAGE, shown, write_tokenizer
 
-IMAGE = 390
 TOKENS = TokenSpec(vocab_size=400, image_token_id=IMAGE, image_size=16, num_channels=3)
 SPECIAL = (
     *CHATML_TOKENS, "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<SPECIAL_10>", "<SPECIAL_11>",
@@ -75,18 +74,6 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def chatml_folder(tmp_path_factory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("chatml"), special=SPECIAL, chat_template=CHATML)
-
-
-def shown(tokenizer_folder: Path, tokens: np.ndarray, mask: np.ndarray) -> str:
-    """Tokens as text, runs of targets between brackets, an image as #."""
-    backend = AutoTokenizer.from_pretrained(tokenizer_folder)
-    text, start = "", 0
-    bounds = [*(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(tokens)]
-    for end in bounds:
-        run = "".join("#" if token == IMAGE else backend.decode([token]) for token in tokens[start:end])
-        text += f"[{run}]" if mask[start] else run
-        start = end
-    return text
 
 
 def templated(folder: Path, template: str | None, *, append_eos: bool = False, special=CHATML_TOKENS) -> Tokenizer:

@@ -15,7 +15,7 @@ DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float32")
 
 
 def operation_of(entry: int, box: Box) -> Op:
-    return Op(entry, "any", box, 0, 0, Address("any", 0, (1,) * len(box.starts)))
+    return Op(entry, "any", box, Address("any", 0, (1,) * len(box.starts)), 0, 0)
 
 
 # Bug 2: a float32 tensor among others, and sizes that fill no word.

@@ -336,7 +336,7 @@ def test_chunks_are_the_plan_in_order(sizes: list[tuple[int, str]], max_bytes: i
     for first, second in itertools.pairwise(found):
         assert sum(entries[number].num_bytes for number in (*first, second.start)) > max_bytes
     numbers = sorted(np.random.default_rng(seed).integers(0, len(entries), 5)) if entries else []
-    operations = [Op(int(number), f"layers.{number}", Box.whole((1,)), 0, 0, Address("a", 0, (1,)))
+    operations = [Op(int(number), f"layers.{number}", Box.whole((1,)), Address("a", 0, (1,)), 0, 0)
                   for number in numbers]
     parts = [list(within(operations, chunk)) for chunk in found]
     assert list(itertools.chain.from_iterable(parts)) == operations
@@ -377,7 +377,7 @@ def test_replicas_send_the_same_number_of_workers_an_entry(tp: int, replicas: in
 
 def test_the_first_difference_names_both_sides() -> None:
     entries = [TensorMeta("a", "float32", (2,)), TensorMeta("b", "bfloat16", (4, 3))]
-    operations = [Op(number, entry.name, Box.whole(entry.shape), 5, 1, Address("x", 0, (1,) * len(entry.shape)))
+    operations = [Op(number, entry.name, Box.whole(entry.shape), Address("x", 0, (1,) * len(entry.shape)), 5, 1)
                   for number, entry in enumerate(entries)]
     mine = described(entries, operations)
     assert first_difference(mine, mine, "trainer rank 5", "worker 1") == ""

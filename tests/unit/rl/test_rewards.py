@@ -6,13 +6,11 @@ from fractions import Fraction
 import pytest
 
 from mimo import registry
-from mimo.rl.rewards.exact_match import reward as exact_match
 from mimo.rl.rewards.expressions import Comparer
 from mimo.rl.rewards.gsm8k import answer
 from mimo.rl.rewards.gsm8k import reward as gsm8k
-from mimo.rl.rewards.multiple_choice import choice
-from mimo.rl.rewards.multiple_choice import reward as multiple_choice
 from mimo.rl.rewards.protocol import visible_text
+from mimo.rl.rewards.short_answers import choice, exact_match, multiple_choice
 from tests.support.gsm8k_answers import ANSWERS
 
 

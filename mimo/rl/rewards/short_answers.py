@@ -1,0 +1,90 @@
+r"""Rewards for short answers: exact text, the letter of a choice, or a mathematical expression.
+
+Arguments are those of `mimo.rl.rewards.protocol.Reward`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mimo.rl.rewards.expressions import compare
+from mimo.rl.rewards.protocol import visible_text
+
+LETTERS = "ABCDEFGHIJ"
+
+# Ordered from the clearest to the least clear. The last match of a pattern counts, because a model may weigh other
+# choices first.
+_PATTERNS = tuple(map(re.compile, (
+    r"\\boxed\{\s*(?:\\text(?:bf)?\{\s*)?\(?([A-Za-z])(?![A-Za-z])",
+    # A small letter must end the phrase: "the answer is a dog" chooses nothing.
+    r"\b(?i:answer|choice|option)\b(?:\s+is)?\s*[:=]?[\s*\\(]*([A-J](?![\w'])|[a-j](?=\s*(?:[.,;:)*]|\n|$)))",
+    r"\(([A-J])\)",
+    r"(?:^|\n)\s*(?:\*\*)?([A-J])(?:\*\*)?\s*(?:[.):]|\n|$)",
+    r"(?<![\w'])([A-J])[\s.*)]*$",
+)))
+
+
+def exact_match(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    """Return 1.0 if the completion without `<think>...</think>` equals the ground truth, else 0.0.
+
+    White space around both is ignored, and any white space inside counts as one space. Case and punctuation matter.
+
+    Raises:
+        ValueError: the ground truth is empty.
+    """
+    wanted = ground_truth.split()
+    if not wanted:
+        raise ValueError("exact-match: the ground truth is empty")
+    text = visible_text(prompt, completion)
+    return float(text is not None and text.split() == wanted)
+
+
+def math_verify(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    r"""Return 1.0 if the completion's expression equals the ground truth's, in LaTeX or plain, else 0.0.
+
+    The package math-verify takes the answer from `\boxed{}`, `$...$` or plain text. An expression that takes longer
+    than `mimo.rl.rewards.expressions.LIMIT_S` to read or to compare counts as wrong.
+
+    Raises:
+        ValueError: the ground truth is not an expression.
+    """
+    # math-verify reads bare LaTeX only between dollar signs.
+    wanted = ground_truth if "$" in ground_truth or "\\boxed" in ground_truth else f"${ground_truth}$"
+    text = visible_text(prompt, completion)
+    result = compare(wanted, text or "")
+    if not result.known:
+        raise ValueError(f"math-verify: the ground truth {ground_truth!r} is no expression")
+    return float(text is not None and result.equal)
+
+
+def multiple_choice(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    """Return 1.0 if the completion without `<think>...</think>` chooses the ground truth's letter, else 0.0.
+
+    The ground truth is a letter from A to J, in brackets or not. `metadata` may have `num_choices`, the number of
+    letters to choose from.
+
+    Raises:
+        ValueError: the ground truth is not one of these letters.
+    """
+    letters = LETTERS[: metadata.get("num_choices", len(LETTERS))]
+    wanted = ground_truth.strip().strip("().").upper()
+    if len(wanted) != 1 or wanted not in letters:
+        raise ValueError(f"multiple-choice: the ground truth {ground_truth!r} is not a letter of {letters!r}")
+    text = visible_text(prompt, completion)
+    return float(text is not None and choice(text, letters) == wanted)
+
+
+def choice(text: str, letters: str = LETTERS) -> str | None:
+    r"""Return the letter that a text chooses; None if it chooses none of `letters`.
+
+    In order of clarity: `\boxed{B}`; `answer is B`, `Answer: (B)`, `option B`; `(B)`; a line `B.`, `B)` or `B`; a
+    capital letter at the end. A small letter counts only in a box, or after `answer` if it ends the phrase.
+    """
+    for pattern in _PATTERNS:
+        found = [match[1].upper() for match in pattern.finditer(text)]
+        chosen = [letter for letter in found if letter in letters]
+        if chosen:
+            return chosen[-1]
+    return None
