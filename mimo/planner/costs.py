@@ -86,9 +86,9 @@ HOST_EXCHANGE_S, EXCHANGE_SHARE = 6.5e-3, 0.58
 # 0.7 ms more on each of the other products. With this, passes of a dense model of 3.0 billion parameters take 1.07 to
 # 1.09 times the estimate, with rows of 976 tokens as well as with two rows of 4,096.
 GRADIENT_GB_S, EXPERT_READ_BYTES = 4000.0, 0.6
-# Seconds for each parameter of the embedding and the output layer. It was 4e-12 when their bf16 gradients were added to
-# fp32 ones in every microbatch: 2.4 and 3.1 ms for 0.62 and 0.79 billion parameters in the same profiles. Without these
-# additions (`mimo.model.vocabulary`), steps of 16 microbatches of these models take 40 and 34 ms less.
+# Seconds for each parameter of the embedding and the output layer. Adding their bf16 gradients to fp32 ones in every
+# microbatch would take 4e-12: 2.4 and 3.1 ms for 0.62 and 0.79 billion parameters in the same profiles. Without that
+# (`mimo.model.vocabulary`), steps of 16 microbatches of these models take 40 and 34 ms less.
 ENDS_GRADIENT_S = 0.7e-12
 # Tensor-parallel collectives: seconds of each, and the share of `Gpu.link_gb_s` that they reach. Gathers and scatters
 # of 2 to 36 MiB between two H200 take 20 us and what 241 GB/s need. In a profiled step, a gather of 9 MB takes 1.4
@@ -96,7 +96,7 @@ ENDS_GRADIENT_S = 0.7e-12
 # ranks as for one.
 COLLECTIVE_S, COLLECTIVE_SHARE = 28e-6, 0.48
 # Ratios in files of profiles refer to the estimates above, so a change of these needs another number.
-PROFILE_VERSION = 4
+PROFILE_VERSION = 5
 # Least seconds that the host needs to launch the kernels of a layer's forward pass, and those of its backward pass.
 HOST_FORWARD_S, HOST_BACKWARD_S = 0.2e-3, 0.4e-3
 # Seconds in which the host launches the passes of a layer (attention and MLP) without CUDA graphs, on one GPU and with

@@ -14,8 +14,8 @@ from mimo.planner.predict import Prediction, predict
 from mimo.planner.workload import draw_samples
 from scripts.bench import presets
 
-# Seconds for each parameter of the embedding and the output layer, in the version that all these steps were measured
-# with.
+# Seconds for each parameter of the embedding and the output layer, in the version that all these steps and the profile
+# were measured with.
 ENDS_GRADIENT_S = 4e-12
 # Costs that `mimo plan --measure` found for the preset 10b-uneven on two H200 with Transformer Engine.
 PROFILE = Path(__file__).with_name("h200_profile.json")
