@@ -49,8 +49,8 @@ MANY_GPUS = 16
 BEST, BEST_OF_KIND = 20, 6
 # A prediction simulates a few iterations, so it may be below the lower bound for a mean sample by this share.
 TOLERANCE = 0.05
-# CUDA graphs have to make a step shorter by this share. They keep memory for themselves.
-GRAPHS_GAIN = 0.02
+# CUDA graphs and a dispatcher that the user has not chosen have to make a step shorter by this share.
+VARIANT_GAIN = 0.02
 # Share of a GPU's memory that a run may plan with.
 USABLE = 0.97
 
@@ -119,8 +119,15 @@ def _changed(section: LayoutConfig | ModelConfig | TrainConfig, base: LayoutConf
 
 
 def _without_variant(kind: str, config: RunConfig) -> tuple[str, LayoutConfig, TrainConfig]:
-    """Return what a layout has in common with and without CUDA graphs and recomputation."""
+    """Return what a layout has in common with and without CUDA graphs and recomputation, and with any dispatcher."""
     return kind, replace(config.layout, encoder_activation_gib=None), config.train
+
+
+def _handicapped_s(candidate: Candidate) -> float:
+    """Return the step of a candidate, made longer by `VARIANT_GAIN` for each choice that has to pay."""
+    model = candidate.config.model
+    choices = model.cuda_graphs + (model.moe_token_dispatcher_type == "allgather")
+    return candidate.prediction.step_s * (1 + VARIANT_GAIN * choices)
 
 
 class Found:
@@ -128,7 +135,8 @@ class Found:
 
     Attributes:
         all: every candidate; a layout may have one with and one without CUDA graphs.
-        chosen: one candidate for each layout: with CUDA graphs if they make it faster by `GRAPHS_GAIN`, else without.
+        chosen: one candidate for each layout: with CUDA graphs or the dispatcher `allgather` if that makes it faster by
+            `VARIANT_GAIN`, else without.
     """
 
     def __init__(self) -> None:
@@ -144,7 +152,7 @@ class Found:
         self.all.append(candidate)
         common = _without_variant(candidate.kind, candidate.config)
         self.chosen[common] = min(self.chosen.get(common, candidate), candidate, key=lambda each: (
-            not each.fits, each.prediction.step_s * (1 + GRAPHS_GAIN * each.config.model.cuda_graphs)))
+            not each.fits, _handicapped_s(each)))
 
     def with_graphs(self, kind: str, config: RunConfig) -> Candidate | None:
         """Return the candidate with CUDA graphs of a layout that has none itself, if there is one."""
@@ -163,13 +171,12 @@ class Found:
         least_s *= 1 - TOLERANCE
         other = self.with_graphs(kind, config)
         if other is not None:
-            if least_s > other.prediction.step_s * (1 + GRAPHS_GAIN):
+            if least_s > _handicapped_s(other):
                 return True
             without = replace(other.config, model=replace(other.config.model, cuda_graphs=False))
             # Graphs only take time of the host away.
             least_s = max(least_s, other.prediction.step_s) if without == config else least_s
-        times = [(each.prediction.step_s * (1 + GRAPHS_GAIN * each.config.model.cuda_graphs), each.kind)
-                 for each in self.chosen.values()]
+        times = [(_handicapped_s(each), each.kind) for each in self.chosen.values()]
         alike = sorted(seconds for seconds, each in times if each == kind)
         return (len(times) >= best and least_s > sorted(times)[best - 1][0]
                 and len(alike) >= BEST_OF_KIND and least_s > alike[BEST_OF_KIND - 1])
@@ -262,7 +269,7 @@ class Search:
                 accepted = self.accepted(config)
                 if accepted is None:
                     continue
-                for variant in (config, *self._with_graphs(config)):
+                for variant in (config, *self._with_graphs(config), *self._with_gathered_tokens(config)):
                     least = 0.0 if self.size <= MANY_GPUS else Step(variant, accepted, self.costs).least_s(
                         images, share, self._longest(train.micro_batch_size))
                     yield kind, variant, accepted, least
@@ -275,6 +282,17 @@ class Search:
             return
         if may_have_graphs(config) and not exchanges_tokens(config.layout):
             yield replace(config, model=replace(model, cuda_graphs=True))
+
+    def _with_gathered_tokens(self, config: RunConfig) -> Iterator[RunConfig]:
+        """Yield a run with the dispatcher `allgather` if that can send less, which is only so within a node.
+
+        A token goes to the ranks of its experts in bfloat16 and comes back, or to all ranks, which return float32.
+        """
+        model, layout = config.model, config.layout
+        ranks = layout.llm_ep * layout.llm_expt_tp
+        sends_less = 3 * ranks < 2 * self.costs.top_k
+        if model.moe_token_dispatcher_type == "alltoall" and 1 < ranks <= self.costs.gpu.gpus_per_node and sends_less:
+            yield replace(config, model=replace(model, moe_token_dispatcher_type="allgather"))
 
     def _longest(self, micro_batch_size: int) -> Counter[int]:
         """Count the tokens of the longest sample of each microbatch, if neighbouring samples share one."""

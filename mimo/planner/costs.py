@@ -268,7 +268,7 @@ class Costs:
     """Costs of one model.
 
     Args:
-        config: the run; its layout and its --cuda-graphs are not used.
+        config: the run; its layout, its --cuda-graphs and its --moe-token-dispatcher-type are not used.
         profile: measured ratios, or `Profile(gpu)`.
 
     Raises:
@@ -294,24 +294,25 @@ class Costs:
         self._frozen = config.model.frozen
         self._known: dict[tuple[object, ...], Any] = {}  # results of methods marked with `_once`
         # Number of experts that each token is sent to, if the provider has such a field.
-        self._top_k = int(vars(family).get("moe_router_topk") or 1) if self.num_experts else 1
+        self.top_k = int(vars(family).get("moe_router_topk") or 1) if self.num_experts else 1
 
     @_once
     def language(self, tp: int, micro_batch_size: int, ep: int = 1, cp: int = 1, length: int | None = None,
-                 *, graphs: float = 0.0) -> LanguageCost:
+                 *, graphs: float = 0.0, gathers: bool = False) -> LanguageCost:
         """Return the costs of a microbatch of the language model on a context-parallel rank.
 
         Its rows have `length` tokens; None: --seq-length. `graphs` is the share of microbatches whose layers have CUDA
-        graphs.
+        graphs. `gathers` says whether the dispatcher of tokens is `allgather`.
         """
         if 0 < graphs < 1:
-            plain, replayed = (self.language(tp, micro_batch_size, ep, cp, length, graphs=each) for each in (0.0, 1.0))
+            plain, replayed = (self.language(tp, micro_batch_size, ep, cp, length, graphs=each, gathers=gathers)
+                               for each in (0.0, 1.0))
             return replace(plain, forward_s=plain.forward_s + graphs * (replayed.forward_s - plain.forward_s),
                            backward_s=plain.backward_s + graphs * (replayed.backward_s - plain.backward_s),
                            launch_s=((1 - graphs) * plain.launch_s[0], (1 - graphs) * plain.launch_s[1]))
         length = length or self.config.train.seq_length
         tokens = micro_batch_size * length / cp
-        layer_s, ends_s = self._passes_s(tp, micro_batch_size, ep, cp, length, waits=not graphs)
+        layer_s, ends_s = self._passes_s(tp, micro_batch_size, ep, cp, length, waits=not graphs, gathers=gathers)
         ratios = self.profile.ratios(LANGUAGE, tp, micro_batch_size)
         launch_s = 0.0, 0.0
         if graphs:
@@ -324,7 +325,7 @@ class Costs:
             launch_s = LAUNCH_S[tp > 1][0] * part, LAUNCH_S[tp > 1][1] * part if layer_s[1] else 0.0
             if self.profile.modules and length != self.config.train.seq_length:
                 # The host that was measured may be faster. Rows had --seq-length tokens there.
-                whole = self.language(tp, micro_batch_size, ep, cp)
+                whole = self.language(tp, micro_batch_size, ep, cp, gathers=gathers)
                 launch_s = min(launch_s[0], whole.forward_s), min(launch_s[1], whole.backward_s)
         kept = tokens * sum(self._kept_bytes(LANGUAGE, self.hidden_size)) / self.num_layers / tp
         vocabulary = max((shape.shape[0] for shape in self.shapes[LANGUAGE] if shape.stage != "layer"), default=0)
@@ -338,11 +339,11 @@ class Costs:
             kept * ratios.bytes, tokens * self.hidden_size * 2 / tp, 6.0 * logits * ratios.ends_bytes + summed,
             launch_s)
 
-    def _passes_s(self, tp: int, micro_batch_size: int, ep: int, cp: int, length: int, *, waits: bool
+    def _passes_s(self, tp: int, micro_batch_size: int, ep: int, cp: int, length: int, *, waits: bool, gathers: bool
                   ) -> tuple[tuple[float, float], tuple[float, float]]:
         """Estimate the seconds of the passes of a layer, the mean over the layers, and of output layer and loss.
 
-        `waits` says whether short passes wait for the host.
+        `waits` says whether short passes wait for the host, `gathers` whether tokens are gathered.
         """
         sums = SequenceSums.of_rows([[length]] * micro_batch_size, length)
         layers, ends = [0.0, 0.0], [0.0, 0.0]
@@ -361,7 +362,7 @@ class Costs:
         dense, experts = (parameters(self.shapes[LANGUAGE], layers=True, experts=each) / self.num_layers
                           for each in (False, True))
         read = experts / ep * EXPERT_READ_BYTES / (GRADIENT_GB_S * 1e9)
-        moved, dispatch, shared = self._moved_s(tp, ep, cp, micro_batch_size * length / cp)
+        moved, dispatch, shared = self._moved_s(tp, ep, cp, micro_batch_size * length / cp, gathers)
         forward_s = max(layers[0] / rate + read, host_s[0]) + 2 * moved + dispatch + shared
         backward_s = layers[1] / rate + read
         if self.trains(LANGUAGE):
@@ -382,11 +383,12 @@ class Costs:
         host_s *= self._layers_with_experts / self.num_layers / 3
         return HOST_FORWARD_S + host_s, HOST_BACKWARD_S + 2 * host_s
 
-    def _moved_s(self, tp: int, ep: int, cp: int, tokens: float) -> tuple[float, float, float]:
+    def _moved_s(self, tp: int, ep: int, cp: int, tokens: float, gathers: bool) -> tuple[float, float, float]:
         """Return the seconds of a layer's transfers of the tokens of a rank, the mean over the layers.
 
         Returns:
-            Half of the tensor-parallel collectives of a forward pass, those of experts, and those of keys and values.
+            Half of the tensor-parallel collectives of a forward pass, those of experts (`gathers`: with the dispatcher
+            `allgather`), and those of keys and values.
         """
         # With sequence parallelism, a layer gathers its input and scatters its output around attention, and around its
         # MLP; layers of hybrid models have only one of them.
@@ -396,9 +398,8 @@ class Costs:
         # by it before and after the experts, or one copy for every rank, which returns sums in float32. What goes to
         # other nodes takes the network.
         rows, inside = tokens / tp * self.hidden_size, min(ep, self.gpu.gpus_per_node)
-        gathers = self.config.model.moe_token_dispatcher_type == "allgather"
         peer, local = (rows * (2 + 4), rows * ep * (2 + 4)) if gathers else (
-            rows * self._top_k * 2 * 2 / ep, rows * self._top_k * 2 * 2 * 2)
+            rows * self.top_k * 2 * 2 / ep, rows * self.top_k * 2 * 2 * 2)
         dispatch = self._layers_with_experts / self.num_layers * (
             peer * (inside - 1) / (EXCHANGE_SHARE * self.gpu.link_gb_s * 1e9)
             + peer * (ep - inside) / (self.gpu.network_gb_s * 1e9) + local / (GRADIENT_GB_S * 1e9) + 2 * LATENCY_S)
@@ -545,7 +546,7 @@ class Costs:
 
     def _uses(self, shape: ParameterShape) -> float:
         """Return how many times a token is multiplied by matrices of a kind, in all layers."""
-        return shape.count * (self._top_k / self.num_experts if shape.split == "expert" else 1)
+        return shape.count * (self.top_k / self.num_experts if shape.split == "expert" else 1)
 
     def _kept_bytes(self, module: str, width: int) -> tuple[float, float]:
         """Return the bytes that all layers of a module keep for one token, without full recomputation.

@@ -124,7 +124,7 @@ class Step:
         language, self._row_multiple = layout.language, row_multiple(config, layout)
         self.language_cost = cache(partial(
             costs.language, language.tp, config.train.micro_batch_size, language.ep, language.cp,
-            graphs=share_with_graphs(config)))
+            graphs=share_with_graphs(config), gathers=config.model.moe_token_dispatcher_type == "allgather"))
         self.pass_cost = self.language_cost()
         self.layers = layers_of_stages(config, layout)
         self._windows_of: dict[int, Windows] = {}  # by the identity of the iteration, which `Windows` keeps alive

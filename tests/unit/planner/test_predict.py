@@ -17,7 +17,7 @@ from mimo.config.validate import layers_of_stages, validate
 from mimo.grid.windows import BACKWARD_COST, Image, deal_in_order, deal_iteration, encoding_cost
 from mimo.observability.flops import SequenceSums
 from mimo.planner.activations import Windows, image_bytes
-from mimo.planner.candidates import BEST, HOMOGENEOUS, USABLE, Found, Search, cuts
+from mimo.planner.candidates import BEST, HOMOGENEOUS, USABLE, Candidate, Found, Search, cuts
 from mimo.planner.costs import (
     EXCHANGE_SHARE,
     EXPERT_EFFICIENCY,
@@ -499,6 +499,25 @@ def test_a_plan_has_cuda_graphs_where_they_pay_and_may_be_used() -> None:
     assert len([each for each in short if "--cuda-graphs" in each]) > len([each for each in whole if "graphs" in each])
     for refused in (("--transformer-impl", "local"), ("--attention-dropout", "0.1")):
         assert not any("--cuda-graphs" in each for each in flags_of(*refused))
+
+
+def test_a_plan_gathers_tokens_where_that_sends_less() -> None:
+    def found(*flags: str) -> dict[int, Candidate]:
+        config = parse([*QWEN_MOE, "--micro-batch-size", "4", "--global-batch-size", "64", *flags])
+        search = Search(config, Costs(config, Profile(GPUS["H200"])), [SampleSize(4096)] * 64, 4)
+        return {each.config.layout.llm_ep: each for each in reversed(search.run())
+                if each.config.train.micro_batch_size == 4 and each.config.layout.llm_dp == 4}
+
+    def gathers(candidate: Candidate) -> bool:
+        return "--moe-token-dispatcher-type allgather" in candidate.flags
+
+    # A token goes to 8 experts and back in two bytes, or to 4 ranks in two and back in four.
+    assert {ep: gathers(each) for ep, each in found().items()} == {1: False, 2: True, 4: True}
+    assert {ep: gathers(each) for ep, each in found("--moe-router-topk", "4").items()} == {1: False, 2: True, 4: False}
+    # Rows would have the length of --seq-length.
+    assert not any(map(gathers, found("--row-lengths", "4").values()))
+    given = found("--moe-token-dispatcher-type", "allgather")[4]
+    assert not gathers(given) and given.prediction == found()[4].prediction
 
 
 def test_a_plan_expects_nothing_of_graphs_where_ranks_exchange_tokens() -> None:
