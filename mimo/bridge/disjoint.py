@@ -84,7 +84,8 @@ class Bridge(BridgeCommunicator):
     Attributes:
         while_waiting: called in every transfer, on all ranks of a replica alike: what is sent is on its way, what is
             received not yet waited for.
-        run_ahead: as given, but at most 1 in the first step; may be lowered between steps, on all ranks alike.
+        run_ahead: as given, whatever the first step has (`microbatches_ahead`); may be lowered between steps, on all
+            ranks alike.
     """
 
     def __init__(
@@ -148,9 +149,9 @@ class Bridge(BridgeCommunicator):
         self._sends_whole = sends_whole_pieces(own_ranks, their_ranks, there.tp, one_host=one_host)
         self._receives_whole = sends_whole_pieces(their_ranks, own_ranks, here.tp, one_host=one_host)
         self.while_waiting: Callable[[], None] | None = None
-        self.run_ahead = min(run_ahead, 1)
-        # How far the encoder runs ahead after the first step with backward passes, until that is over.
-        self._later_run_ahead: int | None = run_ahead
+        self.run_ahead = run_ahead
+        # Whether no step with backward passes is over.
+        self._is_first_step = True
         self._sent: deque[Sent] = deque()
         self.timer = DeviceTimer()
         self._rows: Rows = []
@@ -168,6 +169,11 @@ class Bridge(BridgeCommunicator):
     def position(self) -> int:
         """Position of this rank in its replica."""
         return self.replica.index(self.current_rank)
+
+    @property
+    def microbatches_ahead(self) -> int:
+        """The most microbatches that the encoder runs ahead in the coming schedule, or in the one under way."""
+        return min(self.run_ahead, 1) if self._is_first_step else self.run_ahead
 
     def begin_step(self, rows: Rows, orders: Sequence[torch.Tensor] | None = None) -> None:
         """Give the row counts of every microbatch of the coming schedule, per peer in `self.peers` order.
@@ -245,7 +251,7 @@ class Bridge(BridgeCommunicator):
             self._sent.append(Sent(works, peers, tensor))
         while self._sent and all(work.is_completed() for work in self._sent[0].works):
             self._sent.popleft()
-        limit = self.grids.layout.language.pp + self.run_ahead + 1
+        limit = self.grids.layout.language.pp + self.microbatches_ahead + 1
         while len(self._sent) > limit:
             self._wait_for_oldest()
 
@@ -261,8 +267,7 @@ class Bridge(BridgeCommunicator):
         """Wait until everything sent has been received; `forward_only` as in the schedule that has ended."""
         while self._sent:
             self._wait_for_oldest()
-        if self._later_run_ahead is not None and not forward_only:
-            self.run_ahead, self._later_run_ahead = self._later_run_ahead, None
+        self._is_first_step = self._is_first_step and forward_only
 
     def _sending(self, tensor: torch.Tensor, rows: list[int]) -> list[dist.P2POp]:
         """List the messages in which this rank sends its part of a tensor to all peers."""

@@ -139,7 +139,7 @@ class PipelineCommunicator(MultiModulePipelineCommunicator):
         ahead has more of them, as if it were that many stages earlier.
         """
         stage: int = super().current_stage
-        ahead = 0 if LANGUAGE in self.rank_module_map else max(bridge.run_ahead for bridge in self.bridges)
+        ahead = 0 if LANGUAGE in self.rank_module_map else max(bridge.microbatches_ahead for bridge in self.bridges)
         return stage - ahead
 
     @property

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -228,3 +231,16 @@ def test_presets_for_gpus_are_runs_that_fit_each_other(preset):
     family, data = config.model_family, config.dataset
     longest = data.mock_images_max * family.num_tokens + data.mock_max_length
     assert 0.9 * config.train.seq_length < longest <= config.train.seq_length
+
+
+def test_the_arm_without_run_ahead_may_come_first_and_leaves_the_flag_to_the_other():
+    from mimo.bridge.disjoint import Bridge
+    from scripts.bench.schedule_rank import no_run_ahead
+
+    bridge = Bridge.__new__(Bridge)
+    bridge.run_ahead, bridge._is_first_step, bridge._sent = 3, True, deque()
+    with no_run_ahead(SimpleNamespace(communicator=SimpleNamespace(bridges=[bridge]))):
+        for _ in range(2):
+            assert bridge.microbatches_ahead == 0
+            bridge.finish_step(forward_only=False)
+    assert bridge.microbatches_ahead == 3
