@@ -134,7 +134,7 @@ class Found:
     """Predicted layouts.
 
     Attributes:
-        all: every candidate; a layout may have one with and one without CUDA graphs.
+        all: every candidate; a layout may have one with and one without CUDA graphs, and one with each dispatcher.
         chosen: one candidate for each layout: with CUDA graphs or the dispatcher `allgather` if that makes it faster by
             `VARIANT_GAIN`, else without.
     """
@@ -197,7 +197,8 @@ class Search:
         refusal: the trainer's message about the last one of them.
         slow: number of layouts that were not predicted because they cannot be among the best.
         large: number of layouts that were not predicted because they do not fit.
-        others: predictions of layouts that are among the results in another form, with or without CUDA graphs.
+        others: predictions of layouts that are among the results in another form, with or without CUDA graphs or with
+            another dispatcher.
     """
 
     def __init__(self, base: RunConfig, costs: Costs, samples: list[SampleSize], size: int, best: int = BEST) -> None:
@@ -291,7 +292,9 @@ class Search:
         model, layout = config.model, config.layout
         ranks = layout.llm_ep * layout.llm_expt_tp
         sends_less = 3 * ranks < 2 * self.costs.top_k
-        if model.moe_token_dispatcher_type == "alltoall" and 1 < ranks <= self.costs.gpu.gpus_per_node and sends_less:
+        # The trainer refuses it with rows of several lengths that the user has asked for.
+        if (model.moe_token_dispatcher_type == "alltoall" and (config.data.row_lengths or 1) == 1
+                and 1 < ranks <= self.costs.gpu.gpus_per_node and sends_less):
             yield replace(config, model=replace(model, moe_token_dispatcher_type="allgather"))
 
     def _longest(self, micro_batch_size: int) -> Counter[int]:

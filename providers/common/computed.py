@@ -98,7 +98,7 @@ def computed_fields(config: Any, module: str) -> dict[str, Any]:
 
 
 class FamilyProvider:
-    """Base of every family's provider: sizes of `--hf-config`, the fields that decide what a model computes.
+    """Base of every family's provider: sizes of `--hf-config`, and the fields that decide what a model computes.
 
     It implements `mimo.protocols.ComparableProvider`. Methods that take a configuration resolve it first.
 
