@@ -177,7 +177,7 @@ def _opening(flag: str) -> Iterator[None]:
     """Context of the start of a tracker. It turns any exception into a ValueError that names the flag."""
     try:
         yield
-    except Exception as error:  # A tracker's package may raise anything.
+    except (Exception, SystemExit) as error:  # A tracker's package may raise anything.
         raise ValueError(f"{flag}: cannot be started: {type(error).__name__}: {error}") from error
 
 

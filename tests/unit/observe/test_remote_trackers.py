@@ -190,3 +190,12 @@ def test_a_tracker_that_hangs_holds_up_nobody(monkeypatch):
     assert remote_trackers.are_left()
     release.set()
     assert said == ["MLflow is 2 iterations behind; the run goes on, its figures are in metrics.jsonl"]
+
+
+def test_a_package_that_would_end_the_process_is_an_error(tmp_path, fake, monkeypatch):
+    fake("mlflow")
+    client = importlib.import_module("mlflow").MlflowClient
+    monkeypatch.setattr(client, "get_experiment_by_name", lambda *_: sys.exit("no login"))
+    with pytest.raises(ValueError, match="--mlflow-uri http://host: cannot be started: SystemExit: no login"):
+        RunLogger(ObserveConfig(run_dir=str(tmp_path), mlflow_uri="http://host"), active=True, total_iterations=1,
+                  config_toml="")
