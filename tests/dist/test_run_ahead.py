@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,16 @@ def train_with_each(rank: int, flags: tuple[str, ...], world_size: int, values: 
             outcome = run_layout(rank, (*flags, "--encoder-run-ahead", str(value)), world_size)
         found.append((outcome, (in_flight[0], in_flight[1]), waits))
     return found
+
+
+def test_an_evaluation_does_not_load_the_kernels_of_backward_passes() -> None:
+    from mimo.bridge.disjoint import Bridge
+
+    bridge = Bridge.__new__(Bridge)
+    bridge.run_ahead, bridge._is_first_step, bridge._sent = 3, True, deque()
+    for forward_only, ahead in ((True, 1), (False, 3), (True, 3)):
+        bridge.finish_step(forward_only=forward_only)
+        assert bridge.microbatches_ahead == ahead
 
 
 @pytest.mark.parametrize("case", fast_only(("llm-pp2",), CASES))

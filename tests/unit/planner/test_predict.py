@@ -520,6 +520,14 @@ def test_a_plan_gathers_tokens_where_that_sends_less() -> None:
     assert not gathers(given) and given.prediction == found()[4].prediction
 
 
+def test_a_plan_gathers_tokens_within_a_node_only() -> None:
+    config = parse([*QWEN_MOE, "--moe-router-topk", "32"])
+    search = Search(config, Costs(config, Profile(GPUS["H200"])), [SampleSize(4096)], 16)
+    for ep, tried in ((1, 0), (8, 1), (16, 0)):
+        run = replace(config, layout=replace(config.layout, llm_dp=16, llm_ep=ep))
+        assert len(list(search._with_gathered_tokens(run))) == tried
+
+
 def test_a_plan_expects_nothing_of_graphs_where_ranks_exchange_tokens() -> None:
     flags = """--model-provider causal_lm --num-layers 8 --hidden-size 2048 --num-attention-heads 32 --vocab-size 32000
         --num-experts 16 --moe-ffn-hidden-size 768 --dataset-provider mock --mock-text-only-fraction 1 --bf16
