@@ -52,6 +52,9 @@ def plan(flags: PlanFlags, run_flags: list[str]) -> int:
         ValueError: flags that contradict each other, a data set that cannot be read, or a model whose cost is unknown.
     """
     config = _config(flags, run_flags)
+    if config.layout.llm_expt_tp > 1:
+        raise ValueError(f"mimo plan does not support --llm-expt-tp {config.layout.llm_expt_tp}: what ranks exchange "
+                         "then has not been measured; leave it out")
     profile = _profile(flags, config)
     size = flags.gpus or flags.nodes * profile.gpu.gpus_per_node
     costs = Costs(config, profile)

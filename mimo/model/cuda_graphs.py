@@ -355,11 +355,7 @@ class _Passes:
     def replay(self, inputs: dict[str, Any], call: Call, lease: Lease, anchor: torch.Tensor) -> torch.Tensor:
         """Replay the forward pass, and the backward pass when autograd comes to it.
 
-        Args:
-            inputs: arguments of the decoder.
-            call: the same as tensors.
-            lease: is released after the backward pass.
-            anchor: a tensor that requires a gradient.
+        `PassesOfLayers.replay` has the arguments.
         """
         result: torch.Tensor = _Replay.apply(self, lease, anchor, *call.tensors.values())
         return result

@@ -1,4 +1,4 @@
-"""What CUDA graphs of whole decoders and those of parts of layers have in common."""
+"""Arguments, buffers and recomputation of captured passes, for CUDA graphs of whole decoders and of single layers."""
 
 from __future__ import annotations
 

@@ -289,8 +289,7 @@ class Search:
 
         A token goes to the ranks of its experts in bfloat16 and comes back, or to all ranks, which return float32.
         """
-        model, layout = config.model, config.layout
-        ranks = layout.llm_ep * layout.llm_expt_tp
+        model, ranks = config.model, config.layout.llm_ep
         sends_less = 3 * ranks < 2 * self.costs.top_k
         # The trainer refuses it with rows of several lengths that the user has asked for.
         if (model.moe_token_dispatcher_type == "alltoall" and (config.data.row_lengths or 1) == 1

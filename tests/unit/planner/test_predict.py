@@ -362,6 +362,11 @@ def test_a_data_set_that_refuses_every_layout_says_why(capsys: pytest.CaptureFix
     assert "no layout of 2 GPUs works; the last one was refused: the data has 3 samples" in capsys.readouterr().err
 
 
+def test_a_plan_refuses_experts_that_are_split(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpus", "2", *QWEN_MOE, "--llm-tp", "2", "--sequence-parallel", "--llm-expt-tp", "2"]) == 2
+    assert "mimo plan does not support --llm-expt-tp 2" in capsys.readouterr().err
+
+
 def test_pixels_of_the_first_windows_take_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse([*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1", *PP2.split()])
     costs = Costs(config, Profile(GPUS["H200"]))
