@@ -37,6 +37,7 @@ from mimo.model.graph_parts import (
     captured,
     checkpoint,
     one_of_each_storage,
+    refuse_copies_from_host,
     without_random_streams,
 )
 from mimo.model.layer_graphs import PassesOfLayers, SplitLayers, unsplittable_reason
@@ -49,6 +50,11 @@ logger = logging.getLogger(__name__)
 MAX_SHAPES = 64
 # A pass without graphs gets this multiple of the memory of captured passes.
 ROOM = 1.25
+# With cuDNN up to this version, the backward pass of attention masks the end of rows whose length is no multiple of
+# 128. Its frontend copies the lengths from the host's memory for this (`workaround_padding_mask_seq_len_q`), and a
+# replay would read that memory after it has been freed.
+LAST_CUDNN_WITH_MASK, MASK_MULTIPLE = (9, 15, 0), 128
+
 
 def replay_decoder(language: torch.nn.Module, grids: Grids, device: torch.device, impl: str) -> None:
     """Have the decoder of a language model replay its passes from CUDA graphs, until its process groups are destroyed.
@@ -135,6 +141,13 @@ class _DecoderGraphs:
         self._seen: set[Any] = set()
         self._warm: set[Any] = set()
         self._copies: LastingCopies | None = None
+        # Lengths of rows have to be multiples of this for graphs.
+        self._row_multiple = 1
+        if device.type == "cuda":
+            from transformer_engine.pytorch.utils import get_cudnn_version
+
+            self._row_multiple = MASK_MULTIPLE if get_cudnn_version() <= LAST_CUDNN_WITH_MASK else 1
+        self._explained: set[str] = set()
         self.drop()
 
     def drop(self) -> None:
@@ -151,7 +164,6 @@ class _DecoderGraphs:
         self._bytes_of_replays: Counter[int] = Counter()
         current_platform().set_memory_of_replays(0)
         self._most_tokens = 0
-        self._is_full = False
 
     def __call__(self, **inputs: Any) -> torch.Tensor:
         """Run or replay the forward pass of the layers.
@@ -171,7 +183,7 @@ class _DecoderGraphs:
         if self._addresses != [tensor.data_ptr() for tensor in self._watched]:
             # Weights or gradients have been offloaded and are back somewhere else.
             self.drop()
-        if key not in self._warm or not self._may_have_graphs(key):
+        if key not in self._warm or not self._may_have_graphs(key, call):
             if key not in self._seen:
                 self._seen.add(key)
                 self._make_room(call.num_tokens)
@@ -201,14 +213,28 @@ class _DecoderGraphs:
         return (self.decoder.training, call.longest, *(
             (name, value.shape, value.dtype, value.requires_grad) for name, value in call.tensors.items()))
 
-    def _may_have_graphs(self, key: Any) -> bool:
+    def _may_have_graphs(self, key: Any, call: Call) -> bool:
         captured = {shape for shape, _ in self._passes}
-        if key in captured or len(captured) < MAX_SHAPES:
+        if key in captured:
             return True
-        if not self._is_full:
-            logger.info("CUDA graphs: %d shapes have graphs; others run without them", MAX_SHAPES)
-        self._is_full = True
-        return False
+        tokens = call.tensors[HIDDEN].shape[0]
+        if self.decoder.config.sequence_parallel:
+            tokens *= self.decoder.pg_collection.tp.size()
+        if call.longest is None and tokens % self._row_multiple:
+            self._explain(f"rows whose length is no multiple of {self._row_multiple} run without them, because this "
+                          "version of cuDNN copies from the host's memory for these; install cuDNN 9.15.1 or newer, or "
+                          f"have --seq-length / --row-lengths be a multiple of {self._row_multiple}")
+            return False
+        if len(captured) >= MAX_SHAPES:
+            self._explain(f"{MAX_SHAPES} shapes have graphs; others run without them")
+            return False
+        return True
+
+    def _explain(self, reason: str) -> None:
+        """Log why a pass runs without graphs, once for each reason."""
+        if reason not in self._explained:
+            logger.info("CUDA graphs: %s", reason)
+        self._explained.add(reason)
 
     def _make_room(self, num_tokens: int) -> None:
         """Drop all graphs if a pass of so many tokens might not find room beside their memory.
@@ -261,11 +287,13 @@ class _DecoderGraphs:
             self._pools[slot] = torch.cuda.graph_pool_handle()
 
         def capture(function: Callable[[], None]) -> Callable[[], None]:
-            graph = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
             # Other threads, such as NCCL's watchdog and those that pin memory, may call CUDA meanwhile.
             with torch.cuda.graph(graph, pool=self._pools[slot], stream=self._stream,
                                   capture_error_mode="thread_local"):
                 function()
+            refuse_copies_from_host(graph)
+            graph.instantiate()
             replay: Callable[[], None] = graph.replay
             return replay
 

@@ -195,3 +195,31 @@ def borrowed(tensor: torch.Tensor) -> torch.Tensor:
         "strides": None, "version": 2})
     elements = torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)
     return elements.as_strided(tensor.shape, tensor.stride()).detach()
+
+
+def refuse_copies_from_host(graph: torch.cuda.CUDAGraph) -> None:
+    """Raise RuntimeError if a graph copies from the host's memory, which may be gone when the graph is replayed.
+
+    PyTorch captures no copies from memory that is not pinned, but libraries such as cuDNN do.
+
+    Args:
+        graph: a captured graph with `keep_graph=True`.
+    """
+    try:
+        from cuda.bindings import runtime  # torch depends on it
+    except ImportError:
+        return
+    kinds = (runtime.cudaMemcpyKind.cudaMemcpyHostToDevice, runtime.cudaMemcpyKind.cudaMemcpyDefault)
+    on_host = (runtime.cudaMemoryType.cudaMemoryTypeUnregistered, runtime.cudaMemoryType.cudaMemoryTypeHost)
+    _, _, count = runtime.cudaGraphGetNodes(graph.raw_cuda_graph(), 0)
+    _, nodes, _ = runtime.cudaGraphGetNodes(graph.raw_cuda_graph(), count)
+    copied = []
+    for node in nodes:
+        if runtime.cudaGraphNodeGetType(node)[1] != runtime.cudaGraphNodeType.cudaGraphNodeTypeMemcpy:
+            continue
+        copy = runtime.cudaGraphMemcpyNodeGetParams(node)[1]
+        if copy.kind in kinds and runtime.cudaPointerGetAttributes(copy.srcPtr.ptr)[1].type in on_host:
+            copied.append(copy.extent.width)
+    if copied:
+        raise RuntimeError(f"--cuda-graphs: layers copy {sum(copied)} bytes in {len(copied)} pieces from the host's "
+                           "memory in each pass, and a graph would copy whatever is there later; leave it out")

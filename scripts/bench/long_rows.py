@@ -51,9 +51,10 @@ COLUMNS = {"tokens of a row": "length", "layout": "layout", "GPUs": "gpus", "rec
 ERROR_CELL = 4
 ONE, CONTEXT, TENSOR, REPEATED = "one GPU", "context parallel", "tensor parallel", "context parallel, frames on each"
 # Rows of `longest`, as shares of the longest one that the planner expects to fit. The other layouts continue from what
-# one GPU had no room for; tensor parallelism needs less memory and begins where context parallelism ended.
+# one GPU had no room for, times their GPUs; tensor parallelism needs less memory and begins where context parallelism
+# ended.
 GROWTH = (1.0, 1.08, 1.16, 1.24, 1.32, 1.4)
-MULTIPLES = (1.8, 2.0, 2.2, 2.4, 2.6, 2.8, 3.0, 3.2)
+MULTIPLES = (0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6)
 LEAST = 1024
 # Flags of the trainer that rows differ in.
 FIXED = {"--seq-length", "--global-batch-size", "--train-iters", "--mock-video-min-frames", "--mock-video-frames",
@@ -245,7 +246,7 @@ class Bench:
                                                        default=None)}
         if full:
             summary["one_gpu_does_not_fit"] = full[0]
-            multiples = list(MULTIPLES)
+            multiples = [factor * self.chosen.gpus for factor in MULTIPLES]
             for layout, key in ((CONTEXT, "longest"), (TENSOR, "longest_tensor")):
                 own = self.run([self.row(layout, int(full[0] * factor), recomputed, 1) for factor in multiples],
                                folder, until_failure=True)

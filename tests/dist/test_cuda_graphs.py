@@ -17,8 +17,12 @@ from tests.support.spawn import WorkerPool
 from tests.support.steps import run_loop, trainer_of
 
 
-def replays(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str) -> tuple[Any, Counter[str], int, int]:
-    """Train with graphs; return losses and gradient norms, how often each kind of pass ran, and shapes and slots."""
+def replays(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str, row_multiple: int = 1
+            ) -> tuple[Any, Counter[str], int, int]:
+    """Train with graphs; return losses and gradient norms, how often each kind of pass ran, and shapes and slots.
+
+    `row_multiple` is the number whose multiples attention can be captured for.
+    """
     from mimo.model import cuda_graphs, layer_graphs
 
     ran: Counter[str] = Counter()
@@ -32,6 +36,7 @@ def replays(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str) ->
             return
         found.append(graphs)
         run, capture = graphs.run, graphs._capture
+        graphs._row_multiple = row_multiple
 
         def counted(**inputs: Any) -> torch.Tensor:
             ran["with gradients" if torch.is_grad_enabled() else "without"] += 1
@@ -78,6 +83,17 @@ def test_microbatches_of_a_shape_are_replayed_after_the_first(pool: WorkerPool, 
         assert 1 < shapes <= plain_passes <= shapes * (slots - stage) and ran["with gradients"] == 48
         assert ran["without"] == 24, "evaluations run without graphs"
         assert used == slots - stage, "one for each microbatch in flight"
+
+
+@pytest.mark.parametrize("split", [("--llm-dp", "2"), ("--llm-tp", "2", "--sequence-parallel")], ids=["whole", "parts"])
+def test_lengths_that_attention_cannot_be_captured_for_run_without_graphs(pool: WorkerPool, tmp_path: Path,
+                                                                          split: tuple[str, ...]) -> None:
+    flags = ("--layout", "homogeneous", *split, "--row-lengths", "8", "--train-iters", "4", "--cuda-graphs")
+    ((losses, all_ran, all_shapes, _), _) = pool.run(replays, flags, 2, str(tmp_path / "all"), world_size=2)
+    ((found, ran, shapes, _), _) = pool.run(replays, flags, 2, str(tmp_path / "some"), 16, world_size=2)
+    ((_, none_ran, _, _), _) = pool.run(replays, flags, 2, str(tmp_path / "none"), 1000, world_size=2)
+    assert found == losses and 1 <= shapes < all_shapes
+    assert 0 == none_ran["replayed"] < ran["replayed"] < all_ran["replayed"]
 
 
 def test_overlapped_collectives_have_the_first_and_the_last_microbatch_without_graphs(pool: WorkerPool, tmp_path: Path

@@ -38,6 +38,8 @@ CASES = {
     "dense": (1, (*DENSE, "--layout", "colocated", "--encoder-window", "2")),
     "dense-frozen-language": (1, (*DENSE, "--layout", "colocated", "--freeze", "vision,language")),
     "experts": (1, ("--model-provider", "causal_lm", "--num-layers", "2", "--qk-layernorm", *TEXT, *EXPERTS)),
+    # Most lengths are no multiple of 128, which cuDNN up to 9.15.0 cannot capture.
+    "odd-lengths": (1, ("--model-provider", "causal_lm", "--num-layers", "2", *TEXT, *EXPERTS, "--row-lengths", "16")),
     "recomputed": (1, (*DENSE, "--layout", "colocated", "--recompute", "full", "--recompute-num-layers", "2")),
     "experts-recomputed": (1, ("--model-provider", "causal_lm", "--num-layers", "2", "--qk-layernorm", *TEXT, *EXPERTS,
                                "--recompute", "full")),
@@ -105,3 +107,19 @@ def test_a_borrowed_tensor_leaves_its_memory_to_the_allocator(dtype: torch.dtype
     size = owner.numel() * owner.element_size()
     del owner
     assert torch.cuda.memory_allocated() == before - size, "the other one keeps nothing"
+
+
+def test_a_graph_that_copies_from_the_hosts_memory_is_refused() -> None:
+    from mimo.model.graph_parts import refuse_copies_from_host
+
+    source, target = torch.ones(2, 8).pin_memory(), torch.zeros(3, 8, device="cuda")
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        target[2].copy_(target[1] + 1)
+    refuse_copies_from_host(graph)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        for row in range(2):
+            target[row].copy_(source[row], non_blocking=True)
+    with pytest.raises(RuntimeError, match="copy 64 bytes in 2 pieces"):
+        refuse_copies_from_host(graph)
