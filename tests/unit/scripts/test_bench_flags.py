@@ -11,7 +11,6 @@ import pytest
 MOCK = "--model-provider mock --dataset-provider mock"
 # Flags that work, by program.
 BASES = {
-    "encoder_chunks": "--device cpu",
     "layouts": "--device cpu --gpus 4 --global-batch-size 24 --no-variants",
     "refit_plan": "",
     "rl_sweep": "--device cpu --layout '' --layout '--llm-dp 2 --llm-ep 2' --tokens 512 --tokens 1024 "
@@ -26,9 +25,6 @@ BASES = {
 
 
 @pytest.mark.parametrize(("program", "flags", "message"), [
-    ("encoder_chunks", "--chunks 4 0", "--chunks 0 is below 1"),
-    ("encoder_chunks", "--rounds 0", "--rounds 0 is below 1"),
-    ("encoder_chunks", "--freeze vision", "one encoder, all of which trains"),
     ("layouts", "--gpus 1", "--gpus 1 is below 2"),
     ("layouts", "--disjoint '--llm-dp 2'", "--disjoint '--llm-dp 2' has 3 ranks, --gpus is 4"),
     ("layouts", "--loss-steps 9", "--loss-steps 9: the shortest runs have --warmup-steps 3 + --search-steps 2"),
