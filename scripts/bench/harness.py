@@ -1,4 +1,4 @@
-"""Command lines, checks and output that the benchmarks have in common.
+"""Command lines, checks, limits of memory and output that the benchmarks have in common.
 
 A benchmark prints Markdown tables and ends with one line of JSON.
 """
@@ -6,19 +6,29 @@ A benchmark prints Markdown tables and ends with one line of JSON.
 from __future__ import annotations
 
 import argparse
+import os
 import platform
+import resource
 import shlex
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mimo.config.cli import parse
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import validate
 from scripts.training_runs import num_ranks, quiet
+
+if TYPE_CHECKING:
+    from mimo.platform.base import Platform
+
+GIB = 2**30
+# Messages about the host's memory, and about a GPU's if a library asks for it. These errors have no type of their own.
+MEMORY_MARKS = ("DefaultCPUAllocator", "can't allocate memory", "Cannot allocate memory", "CUDA error: out of memory",
+                "CUBLAS_STATUS_ALLOC_FAILED", "Cuda failure 'out of memory'")
 
 
 def argument_parser(text: str | None, *, device: bool = True, **options: Any) -> argparse.ArgumentParser:
@@ -161,3 +171,40 @@ def announced(marks: dict[int, Path], say: Callable[[int], None]) -> Iterator[No
     finally:
         stop.set()
         watcher.join()
+
+
+def limit_memory(limit_gib: float | None, platform: Platform) -> None:
+    """Limit the memory of tensors on the GPU or, on the CPU, of everything that is allocated from now on."""
+    if limit_gib is None:
+        return
+    if platform.name == "cpu":
+        # The limit comes on top of what Python, its libraries and their threads hold by now.
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        held, (_, most) = 1024 * int(fields["VmData"].split()[0]), resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (held + int(limit_gib * GIB), most))
+        return
+    import torch
+
+    total = torch.cuda.get_device_properties(platform.device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(limit_gib * GIB / total, 1.0), platform.device)
+
+
+@contextmanager
+def exit_when_out_of_memory(report: Callable[[str], None]) -> Iterator[None]:
+    """Call `report` with the error and end this process if the GPU or the host has not enough memory for the block.
+
+    The other ranks wait for this one in a collective. torchrun ends them when this one exits.
+    """
+    import torch
+
+    try:
+        yield
+    except (RuntimeError, MemoryError, OSError) as error:
+        text = " ".join(str(error).split())
+        if not (isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(mark in text for mark in MEMORY_MARKS)):
+            raise
+        # Undo the limit of `limit_memory`, so that the report has room.
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        report(text or type(error).__name__)
+        os._exit(1)

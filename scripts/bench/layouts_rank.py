@@ -27,7 +27,7 @@ from mimo.config.validate import validate
 from mimo.platform.base import Platform
 from mimo.training.run import launch
 from mimo.watchdog.process_exit import FailFast
-from scripts.bench.rl_sweep_rank import is_out_of_memory, limit_memory
+from scripts.bench.harness import exit_when_out_of_memory, limit_memory
 
 STD = 0.02
 
@@ -111,42 +111,20 @@ def train(config: RunConfig, platform: Platform, rank: int, world_size: int, num
             return logger
 
     folder = Path(config.observe.run_dir)
+
+    def report(text: str) -> None:
+        (folder / f"{OUT_OF_MEMORY}{rank}").write_text(text, encoding="utf-8")
+
     platform.reset_peak_memory()
     with Grids(validate(config, world_size, rank), platform.backend) as grids, FailFast(grids.describe()):
         loop = SameStart(config, grids, platform, registry.model_provider(config.model.model_provider),
                          config.find_dataset(config.data.dataset_provider))
-        try:
+        # It exits before groups are destroyed, because the other ranks wait in a collective.
+        with exit_when_out_of_memory(report):
             loop.run()
-        except (RuntimeError, MemoryError, OSError) as error:
-            if not is_out_of_memory(error):
-                raise
-            text = " ".join(str(error).split()) or type(error).__name__
-            (folder / f"{OUT_OF_MEMORY}{rank}").write_text(text, encoding="utf-8")
-            # Exit before groups are destroyed, because the other ranks wait in a collective.
-            os._exit(1)
         platform.synchronize()
     if rank == 0:
         (folder / DONE).touch()
-
-
-def free(platform: Platform) -> None:
-    """Free the memory that the last run held on the device."""
-    gc.collect()
-    if platform.name == "cuda":
-        import torch
-
-        torch.cuda.empty_cache()
-
-
-def run_all(runs: list[dict[str, Any]], platform: Platform, memory_limit_gib: float | None) -> None:
-    """Run all runs in order."""
-    import torch.distributed as dist
-
-    limit_memory(memory_limit_gib, platform)
-    for run in runs:
-        train(parse(["--config", run["flags"]]), platform, dist.get_rank(), dist.get_world_size(),
-              run["num_batches"])
-        free(platform)
 
 
 def main() -> int:
@@ -156,11 +134,18 @@ def main() -> int:
     settings = json.loads(parser.parse_args().settings.read_text(encoding="utf-8"))
     sys.path.append(os.getcwd())
     runs = settings["runs"]
+    rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     config = parse(["--config", runs[0]["flags"]])
-    layout = validate(config, int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
+    layout = validate(config, world_size, rank)
 
     def body(_config: RunConfig, _grids: Any, platform: Platform) -> None:
-        run_all(runs, platform, settings["memory_limit_gib"])
+        limit_memory(settings["memory_limit_gib"], platform)
+        for run in runs:
+            train(parse(["--config", run["flags"]]), platform, rank, world_size, run["num_batches"])
+            # Free the memory that the run held on the device.
+            gc.collect()
+            if platform.name == "cuda":
+                torch.cuda.empty_cache()
 
     return launch(config, layout, body)
 

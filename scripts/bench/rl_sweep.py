@@ -34,6 +34,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shlex
 import signal
@@ -41,26 +42,44 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import numpy as np
 
 from mimo import registry
 from mimo.config.cli import parse_as
 from mimo.config.rl_run import RlRunConfig, validate_rl
-from scripts.bench.harness import argument_parser, check_gpus, check_least, device_name, table_of
+from mimo.config.validate import run_world_size
+from scripts.bench.harness import (
+    GIB,
+    argument_parser,
+    check_gpus,
+    check_least,
+    device_name,
+    exit_when_out_of_memory,
+    limit_memory,
+    table_of,
+)
 from scripts.bench.presets import MODELS
 from scripts.training_runs import ROOT, SHOWN, num_ranks, torchrun
+
+if TYPE_CHECKING:
+    from mimo.grid.groups import Grids
+    from mimo.platform.base import Platform
+    from mimo.rl.policy import PolicyTrainer
+    from mimo.rl.rollouts import Completion
 
 COLUMNS = {"layout": "layout", "tokens": "max_tokens", "ranks": "ranks", "TP/PP/EP/DP": "sizes",
            "microbatches": "microbatches", "log-probs, s": "log_probs_s", "update, s": "update_s",
            "tokens/s": "tokens_per_s", "tokens/s/rank": "tokens_per_s_per_rank",
            "padding": "padding_share", "full": "budget_share", "peak memory, GiB": "peak_gib",
            "reserved, GiB": "reserved_gib"}
-GIB = 2**30
 
 
 @dataclass
@@ -182,15 +201,15 @@ def nodes_of(ranks: int, gpus_per_node: int) -> list[str]:
     return hosts[:count]
 
 
-def run_on_nodes(script: Path, arm: Arm, gpus_per_node: int, arguments: list[str], output: Path) -> int:
-    """Run a script in a process for each rank on nodes of the Slurm job. Return the exit code of srun."""
+def run_on_nodes(arm: Arm, gpus_per_node: int, arguments: list[str], output: Path) -> int:
+    """Run this program in a process for each rank on nodes of the Slurm job. Return the exit code of srun."""
     hosts = nodes_of(arm.ranks, gpus_per_node)
     count = str(len(hosts))
     command = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1",
                f"--nodelist={','.join(hosts)}", "--kill-on-bad-exit=1", str(ROOT / "scripts" / "sbatch" / "node.sh"),
                str(output.with_name("stopped")), sys.executable, "-m", "torch.distributed.run", "--nnodes", count,
                "--nproc-per-node", str(arm.ranks // len(hosts)), "--master-addr", hosts[0], "--master-port",
-               str(20000 + int(os.environ["SLURM_JOB_ID"]) % 10000), str(script), *arguments]
+               str(20000 + int(os.environ["SLURM_JOB_ID"]) % 10000), __file__, *arguments]
     with output.open("w", encoding="utf-8") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
         try:
@@ -206,12 +225,11 @@ def run(arm: Arm, chosen: argparse.Namespace, folder: Path) -> None:
     settings = {"out": str(folder), "prompt_length": chosen.prompt_length, "repeats": chosen.repeats,
                 "completion_length": chosen.completion_length, "memory_limit_gib": chosen.memory_limit_gib}
     output = folder / "output.txt"
-    script, arguments = ROOT / "scripts" / "bench" / "rl_sweep_rank.py", [json.dumps(settings), *arm.flags, "--run-dir",
-                                                                          str(folder)]
+    arguments = [json.dumps(settings), *arm.flags, "--run-dir", str(folder)]
     if chosen.slurm:
-        code = run_on_nodes(script, arm, chosen.gpus_per_node, arguments, output)
+        code = run_on_nodes(arm, chosen.gpus_per_node, arguments, output)
     else:
-        code = torchrun(script, arm.ranks, arguments, output=output)
+        code = torchrun(__file__, arm.ranks, arguments, output=output)
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("rank*.json"))]
     arm.peaks += [each["peaks"] for each in found]
     full = [each for each in found if each["out_of_memory"]]
@@ -259,12 +277,109 @@ def figures(arm: Arm) -> dict[str, Any]:
     }
 
 
+def rollouts(settings: dict[str, Any], config: RlRunConfig, vocab_size: int, step: int) -> list[Completion]:
+    """Fabricate the completions of a global batch, the same on every rank and for every layout and budget.
+
+    Lengths are log-normal. If the logarithm has the standard deviation s, its mean is ln(mean) - s^2 / 2.
+    """
+    from mimo.rl.rollouts import Completion
+
+    mean, spread = settings["completion_length"]
+    prompt_length, longest = settings["prompt_length"], config.rollout.max_completion_tokens
+    rng = np.random.default_rng([config.train.seed, step])
+    drawn = rng.lognormal(math.log(mean) - spread**2 / 2, spread, config.train.global_batch_size)
+    found = []
+    for number, length in enumerate(np.clip(np.rint(drawn), 1, longest).astype(int)):
+        prompt, place = divmod(number, config.rl.completions_per_prompt)
+        ids = rng.integers(0, vocab_size, prompt_length + length).tolist()
+        # Close to those of an untrained model, so that not all importance weights are clipped.
+        log_probs = (-math.log(vocab_size) - 0.1 * rng.random(length)).tolist()
+        found.append(Completion(
+            f"prompt {prompt}#{place}", prompt, tuple(ids[:prompt_length]), tuple(ids[prompt_length:]),
+            tuple(log_probs), "length" if length == longest else "stop", float(rng.random())))
+    return found
+
+
+def run_rank(settings: dict[str, Any], flags: list[str]) -> int:
+    """Run one rank of an arm, which writes its measurements, and return the exit code.
+
+    Args:
+        settings: what `run` passes to every rank.
+        flags: all flags of the trainer.
+    """
+    from mimo.training.run import launch
+
+    config = parse_as(RlRunConfig, flags, "")
+    # With its own rank, the first process would open the prompts. `plan` has checked them already.
+    layout = validate_rl(config, run_world_size(config, os.environ), rank=-1)
+    return launch(config, layout, partial(measure, settings))
+
+
+def measure(settings: dict[str, Any], config: RlRunConfig, grids: Grids, platform: Platform) -> None:
+    """Set up, update, and write the measurements. A rank that runs out of memory writes what it has and exits."""
+    import torch
+    import torch.distributed as dist
+
+    provider = registry.model_provider(config.model.model_provider)
+    vocab_size = provider.token_spec(config.model_family).vocab_size
+    updates: list[dict[str, float]] = []
+
+    def write(out_of_memory: str) -> None:
+        peaks = {"allocated": platform.peak_memory_bytes()}
+        if platform.name != "cpu":
+            peaks["reserved"] = torch.cuda.max_memory_reserved()
+        record = {"rank": grids.rank, "out_of_memory": out_of_memory, "peaks": peaks, "updates": updates[1:]}
+        (Path(settings["out"]) / f"rank{grids.rank}.json").write_text(json.dumps(record), encoding="utf-8")
+
+    with exit_when_out_of_memory(write):
+        limit_memory(settings["memory_limit_gib"], platform)
+        trainer = policy_trainer(config, grids, platform, provider, vocab_size)
+        platform.reset_peak_memory()
+        for step in range(settings["repeats"] + 1):
+            completions = rollouts(settings, config, vocab_size, step)
+            own = [each.batch.text for each in trainer.microbatches(completions)]
+            platform.synchronize()
+            dist.barrier(group=grids.host)
+            began = time.perf_counter()
+            result = trainer.update(completions)
+            platform.synchronize()
+            seconds, log_probs_s = time.perf_counter() - began, result.log_probs_s + result.reference_s
+            updates.append({
+                "log_probs_s": log_probs_s, "update_s": seconds - log_probs_s, "tokens": result.num_tokens,
+                "microbatches": result.num_microbatches,
+                "lane": grids.layout.language.coordinates(grids.rank)["dp"],
+                "positions": sum(text.input_ids.shape[1] for text in own if text is not None)})
+        trainer.parts.watchdog.close()
+    write("")
+
+
+def policy_trainer(config: RlRunConfig, grids: Grids, platform: Platform, provider: Any,
+                   vocab_size: int) -> PolicyTrainer:
+    """Set up the trainer as `mimo.rl.loop.RlLoop` does, without an engine."""
+    from mimo.checkpoint.state import RunState
+    from mimo.rl.policy import PolicyTrainer
+    from mimo.rl.reference import reference_policy
+    from mimo.training.setup import setup_trainer, start
+    from mimo.watchdog.watchdog import Watchdog
+
+    watchdog = Watchdog(config.train.watchdog_timeout_s, grids.describe())
+    # A sequence of the schedule is a packed microbatch.
+    train = replace(config.train, seq_length=config.rl.max_tokens_per_microbatch)
+    parts = setup_trainer(replace(config, train=train), provider, grids, platform, watchdog)
+    state = RunState(config, grids, platform, parts.built, parts.optimizer, parts.scheduler)
+    start(state, provider, None, watchdog)
+    reference, _ = reference_policy(state, provider, config.rl, watchdog, resumed=False)
+    return PolicyTrainer(parts, config.rl, vocab_size, 0, reference=reference)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run all and print. Returns the exit code: 1 if an arm failed for another reason than memory, 2 for bad flags."""
-    chosen, further = parse_arguments(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # As in train_rl.py: a provider pkg.module:attr may lie in the current folder.
     sys.path.append(os.getcwd())
+    if "RANK" in os.environ:
+        return run_rank(json.loads(sys.argv[1]), sys.argv[2:])
+    chosen, further = parse_arguments(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with contextlib.ExitStack() as at_end:
         temporary = chosen.out or at_end.enter_context(tempfile.TemporaryDirectory(prefix="rl-sweep-"))
         Path(temporary).mkdir(parents=True, exist_ok=True)

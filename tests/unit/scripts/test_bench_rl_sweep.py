@@ -9,7 +9,7 @@ import pytest
 
 from mimo.config.cli import parse_as
 from mimo.config.rl_run import RlRunConfig
-from scripts.bench import rl_sweep, rl_sweep_rank
+from scripts.bench import rl_sweep
 from tests.support.launch import put_commands
 
 GIVEN = ["--device", "cpu", "--layout", "", "--layout", "--llm-dp 2 --llm-ep 2", "--tokens", "512", "--tokens", "1024"]
@@ -53,16 +53,16 @@ def test_lengths_of_completions_have_the_mean_and_the_spread(tmp_path):
     arm = planned(tmp_path, "--prompt-length", "16", "--", "--global-batch-size", "2048", "--seq-length", "512")[0]
     config = parse_as(RlRunConfig, arm.flags, "")
     settings = {"prompt_length": 16, "completion_length": (64, 0.5)}
-    found = rl_sweep_rank.rollouts(settings, config, 1000, 0)
+    found = rl_sweep.rollouts(settings, config, 1000, 0)
     lengths = [len(each.token_ids) for each in found]
     assert statistics.mean(lengths) == pytest.approx(64, rel=0.05)
     # Of a log-normal: the mean is exp(s^2 / 2) times the median.
     assert statistics.median(lengths) == pytest.approx(64 / 1.133, rel=0.05)
     assert {len(each.prompt_ids) for each in found} == {16} and found[8].prompt == 1
     assert all(len(each.logprobs) == len(each.token_ids) and max(each.logprobs) < 0 for each in found)
-    assert found == rl_sweep_rank.rollouts(settings, config, 1000, 0)
-    assert found != rl_sweep_rank.rollouts(settings, config, 1000, 1)
-    long = rl_sweep_rank.rollouts(settings | {"completion_length": (5000, 1.0)}, config, 1000, 0)
+    assert found == rl_sweep.rollouts(settings, config, 1000, 0)
+    assert found != rl_sweep.rollouts(settings, config, 1000, 1)
+    long = rl_sweep.rollouts(settings | {"completion_length": (5000, 1.0)}, config, 1000, 0)
     assert max(each.length for each in long) == 512, "prompt and completion fit --seq-length"
 
 
