@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mimo.observability.flops import FlopComponent
 from providers.common import hf, hf_config
-from providers.common.computed import DecoderProvider
 from providers.common.decoder import DecoderConfig, check_decoder, check_decoder_grid, decoder_shapes
+from providers.common.family import DecoderProvider, TextProvider
 from providers.common.flops import decoder_components
-from providers.common.text import TextProvider
 
 if TYPE_CHECKING:
     from mimo.weights.rules import WeightMap
@@ -36,9 +35,9 @@ class CausalLmProvider(DecoderProvider, TextProvider):
     Config: ClassVar[type] = Config
     hf_architectures: ClassVar[tuple[str, ...]] = (*hf_config.ARCHITECTURES.values(), "MistralForCausalLM")
     sizes_of_hf = staticmethod(hf.causal_lm_sizes)
-    check = staticmethod(check_decoder)
-    check_grid = staticmethod(check_decoder_grid)
-    shapes = staticmethod(decoder_shapes)
+    checks = (check_decoder,)
+    check_language_grid = staticmethod(check_decoder_grid)
+    language_shapes = staticmethod(decoder_shapes)
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
         """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""

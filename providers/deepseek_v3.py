@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mimo.observability.flops import FlopComponent
 from mimo.protocols import BuildContext
+from providers.common.family import TextProvider
 from providers.common.flops import latent_components
 from providers.common.hf_deepseek import deepseek_config, deepseek_sizes
 from providers.common.mla import LatentDecoderConfig, check_latent, check_latent_grid, latent_shapes
-from providers.common.text import TextProvider
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -38,9 +38,9 @@ class DeepseekV3Provider(TextProvider):
     Config: ClassVar[type] = Config
     hf_architectures: ClassVar[tuple[str, ...]] = ("DeepseekV3ForCausalLM",)
     sizes_of_hf = staticmethod(deepseek_sizes)
-    check = staticmethod(check_latent)
-    check_grid = staticmethod(check_latent_grid)
-    shapes = staticmethod(latent_shapes)
+    checks = (check_latent,)
+    check_language_grid = staticmethod(check_latent_grid)
+    language_shapes = staticmethod(latent_shapes)
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
         """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
@@ -55,13 +55,13 @@ class DeepseekV3Provider(TextProvider):
         Raises:
             ValueError: a tensor-parallel grid without sequence parallelism.
         """
-        from providers.common.mla_build import latent_decoder_spec
+        from providers.common.build import latent_decoder_spec
 
         return latent_decoder_spec(self.resolved(config), context)
 
     def weight_map(self, config: Config, module: str) -> WeightMap:
         """Return the rules that map the decoder to `DeepseekV3ForCausalLM`."""
-        from providers.common.mla_weights import latent_map
+        from providers.common.weights import latent_map
 
         self.check_module(module)
         return latent_map(self.resolved(config))

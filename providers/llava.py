@@ -16,11 +16,10 @@ from mimo.observability.flops import FlopComponent
 from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing, ParameterShape
 from providers.common import hf, hf_config, hf_processor
 from providers.common.checks import Problems
-from providers.common.computed import DecoderProvider
 from providers.common.decoder import DecoderConfig, check_decoder, check_decoder_grid, decoder_shapes
+from providers.common.family import DecoderProvider, VisionLanguageProvider
 from providers.common.flops import decoder_components, projector_components, vision_components
 from providers.common.vision import VisionConfig, check_vision, check_vision_grid, image_tokens, vision_shapes
-from providers.common.vision_language import VisionLanguageProvider
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec

@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mimo.observability.flops import FlopComponent
-from mimo.protocols import BuildContext, MegatronSource
+from mimo.protocols import MegatronSource
+from providers.common.family import HybridProvider, TextProvider
 from providers.common.flops import hybrid_components
 from providers.common.hf_nemotron import language_sizes, nemotron_config, nemotron_sizes
 from providers.common.hybrid import HybridConfig, check_hybrid, check_hybrid_grid, hybrid_shapes, nemotron_source
-from providers.common.text import TextProvider
 
 if TYPE_CHECKING:
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
     from mimo.weights.rules import WeightMap
 
 
@@ -37,15 +35,15 @@ class Config(HybridConfig):
     """Hugging Face config.json, or the folder that holds one. Its sizes replace those of the flags."""
 
 
-class NemotronHProvider(TextProvider):
+class NemotronHProvider(HybridProvider, TextProvider):
     """The `mimo.protocols.ModelProvider` of Nemotron-H. Every method also takes unresolved configurations."""
 
     Config: ClassVar[type] = Config
     hf_architectures: ClassVar[tuple[str, ...]] = ("NemotronHForCausalLM",)
     sizes_of_hf = staticmethod(nemotron_sizes)
-    check = staticmethod(check_hybrid)
-    check_grid = staticmethod(check_hybrid_grid)
-    shapes = staticmethod(hybrid_shapes)
+    checks = (check_hybrid,)
+    check_language_grid = staticmethod(check_hybrid_grid)
+    language_shapes = staticmethod(hybrid_shapes)
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
         """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
@@ -56,22 +54,8 @@ class NemotronHProvider(TextProvider):
         path = config.load_nemotron_checkpoint
         return nemotron_source(path, self.resolved(config)) if path else None
 
-    def num_experts(self, config: Config) -> int:
-        """Return the number of routed experts of an E layer, 0 without one."""
-        return self.resolved(config).num_routed_experts
-
     def flop_components(self, config: Config) -> list[FlopComponent]:
         return hybrid_components(self.resolved(config))
-
-    def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
-        """Return the spec of the decoder. `context` is None on ranks that only read its width.
-
-        Raises:
-            ValueError: there are experts on a tensor-parallel grid without sequence parallelism.
-        """
-        from providers.common.hybrid_build import hybrid_spec
-
-        return hybrid_spec(self.resolved(config), context)
 
     def weight_map(self, config: Config, module: str) -> WeightMap:
         """Return the names of a `NemotronHForCausalLM` checkpoint.

@@ -18,6 +18,7 @@ from mimo.observability.flops import FlopComponent
 from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing, MegatronSource, ParameterShape
 from providers import radio
 from providers.common import hf
+from providers.common.family import VISION, HybridProvider, VisionLanguageProvider
 from providers.common.flops import hybrid_components, projector_components, vision_components
 from providers.common.hf_nemotron import VLM_TYPES, encoder_sizes, language_sizes, vlm_config, vlm_sizes
 from providers.common.hf_radio import (
@@ -28,7 +29,6 @@ from providers.common.hf_radio import (
 )
 from providers.common.hybrid import HybridConfig, check_hybrid, check_hybrid_grid, hybrid_shapes, nemotron_source
 from providers.common.vision import image_tokens
-from providers.common.vision_language import VISION, VisionLanguageProvider
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -99,7 +99,7 @@ class ConfigTiny(Config):
     image_token_id: int = 511
 
 
-class NemotronVlmProvider(VisionLanguageProvider):
+class NemotronVlmProvider(HybridProvider, VisionLanguageProvider):
     """The `mimo.protocols.ModelProvider` of one variant. Every method also takes unresolved configurations.
 
     Args:
@@ -146,10 +146,6 @@ class NemotronVlmProvider(VisionLanguageProvider):
                            "input_projections.0.": "vision_projection.encoder."}}
         return nemotron_source(path, self.resolved(config), vision) if path else None
 
-    def num_experts(self, config: Config) -> int:
-        """Return the number of routed experts of an E layer, 0 without one."""
-        return self.resolved(config).num_routed_experts
-
     def flop_components(self, config: Config) -> list[FlopComponent]:
         """Return the FLOPs of encoder, projector and decoder."""
         config = self.resolved(config)
@@ -158,19 +154,9 @@ class NemotronVlmProvider(VisionLanguageProvider):
                                       has_norm=True),
                 *hybrid_components(config)]
 
-    def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
-        """Return the spec of the decoder. `context` is None on ranks that only read its width.
-
-        Raises:
-            ValueError: there are experts on a tensor-parallel grid without sequence parallelism.
-        """
-        from providers.common.hybrid_build import hybrid_spec
-
-        return hybrid_spec(self.resolved(config), context)
-
     def encoder_spec(self, config: Config, module: str, context: BuildContext) -> ModuleSpec:
         """Return the spec of the vision module, a `mimo.model.submodule.VisionSubmodule`."""
-        from providers.common.radio_build import radio_spec
+        from providers.common.build import radio_spec
 
         self.check_module(module)
         config = self.resolved(config)
@@ -179,7 +165,7 @@ class NemotronVlmProvider(VisionLanguageProvider):
     def weight_map(self, config: Config, module: str) -> WeightMap:
         """Return the names of a `NemotronH_Nano_VL_V2` checkpoint. For one module, its own checkpoint works too."""
         from providers.common.hybrid_weights import language_map
-        from providers.common.radio_weights import radio_map
+        from providers.common.weights import radio_map
 
         config = self.resolved(config)
         if module == LANGUAGE:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing, VideoProcessing
 from providers.common import hf_qwen_vl
-from providers.common.computed import DecoderProvider
 from providers.common.decoder import check_multimodal_decoder
+from providers.common.family import DecoderProvider
 from providers.common.hf_processor import CLIP_MEAN, CLIP_STD
 from providers.common.qwen_vision import Qwen25VisionConfig, check_qwen_vision, whole_video_grid
 from providers.common.qwen_vl import ENCODER, QwenVlConfig, QwenVlProvider, check_token_ids

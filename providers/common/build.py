@@ -14,17 +14,25 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from mimo.grid.spec import GridSpec
 from mimo.model.language import LanguageModel
 from mimo.model.layer_ops import activation
-from mimo.model.layer_specs import decoder_layer_spec, mlp_linears, norm_builder, vit_layer_spec
-from mimo.model.submodule import Projector, VisionSubmodule
+from mimo.model.layer_specs import (
+    decoder_layer_spec,
+    mixed_decoder_spec,
+    mlp_linears,
+    norm_builder,
+    vit_layer_spec,
+)
+from mimo.model.radio import RadioEncoder
+from mimo.model.submodule import Projector, VisionSubmodule, squared_relu
 from mimo.model.vit import ViT
 from mimo.protocols import LANGUAGE, BuildContext
 from providers.common.decoder import DecoderConfig, MultimodalDecoderConfig
+from providers.common.mla import LatentDecoderConfig
 from providers.common.vision import VisionConfig
+from providers.radio import RadioConfig
 
 if TYPE_CHECKING:
     from providers.common.hybrid import HybridConfig
     from providers.common.qwen_vision import QwenVisionConfig
-    from providers.radio import RadioConfig
 
 
 def transformer_config(context: BuildContext | None, kind: type[TransformerConfig] = TransformerConfig,
@@ -168,6 +176,45 @@ def decoder_spec(config: DecoderConfig, context: BuildContext | None) -> ModuleS
     return language_model_spec(config, context, megatron_config, layers)
 
 
+def latent_decoder_config(config: LatentDecoderConfig, context: BuildContext | None) -> MLATransformerConfig:
+    """Return Megatron's configuration of the decoder. `context` is None on ranks that do not build it."""
+    groups: dict[str, object] = {}
+    if config.limits_groups:
+        groups = {"moe_router_num_groups": config.moe_router_num_groups,
+                  "moe_router_group_topk": config.moe_router_group_topk}
+    # The scale of the softmax uses the factor and mscale_all_dim also without rope scaling.
+    factor = config.rotary_scaling_factor if config.rope_type == "yarn" else 1.0
+    built = decoder_config(
+        config, context, MLATransformerConfig,
+        q_lora_rank=config.q_lora_rank or None, kv_lora_rank=config.kv_lora_rank, qk_head_dim=config.qk_head_dim,
+        qk_pos_emb_head_dim=config.qk_pos_emb_head_dim, v_head_dim=config.v_head_dim, rope_type=config.rope_type,
+        rotary_base=config.rotary_base, rotary_scaling_factor=factor,
+        original_max_position_embeddings=config.original_max_position_embeddings, beta_fast=config.beta_fast,
+        beta_slow=config.beta_slow, mscale=config.mscale, mscale_all_dim=config.mscale_all_dim,
+        # A list would give each layer its own checkpoint keys, which equal layers do not need.
+        moe_layer_freq=config.moe_layer_freq if config.first_k_dense_replace else 1,
+        moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size,
+        moe_router_score_function=config.moe_router_score_function,
+        moe_router_enable_expert_bias=config.moe_router_enable_expert_bias,
+        moe_router_bias_update_rate=config.moe_router_bias_update_rate,
+        moe_router_topk_scaling_factor=config.moe_router_topk_scaling_factor, **groups)
+    assert isinstance(built, MLATransformerConfig)
+    return built
+
+
+def latent_decoder_spec(config: LatentDecoderConfig, context: BuildContext | None) -> ModuleSpec:
+    """Return the spec of the decoder.
+
+    Raises:
+        ValueError: a tensor-parallel grid without sequence parallelism.
+    """
+    built, layers = latent_decoder_config(config, context), None
+    if context is not None:
+        layers = mixed_decoder_spec(built, context.transformer_impl, context.groups.pp.rank(),
+                                    config.latent_norm_epsilon)
+    return language_model_spec(config, context, built, layers)
+
+
 def language_model_spec(config: DecoderConfig, context: BuildContext | None, megatron_config: TransformerConfig,
                         layers: TransformerBlockSubmodules | None) -> ModuleSpec:
     """Return the spec of a `LanguageModel`.
@@ -238,6 +285,35 @@ def vision_spec(config: VisionConfig, name: str, projector_size: int, language_s
         "dynamic_resolution": config.vision_dynamic_resolution, "pixel_shuffle": config.vision_pixel_shuffle})
     projector = projector_spec(projector_config(context, language_size, projector_size), config.feature_size, context)
     return submodule_spec(name, encoder, projector, context)
+
+
+def radio_spec(config: RadioConfig, name: str, language_size: int, context: BuildContext) -> ModuleSpec:
+    """Return the spec of a `VisionSubmodule`: RADIO, then RMSNorm and an MLP with squared ReLU and without biases.
+
+    Args:
+        config: sizes of encoder and projector.
+        name: name of the encoder inside the module.
+        language_size: width of the language model.
+        context: the encoder's grid, groups and precision.
+    """
+    impl = context.transformer_impl
+    encoder_config = tower_config(
+        config, context, normalization="LayerNorm", layernorm_epsilon=config.vision_norm_epsilon,
+        activation_func=activation(config.vision_hidden_act, impl),
+        # 0 prediction layers and None differ. Only with 0 does Megatron Core put the final norm after the last layer of
+        # a block that is not built as a model's last stage, as RADIO's is not.
+        mtp_num_layers=0 if config.vision_final_layernorm else None)
+    encoder = ModuleSpec(module=RadioEncoder, params={
+        "config": encoder_config, "layer_spec": vit_layer_spec(encoder_config, impl),
+        "patch_size": config.vision_patch_size, "image_size": config.image_shape,
+        "max_image_size": config.vision_max_image_size, "class_token_len": config.vision_class_token_len,
+        "pg_collection": context.groups, "dynamic_resolution": config.vision_dynamic_resolution,
+        "pixel_shuffle": config.vision_pixel_shuffle, "cpe_augmentation": config.vision_cpe_augmentation})
+    projector = projector_config(
+        context, language_size, config.projector_hidden_size, activation_func=squared_relu, add_bias_linear=False,
+        normalization="RMSNorm", layernorm_epsilon=config.projector_norm_epsilon)
+    return submodule_spec(name, encoder, projector_spec(projector, config.feature_size, context,
+                                                        norm=norm_builder(impl)), context)
 
 
 def tower_config(config: VisionConfig | RadioConfig | QwenVisionConfig, context: BuildContext,

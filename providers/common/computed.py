@@ -1,22 +1,16 @@
-"""Base of every family's provider, and the fields of a configuration that decide what a model computes."""
+"""The fields of a configuration that decide what a model computes, and their keys in Hugging Face's."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
-from mimo.protocols import LANGUAGE, BuildContext
-from providers.common import hf
+from mimo.protocols import LANGUAGE
 from providers.common.decoder import DecoderConfig
 from providers.common.hybrid import ATTENTION, MAMBA, MLP, MOE, HybridConfig
 from providers.common.mla import UNUSED as UNUSED_BY_LATENT_ATTENTION
 from providers.common.mla import LatentDecoderConfig
 from providers.radio import RadioConfig
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.spec_utils import ModuleSpec
 
 # Origin of a model, training, storage and the length of sequences. Every other field decides what it computes.
 NOT_COMPUTED = frozenset({
@@ -95,64 +89,3 @@ def computed_fields(config: Any, module: str) -> dict[str, Any]:
     else:
         unused = set()
     return {name: value for name, value in values.items() if name not in unused}
-
-
-class FamilyProvider:
-    """Base of every family's provider: sizes of `--hf-config`, and the fields that decide what a model computes.
-
-    It implements `mimo.protocols.ComparableProvider`. Methods that take a configuration resolve it first.
-
-    Attributes:
-        Config: the family's flags, with a field `hf_config`.
-        sizes_of_hf: returns the fields of `Config` that a config.json sets, or raises ValueError with the key.
-    """
-
-    Config: type
-    sizes_of_hf: ClassVar[Callable[[dict[str, Any]], dict[str, Any]]]
-
-    def from_hf(self, source: str | Path | dict[str, Any], base: Any = None) -> Any:
-        """Return the configuration of a Hugging Face model.
-
-        Args:
-            source: a config.json, its folder, or the configuration as a dict.
-            base: source of the fields that it does not set (dropout, load balancing); None: the defaults.
-
-        Raises:
-            ValueError: no such file, or a value that this model cannot reproduce; the message names the key.
-        """
-        base = self.Config() if base is None else base
-        return dataclasses.replace(base, **self.sizes_of_hf(hf.load(source)), hf_config="")
-
-    def resolved(self, config: Any) -> Any:
-        """Return `config` with the sizes of its `hf_config`, if it has one. Raises the errors of `from_hf`."""
-        return self.from_hf(config.hf_config, config) if config.hf_config else config
-
-    def hidden_size(self, config: Any) -> int:
-        size: int = self.resolved(config).hidden_size
-        return size
-
-    def num_experts(self, config: Any) -> int:
-        """Return the number of routed experts of a MoE layer, 0 for a dense model."""
-        number: int = self.resolved(config).num_experts
-        return number
-
-    def computed_fields(self, config: Any, module: str) -> dict[str, Any]:
-        return computed_fields(config, module)
-
-    def hf_key(self, field: str) -> str:
-        """Return the key of a Hugging Face configuration with the meaning of a field."""
-        return HF_KEYS.get(field, field)
-
-
-class DecoderProvider(FamilyProvider):
-    """Base of the providers whose language model is that of a `DecoderConfig`."""
-
-    def language_spec(self, config: Any, context: BuildContext | None) -> ModuleSpec:
-        """Return the spec of the decoder. `context` is None on ranks that only read its width.
-
-        Raises:
-            ValueError: there are experts on a tensor-parallel grid without sequence parallelism.
-        """
-        from providers.common.build import decoder_spec
-
-        return decoder_spec(self.resolved(config), context)

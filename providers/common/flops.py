@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from mimo.observability.flops import FlopComponent
 from mimo.protocols import LANGUAGE
 from providers.common.decoder import DecoderConfig
+from providers.common.family import VISION
 from providers.common.hybrid import ATTENTION, CONV_KERNEL, MAMBA, MLP, MOE, HybridConfig
 from providers.common.mla import LatentDecoderConfig
 from providers.common.qwen_vision import Qwen3VisionConfig, Qwen25VisionConfig, QwenVisionConfig
 from providers.common.vision import VisionConfig
-from providers.common.vision_language import VISION
 
 if TYPE_CHECKING:
     from providers.radio import RadioConfig

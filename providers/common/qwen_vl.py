@@ -13,6 +13,7 @@ from mimo.observability.flops import FlopComponent
 from mimo.protocols import ImageProcessing, ParameterShape, TokenSpec, VideoProcessing, VideoSize
 from providers.common.checks import Problems
 from providers.common.decoder import MultimodalDecoderConfig, check_decoder_grid, decoder_shapes
+from providers.common.family import VISION, VisionLanguageProvider
 from providers.common.flops import decoder_components, qwen_vision_components
 from providers.common.hf_qwen_vl import TOKEN_DEFAULTS, module_sizes
 from providers.common.qwen_processor import (
@@ -31,7 +32,6 @@ from providers.common.qwen_vision import (
     qwen_vision_shapes,
     token_grid,
 )
-from providers.common.vision_language import VISION, VisionLanguageProvider
 
 ENCODER = "tower"
 

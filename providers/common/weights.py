@@ -1,8 +1,9 @@
-"""Weight maps of the shared parts: a decoder of the Llama, Qwen and Mixtral families, a vision tower, a projector.
+"""Weight maps: decoders of the Llama, Qwen, Mixtral and DeepSeek families, the towers of CLIP, SigLIP and RADIO.
 
 Rules use the names of a text model (`model.layers.0...`, `lm_head.weight`) and of a `CLIPModel` beside LLaVA's
-projector (`vision_model.encoder...`, `multi_modal_projector.linear_1...`). Naming schemes give the names of other
-checkpoints.
+projector (`vision_model.encoder...`, `multi_modal_projector.linear_1...`). Those of RADIO and its projector use the
+names of `NemotronH_Nano_VL_V2` (`vision_model.radio_model.model.blocks.0...`, `mlp1.1...`); a separate RADIO model has
+no `vision_model.` and no projector. Naming schemes give the names of other checkpoints.
 
 Megatron names are those of Transformer Engine layers, which the local layers also use in checkpoints: the norm before
 attention belongs to `self_attention.linear_qkv`, and the norm before a dense MLP to `mlp.linear_fc1`. An expert's layer
@@ -20,6 +21,7 @@ import torch
 
 from mimo.weights.rules import Direct, Fused, NamingScheme, PaddedRows, Repeated, Rule, Segment, WeightMap
 from providers.common.decoder import DecoderConfig
+from providers.common.mla import LatentDecoderConfig
 from providers.common.qwen_vision import QwenVisionConfig
 from providers.common.vision import VisionConfig
 from providers.radio import RadioConfig
@@ -118,8 +120,7 @@ def decoder_map(config: DecoderConfig, schemes: Sequence[NamingScheme]) -> Weigh
             rules += moe_rules(config, megatron, hf)
         else:
             rules.append(Rule(megatron + "mlp.linear_fc1.layer_norm_weight", (hf + "post_attention_layernorm.weight",)))
-            rules += gated_mlp_rules(megatron + "mlp.", [hf + f"mlp.{part}_proj.weight" for part in GATED_MLP],
-                                     config.ffn_hidden_size)
+            rules += gated_mlp_rules(megatron + "mlp.", hf + "mlp.", config.ffn_hidden_size)
     repeated = () if config.untie_embeddings_and_output_weights else (TIED_OUTPUT,)
     return WeightMap((*outer_rules(config), *rules), tuple(schemes), (ROTARY_BUFFERS,), repeated)
 
@@ -153,20 +154,21 @@ def attention_rules(config: DecoderConfig, megatron: str, hf: str) -> list[Rule]
     return rules
 
 
-# Gate, up, down.
-GATED_MLP = ("gate", "up", "down")
+# Names of gate, up and down.
+GATED_MLP = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL_EXPERT = ("w1", "w3", "w2")
 
 
-def gated_mlp_rules(megatron: str, parts: Sequence[str], inner: int) -> list[Rule]:
+def gated_mlp_rules(megatron: str, hf: str, inner: int, parts: Sequence[str] = GATED_MLP) -> list[Rule]:
     """Return the rules of an MLP with a gate.
 
     Args:
         megatron: prefix of `linear_fc1` and `linear_fc2`.
-        parts: Hugging Face names of gate, up and down.
+        hf: prefix of the layers in Hugging Face's names.
         inner: rows of the gate.
+        parts: names of gate, up and down there.
     """
-    gate, up, down = parts
+    gate, up, down = (f"{hf}{part}.weight" for part in parts)
     return [Rule(megatron + "linear_fc1.weight", (gate, up), Fused(1, (inner, inner))),
             Rule(megatron + "linear_fc2.weight", (down,))]
 
@@ -177,9 +179,58 @@ def moe_rules(config: DecoderConfig, megatron: str, hf: str) -> list[Rule]:
     rules = [Rule(megatron + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",)),
              Rule(megatron + "mlp.router.weight", (block + "gate.weight",))]
     for expert in range(config.num_experts):
-        names = [f"{part}_proj" for part in GATED_MLP] if config.qk_layernorm else MIXTRAL_EXPERT
-        rules += gated_mlp_rules(f"{megatron}mlp.experts.{expert}.",
-                                 [f"{block}experts.{expert}.{name}.weight" for name in names],
+        rules += gated_mlp_rules(f"{megatron}mlp.experts.{expert}.", f"{block}experts.{expert}.",
+                                 config.moe_ffn_hidden_size, GATED_MLP if config.qk_layernorm else MIXTRAL_EXPERT)
+    return rules
+
+
+def latent_map(config: LatentDecoderConfig) -> WeightMap:
+    """Map every tensor of the decoder to the names of `DeepseekV3ForCausalLM`."""
+    rules = outer_rules(config)
+    for layer, is_moe in enumerate(config.moe_layer_freq):
+        megatron, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        rules += _latent_attention_rules(config, megatron, hf)
+        if is_moe:
+            rules += _latent_moe_rules(config, megatron, hf)
+        else:
+            norm = Rule(megatron + "mlp.linear_fc1.layer_norm_weight", (hf + "post_attention_layernorm.weight",))
+            rules += [norm, *gated_mlp_rules(megatron + "mlp.", hf + "mlp.", config.ffn_hidden_size)]
+    ignored = [ROTARY_BUFFERS]
+    repeated = () if config.untie_embeddings_and_output_weights else (TIED_OUTPUT,)
+    for layer in range(config.num_layers, config.num_layers + config.ignored_mtp_layers):
+        ignored.append((rf"^model\.layers\.{layer}\.", "multi-token prediction is not built"))
+    return WeightMap(tuple(rules), (NamingScheme("DeepseekV3ForCausalLM"),), tuple(ignored), repeated)
+
+
+def _latent_attention_rules(config: LatentDecoderConfig, megatron: str, hf: str) -> list[Rule]:
+    """Return the rules of attention.
+
+    The norm before it is a separate layer. The norms of compressed queries, keys and values belong to the layers after
+    them. Rotary channels are in pairs on both sides.
+    """
+    names = {"linear_kv_down_proj.weight": "kv_a_proj_with_mqa",
+             "linear_kv_up_proj.layer_norm_weight": "kv_a_layernorm",
+             "linear_kv_up_proj.weight": "kv_b_proj", "linear_proj.weight": "o_proj"}
+    if config.q_lora_rank:
+        names |= {"linear_q_down_proj.weight": "q_a_proj", "linear_q_up_proj.layer_norm_weight": "q_a_layernorm",
+                  "linear_q_up_proj.weight": "q_b_proj"}
+    else:
+        names["linear_q_proj.weight"] = "q_proj"
+    return [Rule(megatron + "input_layernorm.weight", (hf + "input_layernorm.weight",)),
+            *(Rule(f"{megatron}self_attention.{ours}", (f"{hf}self_attn.{theirs}.weight",))
+              for ours, theirs in names.items())]
+
+
+def _latent_moe_rules(config: LatentDecoderConfig, megatron: str, hf: str) -> list[Rule]:
+    rules = [Rule(megatron + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",)),
+             Rule(megatron + "mlp.router.weight", (hf + "mlp.gate.weight",)),
+             *gated_mlp_rules(megatron + "mlp.shared_experts.", hf + "mlp.shared_experts.",
+                              config.moe_shared_expert_intermediate_size)]
+    if config.moe_router_enable_expert_bias:
+        rules.append(Rule(megatron + "mlp.router.expert_bias", (hf + "mlp.gate.e_score_correction_bias",),
+                          keep_fp32=True))
+    for expert in range(config.num_experts):
+        rules += gated_mlp_rules(f"{megatron}mlp.experts.{expert}.", f"{hf}mlp.experts.{expert}.",
                                  config.moe_ffn_hidden_size)
     return rules
 
@@ -265,3 +316,47 @@ def _unused_parts(config: VisionConfig) -> list[tuple[str, str]]:
         numbers = "|".join(str(layer) for layer in range(first, first + count))
         unused.append((rf"{tower}encoder\.layers\.({numbers})\.", "layers after the one whose features are taken"))
     return unused
+
+
+RADIO = "vision_model.radio_model."
+RADIO_SCHEMES = (
+    NamingScheme("NemotronH_Nano_VL_V2"),
+    NamingScheme("RADIOModel", ((r"^vision_model\.", ""),), optional=(r"^mlp1\.",)),
+)
+# Tensors that change features (layer scale, feature normalizers) are not among these, so checkpoints with them are
+# refused.
+RADIO_IGNORED = (
+    (r"^(vision_model\.)?radio_model\.input_conditioner\.norm_(mean|std)$",
+     "pixels are normalized by the data set"),
+    (r"^(vision_model\.)?radio_model\.summary_idxs$", "class tokens are dropped"),
+    (r"^(vision_model\.)?radio_model\.model\.patch_generator\.video_embedder\.", "video frames are not embedded"),
+    (r"^(vision_model\.)?radio_model\.adaptors\.", "heads that imitate the teachers' features"),
+    (r"^sound_(encoder|projection)\.", "the audio side of an omni model"),
+)
+
+
+def radio_map(config: RadioConfig, name: str) -> WeightMap:
+    """Map every tensor of the encoder and of its projector.
+
+    The norm after the last layer is `model.norm` of the published definition, which has it only if the encoder's
+    arguments have `model_norm`. A model with --vision-final-layernorm refuses a checkpoint without it, and a model
+    without refuses one with it, because their features differ even if the norm's weights are ones and zeros.
+
+    Args:
+        config: its sizes.
+        name: name of the encoder inside the module.
+    """
+    encoder, model = f"encoders.{name}.", RADIO + "model."
+    rules = [Rule(encoder + "embedder.weight", (model + "patch_generator.embedder.weight",)),
+             Rule(encoder + "position_embeddings", (model + "patch_generator.pos_embed",))]
+    if config.vision_class_token_len:
+        rules.append(Rule(encoder + "class_token", (model + "patch_generator.cls_token.token",)))
+    if config.vision_final_layernorm:
+        rules += affine(encoder + "decoder.final_layernorm.", model + "norm.")
+    for layer in range(config.vision_num_layers):
+        rules += head_major_layer(config, f"{encoder}decoder.layers.{layer}.", f"{model}blocks.{layer}.", "fc")
+    projector = "input_projections.0."
+    rules += [Rule(projector + "linear_fc1.layer_norm_weight", ("mlp1.0.weight",)),
+              Rule(projector + "linear_fc1.weight", ("mlp1.1.weight",)),
+              Rule(projector + "linear_fc2.weight", ("mlp1.3.weight",))]
+    return WeightMap(tuple(rules), RADIO_SCHEMES, RADIO_IGNORED)

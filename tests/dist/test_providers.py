@@ -14,7 +14,7 @@ import pytest
 from mimo.grid.spec import GridSpec
 from mimo.protocols import LANGUAGE
 from providers import llava, mock
-from providers.common.vision_language import VISION
+from providers.common.family import VISION
 from tests.support.spawn import WorkerPool
 
 pytestmark = pytest.mark.slow

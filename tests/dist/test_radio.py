@@ -72,12 +72,12 @@ class RadioProvider(llava.LlavaProvider):
         return decoder_shapes(config) if module == LANGUAGE else radio_shapes(config, config.hidden_size)
 
     def encoder_spec(self, config: Config, module: str, context: Any) -> Any:
-        from providers.common.radio_build import radio_spec
+        from providers.common.build import radio_spec
 
         return radio_spec(config, ENCODER, config.hidden_size, context)
 
     def weight_map(self, config: Config, module: str) -> Any:
-        from providers.common.radio_weights import radio_map
+        from providers.common.weights import radio_map
 
         return super().weight_map(config, module) if module == LANGUAGE else radio_map(config, ENCODER)
 

@@ -13,7 +13,7 @@ from mimo.grid.groups import Grids
 from mimo.grid.spec import GridSpec, Layout
 from mimo.platform import current_platform
 from mimo.protocols import LANGUAGE, BuildContext
-from providers.common.vision_language import VISION
+from providers.common.family import VISION
 from providers.llava import Config, provider
 
 

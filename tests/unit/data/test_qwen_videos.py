@@ -47,7 +47,7 @@ from mimo.rl.images import as_request
 from mimo.rl.prompts import Normalisation
 from mimo.visual import count_tokens
 from providers.common import qwen_processor
-from providers.common.vision_language import VISION
+from providers.common.family import VISION
 from tests.support.chat_templates import QWEN2_VL
 from tests.support.small_tokenizer import write_tokenizer
 from tests.support.videos import all_frames, write_video

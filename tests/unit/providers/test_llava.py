@@ -16,7 +16,7 @@ from mimo.protocols import LANGUAGE
 from mimo.registry import model_provider
 from providers import llava, mock
 from providers.common.checks import Problems
-from providers.common.vision_language import VISION
+from providers.common.family import VISION
 
 SMALL = mock.Config()
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -16,7 +16,7 @@ from mimo.protocols import LANGUAGE, VideoSize
 from mimo.registry import provider_of
 from mimo.visual import count_tokens
 from providers import qwen2_5_vl, qwen3_vl
-from providers.common.vision_language import VISION
+from providers.common.family import VISION
 
 QWEN2_5, QWEN3 = qwen2_5_vl.provider, qwen3_vl.provider
 LAYOUT = Layout("disjoint", 2, (GridSpec(VISION),), GridSpec(LANGUAGE, offset=1))

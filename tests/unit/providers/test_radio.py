@@ -12,9 +12,8 @@ from mimo.weights.match import match_source
 from mimo.weights.rules import WeightMap
 from mimo.weights.safetensors_io import Catalog, SourceTensor
 from providers.common.checks import Problems
-from providers.common.radio_weights import RADIO, radio_map
 from providers.common.vision import image_tokens
-from providers.common.weights import HeadMajor
+from providers.common.weights import RADIO, HeadMajor, radio_map
 from providers.radio import RadioConfig, check_radio, check_radio_grid
 
 DYNAMIC = RadioConfig(vision_dynamic_resolution=True)

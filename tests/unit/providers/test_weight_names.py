@@ -15,7 +15,7 @@ from mimo.weights.match import ModuleMatch, check_tensor, match_source
 from mimo.weights.rules import WeightMap
 from mimo.weights.safetensors_io import Catalog, HfSource, SourceTensor
 from providers import causal_lm, deepseek_v3, llava, llava_next, nemotron_h, qwen2_5_vl, qwen3_vl
-from providers.common.vision_language import VISION
+from providers.common.family import VISION
 from tests.support.hf_families import LLAVA_MODELS, MODELS, QWEN_MODELS, TEXT_MODELS, build_hf
 
 Shapes = Mapping[str, Iterable[int]]
