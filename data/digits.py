@@ -2,7 +2,7 @@
 
 A sample shows the digits of a number, one image each or all in one strip, asks to "read the number" and answers with
 its digits. A text-only sample writes the number in words instead. Which scans are held out is fixed: they never occur
-in the train split, whatever the seed.
+in the train split, whatever the seed. train_rl.py gets the numbers as prompts.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 from data.indexed import IndexedStream
 from mimo.protocols import LANGUAGE, ImageProcessing, Lane, Sample, TokenSpec
+from mimo.rl.prompts import Normalisation, Prompt
 
 PAD, BOS, EOS = 0, 1, 2
 FIRST_DIGIT = 4
@@ -27,6 +28,8 @@ NUM_WORDS = FIRST_DIGIT + 10 + len(WORDS)
 SCAN_SIDE = 8
 # Mean and standard deviation of all pixels of the 1,797 scans in 0..1.
 PIXEL_MEAN, PIXEL_STD = 0.30526, 0.37605
+# Random streams of prompts, besides those of samples: of numbers, and of pixels.
+NUMBERS, PIXELS = 2, 3
 # Fixes the held-out split and the validation numbers, which --seed must not change.
 SPLIT_SEED = 1797
 
@@ -301,3 +304,84 @@ class DigitsProvider:
 
 
 provider = DigitsProvider()
+
+
+class DigitPrompts:
+    """The numbers of one split as prompts without answers; a `mimo.rl.prompts.ImagePromptSet`.
+
+    Images are 8-bit pictures. Prompts of the train split are a pure function of seed and index. The held-out split is
+    the fixed list of supervised training.
+
+    Attributes:
+        end_token_id: ends a completion.
+        pad_token_id: fills rows.
+        normalisation: mean and deviation of pictures, as in supervised training.
+    """
+
+    end_token_id = EOS
+    pad_token_id = PAD
+
+    def __init__(self, config: Config, tokens: TokenSpec, split: str, seed: int) -> None:
+        """Check the configuration.
+
+        Raises:
+            ValueError: the flags cannot work; the message names them and their values.
+        """
+        check(config, tokens, split)
+        if config.digits_words_fraction:
+            raise ValueError(f"--digits-words-fraction {config.digits_words_fraction} is for train_hetero.py: prompts "
+                             "have no answers; leave it out")
+        self._config, self._tokens, self._split, self._seed = config, tokens, split, seed
+        channels = tokens.num_channels
+        self.normalisation = Normalisation((PIXEL_MEAN,) * channels, (PIXEL_STD,) * channels)
+
+    def prompt(self, index: int) -> Prompt:
+        config, tokens = self._config, self._tokens
+        rng = np.random.default_rng([self._seed, index, NUMBERS])
+        scans, text_only = choose_scans(config, self._split, index, rng)
+        number = [int(load_scans()[1][scan]) for scan in scans]
+        answer = "".join(map(str, number))
+        ids = question(config, tokens, number, text_only)
+        num_images = ids.count(tokens.image_token_id)
+        return Prompt(
+            f"digits/{self._split}/{index:06d}", self._text(ids), tuple(ids), answer, {"digits": tuple(number)},
+            (image_size(config, tokens),) * num_images,
+            partial(self._pictures, () if text_only else scans, index))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Decode a completion: its digits as one number, other words separated by spaces."""
+        return provider.decode(self._config, list(token_ids))
+
+    def _pictures(self, scans: Sequence[int], index: int) -> list[np.ndarray]:
+        """Draw the images of a prompt, uint8 `[height, width, channels]` each."""
+        changed = self._config.digits_augment and self._split == "train"
+        rng = np.random.default_rng([self._seed, index, PIXELS]) if changed else None
+        drawn = draw_number(self._config, self._tokens, scans, rng)
+        return [np.repeat(np.rint(image * 255).astype(np.uint8)[..., None], self._tokens.num_channels, axis=2)
+                for image in drawn]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        image = self._tokens.image_token_id
+        names = {identifier: word for word, identifier in WORDS.items()} | {image: "<image>"}
+        return " ".join(names[token] for token in ids if token != BOS)
+
+
+class DigitPromptsProvider:
+    """The prompts `digits`."""
+
+    Config: ClassVar[type] = Config
+    # As in supervised training.
+    with_image_processing = staticmethod(provider.with_image_processing)
+    image_processing = staticmethod(provider.image_processing)
+
+    def validate(self, config: Config, tokens: TokenSpec) -> None:
+        """Raise ValueError, with flags and values, if the flags cannot work."""
+        for split in ("train", "valid"):
+            self.open(config, tokens, split, 0)
+
+    def open(self, config: Config, tokens: TokenSpec, split: str, seed: int) -> DigitPrompts:
+        """Open a split, `train` or `valid`. Raises the errors of `validate`."""
+        return DigitPrompts(config, tokens, split, seed)
+
+
+prompt_provider = DigitPromptsProvider()

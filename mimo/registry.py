@@ -33,7 +33,7 @@ DATASET_PROVIDERS = {
 PROMPT_PROVIDERS = {
     "arithmetic": "data.arithmetic:provider",
     "conversations": "data.conversation_files.prompts:provider",
-    "digits": "data.digit_prompts:provider",
+    "digits": "data.digits:prompt_provider",
     "gsm8k": "data.gsm8k:provider",
 }
 REWARDS = {

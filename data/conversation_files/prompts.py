@@ -6,7 +6,7 @@ written as in supervised training, with its images and videos.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,7 +16,7 @@ from data.conversation_files import provider as files
 from data.conversation_files.provider import Config
 from data.energon.provider import path_of
 from data.indexed import ShuffledRecords
-from mimo.protocols import DataRequest, ImageProcessing, TokenSpec, VideoProcessing
+from mimo.protocols import DataRequest, TokenSpec
 from mimo.rl.prompts import Normalisation, Prompt, PromptVideo
 
 if TYPE_CHECKING:
@@ -166,37 +166,17 @@ class ConversationPromptsProvider:
     """The prompts `conversations`; see the docstring of this module."""
 
     Config: ClassVar[type] = Config
+    # As in supervised training.
+    with_tokenizer = staticmethod(files.provider.with_tokenizer)
+    with_image_processing = staticmethod(files.provider.with_image_processing)
+    image_processing = staticmethod(files.provider.image_processing)
+    with_video_processing = staticmethod(files.provider.with_video_processing)
+    video_processing = staticmethod(files.provider.video_processing)
+    stream_fields = staticmethod(files.provider.stream_fields)
 
     def validate(self, config: Config, tokens: TokenSpec) -> None:
         """Raise ValueError, with flags, files and lines, if the flags or the first record cannot work."""
         self.open(config, tokens, "train", 0).prompt(0)
-
-    def with_tokenizer(self, config: Config, folders: Sequence[str]) -> Config:
-        """Return the flags with the tokenizer of the model, unless they name one."""
-        filled: Config = files.provider.with_tokenizer(config, folders)
-        return filled
-
-    def with_image_processing(self, config: Config, find: Callable[[], Sequence[ImageProcessing]]) -> Config:
-        """Return the flags with the model's values filled in, as in supervised training."""
-        filled: Config = files.provider.with_image_processing(config, find)
-        return filled
-
-    def image_processing(self, config: Config, tokens: TokenSpec) -> ImageProcessing:
-        """Return how images become pixels, as in supervised training."""
-        return files.provider.image_processing(config, tokens)
-
-    def with_video_processing(self, config: Config, find: Callable[[], Sequence[VideoProcessing]]) -> Config:
-        """Return the flags with the model's values filled in, as in supervised training."""
-        filled: Config = files.provider.with_video_processing(config, find)
-        return filled
-
-    def video_processing(self, config: Config, tokens: TokenSpec) -> VideoProcessing | None:
-        """Return how videos become pixels, as in supervised training; None if the model takes none."""
-        return files.provider.video_processing(config, tokens)
-
-    def stream_fields(self, config: Config) -> dict[str, Any]:
-        """Return the fields that decide the prompts, as in supervised training."""
-        return files.provider.stream_fields(config)
 
     def open(self, config: Config, tokens: TokenSpec, split: str, seed: int) -> ConversationPrompts:
         """Open a split, `train` or `valid`. Raises the errors of `validate`."""

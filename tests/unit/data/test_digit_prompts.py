@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from data import digits
-from data.digit_prompts import provider
 from data.digits import BOS, EOS, FIRST_DIGIT, WORDS, Config
+from data.digits import prompt_provider as provider
 from mimo.protocols import Lane, TokenSpec
 from mimo.rl.prompts import ImagePromptSet
 from mimo.rl.rewards.short_answers import exact_match
