@@ -64,7 +64,7 @@ class Problems:
             self.add(f"--seq-length {seq_length} is not divisible by {unit}, twice --llm-cp {cp} times --llm-tp {tp}; "
                      f"nearest --seq-length: {f'{below} or ' if below else ''}{below + unit}")
 
-    def report(self, hf_config: str) -> None:
+    def report(self, hf_config: str = "") -> None:
         """Raise ValueError with every problem found. `hf_config` is the file that the sizes come from, if any."""
         if self.found:
             origin = f"\n(model sizes from --hf-config {hf_config})" if hf_config else ""
