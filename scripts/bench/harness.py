@@ -14,7 +14,6 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from mimo.config.cli import parse
@@ -136,6 +135,15 @@ def slowest(seconds: float = 0.0, group: Any = None) -> float:
     return value.item()
 
 
+def memory_gib(device: str) -> float | None:
+    """Return the memory of a GPU; None on the CPU."""
+    if device == "cpu":
+        return None
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory / 2**30
+
+
 def check_gpus(device: str, ranks: int, whose: str = "the grids have") -> None:
     """Raise ValueError if this host has fewer GPUs than ranks are to run on."""
     if device == "cpu":
@@ -145,32 +153,6 @@ def check_gpus(device: str, ranks: int, whose: str = "the grids have") -> None:
     there = torch.cuda.device_count()
     if ranks > there:
         raise ValueError(f"--device cuda: {whose} {ranks} ranks, this host has {there} GPUs")
-
-
-@contextmanager
-def announced(marks: dict[int, Path], say: Callable[[int], None]) -> Iterator[None]:
-    """Call `say` with the number of each run whose file appears while the block runs.
-
-    A benchmark that is stopped has then shown what it knew.
-    """
-    stop, left = Event(), dict(marks)
-
-    def watch() -> None:
-        while left:
-            stopped = stop.wait(0.5)
-            for number in [number for number, mark in left.items() if mark.exists()]:
-                say(number)
-                del left[number]
-            if stopped:
-                return
-
-    watcher = Thread(target=watch)
-    watcher.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        watcher.join()
 
 
 def limit_memory(limit_gib: float | None, platform: Platform) -> None:

@@ -11,7 +11,7 @@ their own. In a `disjoint` layout, they are on different ranks.
 First the benchmark searches each kind. Of all layouts on --gpus ranks that the trainer accepts, it tries --candidates
 for --search-steps iterations each. Of homogeneous and colocated layouts, it prefers those that split the modules least.
 Of disjoint layouts, it prefers those whose shares of GPUs are nearest to the shares of work; earlier runs say how many
-FLOPs each module has. Then it improves each candidate (scripts/bench/layout_variants.py): it tries cuts of pipelines
+FLOPs each module has. Then it improves each candidate (scripts/bench/layout_search.py): it tries cuts of pipelines
 around the cut that FLOPs suggest, encoder windows of 1, 2 and all microbatches, the least recomputation that fits, and
 larger microbatches. --no-variants leaves this out. --homogeneous, --colocated and --disjoint name layouts in place of a
 search. --list prints the layouts with which the search would begin. After each part of the search a line says how long
@@ -46,7 +46,6 @@ import argparse
 import json
 import math
 import os
-import shutil
 import signal
 import statistics
 import sys
@@ -58,11 +57,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from mimo import registry
-from mimo.config.cli import parse, to_toml
-from mimo.config.trainer import RunConfig
+from mimo.config.cli import parse
 from mimo.config.validate import validate
 from mimo.observability.flops import FlopsProvider, SequenceSums, forward_flops
 from mimo.planner.costs import Costs, Profile
@@ -70,155 +68,28 @@ from mimo.planner.predict import predict
 from mimo.planner.workload import draw_samples
 from mimo.protocols import LANGUAGE
 from scripts.bench import presets
-from scripts.bench.harness import announced, argument_parser, check_gpus, check_least, device_name, table_of
+from scripts.bench.harness import argument_parser, check_gpus, check_least, device_name, memory_gib, table_of
 from scripts.bench.layout_search import (
     DISJOINT,
     HOMOGENEOUS,
     KINDS,
     Candidate,
+    Trial,
+    Variants,
+    Work,
     by_split,
     eta_split,
     given,
     search,
 )
-from scripts.bench.layout_variants import Trial, Variants, Work
-from scripts.training_runs import ROOT, SHOWN, iterations, quiet, torchrun
-
-OUT_OF_MEMORY, KILLED = "out of memory", "killed: out of memory?"
-FULL = (OUT_OF_MEMORY, KILLED)
-DONE, OUT_OF_MEMORY_FILES = "done", "out-of-memory-rank*"
-
-
-@dataclass
-class Outcome:
-    """Figures of a run's timed iterations. Tokens/s and TFLOP/s are per GPU.
-
-    Attributes:
-        error: why the run has no figures; empty if it has them.
-        tokens_per_s: tokens of text and images without padding.
-        tflops: those of the model. None if its provider does not know its FLOPs.
-        step_ms: median time of a step.
-        peak_gib: high-water mark of the module and rank that needs most memory.
-        losses: losses of all iterations.
-        flops: FLOPs of a step by module.
-        busy_s: GPU-seconds of the passes of a step by module.
-        grad_norms: gradient norms of all iterations; None for one that was skipped.
-        hardware_flops: FLOPs of a step by module, with padding and recomputation.
-    """
-
-    error: str = ""
-    tokens_per_s: float = 0.0
-    tflops: float | None = None
-    step_ms: float = 0.0
-    peak_gib: float = 0.0
-    losses: list[float] = field(default_factory=list)
-    flops: dict[str, float] = field(default_factory=dict)
-    busy_s: dict[str, float] = field(default_factory=dict)
-    grad_norms: list[float | None] = field(default_factory=list)
-    hardware_flops: dict[str, float] = field(default_factory=dict)
+from scripts.bench.run_series import FULL, OUT_OF_MEMORY, Outcome, run_all
+from scripts.training_runs import quiet
 
 
 def median(outcomes: Sequence[Outcome], name: str) -> float | None:
     """Median of a figure over several runs. None if no run has it."""
     known = [vars(outcome)[name] for outcome in outcomes if vars(outcome)[name] is not None]
     return statistics.median(known) if known else None
-
-
-def outcome_of(config: RunConfig, records: Sequence[dict[str, Any]], warmup: int, ranks: int) -> Outcome:
-    """Return the figures of a run that did not fail, from its `iterations`."""
-    timed = records[warmup:]
-    seconds = sum(record["iteration-time"] for record in timed)
-    tokens = sum(record["image-tokens"] + record["text-tokens"] for record in timed)
-    flops = {name.partition("/")[2]: statistics.fmean(record[name] for record in timed)
-             for name in timed[0] if name.startswith("flops/")}
-    computed = {name: statistics.fmean(record.get(f"hardware-flops/{name}", value) for record in timed)
-                for name, value in flops.items()}
-    layout = config.layout
-    sizes = {LANGUAGE: layout.llm_tp * layout.llm_cp * layout.llm_dp * layout.llm_pp}
-    busy = {}
-    for name in flops:
-        size = sizes.get(name, layout.encoder_tp * layout.encoder_dp * layout.encoder_pp)
-        parts = [f"timeline/{name}/{part}-s" for part in ("forward", "backward")]
-        if all(part in timed[0] for part in parts):
-            busy[name] = size * statistics.fmean(sum(record[part] for part in parts) for record in timed)
-    return Outcome(
-        tokens_per_s=tokens / seconds / ranks, flops=flops, hardware_flops=computed, busy_s=busy,
-        tflops=sum(flops.values()) * len(timed) / seconds / ranks / 1e12 if flops else None,
-        step_ms=1000 * statistics.median(record["iteration-time"] for record in timed),
-        peak_gib=max(record[name] for record in records for name in record if name.startswith("peak-memory-bytes/"))
-        / 2**30, losses=[record["lm loss"] for record in records],
-        grad_norms=[record["grad-norm"] for record in records])
-
-
-def run_all(configs: Sequence[RunConfig], names: Sequence[str], folder: Path, ranks: int, warmup: int,
-            num_batches: int, memory_limit_gib: float | None, *, fresh: bool = False,
-            until_failure: bool = False) -> list[Outcome]:
-    """Run all configurations in order.
-
-    One launch runs them one after the other in the same processes, so that there is one start. If a run fails, another
-    launch continues with the next one.
-
-    Args:
-        configs: the runs.
-        names: name of each run for messages.
-        folder: receives a folder for each run.
-        ranks: number of processes.
-        warmup: iterations of each run that its figures leave out.
-        num_batches: number of global batches that a run repeats.
-        memory_limit_gib: memory that a rank may use; None for all there is.
-        fresh: whether each run has a launch of its own.
-        until_failure: whether the first run that fails is the last one.
-    """
-    folders, runs = [], []
-    for config, name in zip(configs, names, strict=True):
-        place = folder / "".join(letter if letter.isalnum() else "-" for letter in name)
-        if place.exists():  # left by an earlier invocation
-            shutil.rmtree(place)
-        place.mkdir(parents=True)
-        flags = place / "flags.toml"
-        flags.write_text(to_toml(replace(config, observe=replace(config.observe, run_dir=str(place)))),
-                         encoding="utf-8")
-        folders.append(place)
-        runs.append({"flags": str(flags), "folder": str(place), "num_batches": num_batches})
-    outcomes: list[Outcome] = []
-    while len(outcomes) < len(runs) and not (until_failure and outcomes and outcomes[-1].error):
-        first, last = len(outcomes), len(outcomes) + 1 if fresh else len(runs)
-        more = f" and {last - first - 1} more" if last - first > 1 else ""
-        print(f"{names[first]}{more}", file=sys.stderr, flush=True)
-
-        def say(index: int) -> None:
-            found = outcome_of(configs[index], iterations(folders[index]), warmup, ranks)
-            print(f"{names[index]}: {found.step_ms:,.0f} ms a step, {found.tokens_per_s:,.0f} tokens/s per GPU, "
-                  f"{found.peak_gib:.1f} GiB", file=sys.stderr, flush=True)
-
-        with announced({index: folders[index] / DONE for index in range(first, last)}, say):
-            output = launch(runs[first:last], folders[first], ranks, memory_limit_gib)
-        for index in range(first, last):
-            if not (folders[index] / DONE).exists():
-                outcomes.append(Outcome(error=failure(folders[index], names[index], output)))
-                break
-            outcomes.append(outcome_of(configs[index], iterations(folders[index]), warmup, ranks))
-    return outcomes
-
-
-def launch(runs: Sequence[dict[str, Any]], folder: Path, ranks: int, memory_limit_gib: float | None) -> Path:
-    """Run `layouts_rank.py` on all ranks and return the file with its output."""
-    settings, output = folder / "runs.json", folder / "output.txt"
-    settings.write_text(json.dumps({"runs": runs, "memory_limit_gib": memory_limit_gib}), encoding="utf-8")
-    torchrun(ROOT / "scripts" / "bench" / "layouts_rank.py", ranks, [str(settings)], output=output)
-    return output
-
-
-def failure(folder: Path, name: str, output: Path) -> str:
-    """Say why a run failed. Its output goes to standard error."""
-    said = output.read_text(encoding="utf-8", errors="replace")
-    full = sorted(folder.glob(OUT_OF_MEMORY_FILES))
-    if full:
-        print(f"{name}: {full[0].name}: {full[0].read_text(encoding='utf-8')}", file=sys.stderr, flush=True)
-        return OUT_OF_MEMORY
-    print(f"{name}:\n{said[-SHOWN:]}", file=sys.stderr, flush=True)
-    killed = f"Signal {signal.SIGKILL.value} (SIGKILL)" in said
-    return KILLED if killed else "the run failed"
 
 
 # Data and weights are random. The losses of two unrelated models differ by about 2e-3.
@@ -510,6 +381,7 @@ def report(bench: Bench) -> int:
              for row in rows]
     columns = COLUMNS if chosen.profile is None else COLUMNS | PREDICTED | {"of the bound": "bound_reached"}
     print(table_of(columns, shown, error_cell=2), flush=True)
+    total = sum(bench.work.values())
     allowed = {"losses": tolerance, "grad_norms": GRAD_NORM_FACTOR * tolerance}
     worst = {name: bench.worst(name) for name in allowed}
     print(json.dumps({
@@ -517,7 +389,8 @@ def report(bench: Bench) -> int:
         "preset": chosen.preset, "model": bench.base.model.model_provider, "seed": bench.base.train.seed,
         "global_batch_size": bench.base.train.global_batch_size, "seq_length": bench.base.train.seq_length,
         "steps": chosen.steps, "warmup_steps": chosen.warmup_steps, "rounds": chosen.rounds,
-        "flops_share": shares(bench.work), "loss_difference": worst["losses"][0], "loss_tolerance": tolerance,
+        "flops_share": {name: value / total for name, value in bench.work.items()},
+        "loss_difference": worst["losses"][0], "loss_tolerance": tolerance,
         "grad_norm_difference": worst["grad_norms"][0], "grad_norm_tolerance": allowed["grad_norms"],
         "pruned": bench.pruned, "refused": bench.refused, "layouts": rows}), flush=True)
     apart = {name: found for name, (found, _) in worst.items() if found is not None and not found <= allowed[name]}
@@ -525,20 +398,6 @@ def report(bench: Bench) -> int:
         print(f"error: {name.replace('_', ' ')} differ by {found:.2g} (as a share, more than {allowed[name]:g}; "
               f"--loss-tolerance {tolerance}) on {worst[name][1]}", file=sys.stderr, flush=True)
     return int(bool(apart) or any(row["error"] and row["error"] != OUT_OF_MEMORY for row in rows))
-
-
-def memory_gib(device: str) -> float | None:
-    """Return the memory of a GPU; None on the CPU."""
-    if device == "cpu":
-        return None
-    import torch  # imported late, so that --help is quick
-
-    return torch.cuda.get_device_properties(0).total_memory / 2**30
-
-
-def shares(work: dict[str, float]) -> dict[str, float]:
-    """Return each module's share of all work."""
-    return {name: value / sum(work.values()) for name, value in work.items()}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -41,8 +41,8 @@ from mimo.planner.costs import GIB, GPUS, Costs, Profile
 from mimo.planner.predict import Step
 from mimo.planner.workload import SampleSize, draw_samples
 from scripts.bench import presets
-from scripts.bench.harness import argument_parser, check_gpus, check_least, device_name, table_of
-from scripts.bench.layouts import FULL, Outcome, memory_gib, run_all
+from scripts.bench.harness import argument_parser, check_gpus, check_least, device_name, memory_gib, table_of
+from scripts.bench.run_series import FULL, Outcome, run_all
 from scripts.training_runs import quiet
 
 COLUMNS = {"tokens of a row": "length", "layout": "layout", "GPUs": "gpus", "recomputed layers": "recomputed",

@@ -42,6 +42,7 @@ from scripts.bench.harness import (
     table,
     torchrun_command,
 )
+from scripts.bench.run_series import outcome_of
 from scripts.training_runs import num_ranks, train
 
 COLUMNS = {"layout": "name", "GPUs": "ranks", "ms a step": "step_ms", "tokens/s per GPU": "tokens_per_s_per_gpu",
@@ -63,12 +64,6 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     if not 0 <= chosen.warmup_steps < chosen.steps:
         parser.error(f"--steps {chosen.steps} --warmup-steps {chosen.warmup_steps}: need 0 <= warmup < steps")
     return chosen, further
-
-
-def step_flops(records: Sequence[dict[str, Any]]) -> float | None:
-    """Model FLOPs of these steps. None if the run did not record them because its provider does not know them."""
-    found = [value for record in records for name, value in record.items() if name.startswith("flops/")]
-    return sum(found) if found else None
 
 
 def pass_tflops(config: RunConfig, records: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -106,20 +101,16 @@ def time_ms(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 def figures(config: RunConfig, records: Sequence[dict[str, Any]], warmup: int) -> dict[str, Any]:
     """Summarise a run."""
     timed, ranks = records[warmup:], num_ranks(config)
-    seconds = sum(record["iteration-time"] for record in timed)
-    tokens = sum(record["image-tokens"] + record["text-tokens"] for record in timed)
-    flops = step_flops(timed)
+    outcome = outcome_of(config, records, warmup, ranks)
     peaks = {name.partition("/")[2]: max(record[name] for record in records) / 2**30
              for name in records[0] if name.startswith("peak-memory-bytes/")}
     return {
-        "ranks": ranks, "step_ms": 1000 * statistics.median(record["iteration-time"] for record in timed),
-        "tokens_per_step": tokens / len(timed), "tokens_per_s_per_gpu": tokens / seconds / ranks,
-        "tflops_per_gpu": None if flops is None else flops / seconds / ranks / 1e12,
-        "pass_tflops_per_gpu": pass_tflops(config, timed), "peak_memory_gib": peaks,
-        "time_ms": time_ms(timed), "packing_utilisation": statistics.mean(record["packing-utilisation"]
-                                                                          for record in timed),
-        "loss_first": records[0]["lm loss"], "loss_last": records[-1]["lm loss"],
-        "losses": [record["lm loss"] for record in records],
+        "ranks": ranks, "step_ms": outcome.step_ms,
+        "tokens_per_step": statistics.mean(record["image-tokens"] + record["text-tokens"] for record in timed),
+        "tokens_per_s_per_gpu": outcome.tokens_per_s, "tflops_per_gpu": outcome.tflops,
+        "pass_tflops_per_gpu": pass_tflops(config, timed), "peak_memory_gib": peaks, "time_ms": time_ms(timed),
+        "packing_utilisation": statistics.mean(record["packing-utilisation"] for record in timed),
+        "loss_first": outcome.losses[0], "loss_last": outcome.losses[-1], "losses": outcome.losses,
     }
 
 

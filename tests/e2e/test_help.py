@@ -23,8 +23,7 @@ PROGRAMS = sorted(
     for path in ((ROOT / folder).rglob("*.py") if folder else ROOT.glob("*.py"))
     if '__name__ == "__main__"' in path.read_text(encoding="utf-8"))
 # They import torch first: most are processes that other programs start.
-TORCH_PROGRAMS = {"scripts/bench/bridge_rank.py", "scripts/bench/layouts_rank.py", "scripts/bench/refit.py",
-                  "scripts/preflight_checks/reach.py"}
+TORCH_PROGRAMS = {"scripts/bench/bridge_rank.py", "scripts/bench/refit.py", "scripts/preflight_checks/reach.py"}
 
 # Each program runs in a fork of one process, so that the interpreter and tyro are loaded once.
 RUN_ALL = """

@@ -259,7 +259,7 @@ def test_cuda_platform_wants_a_gpu_for_each_local_rank(monkeypatch):
         CudaPlatform().set_device(2)
 
 
-@pytest.mark.parametrize("module", ["mimo.training.run", "mimo.rl.run", "scripts.bench.layouts_rank"])
+@pytest.mark.parametrize("module", ["mimo.training.run", "mimo.rl.run", "scripts.bench.run_series"])
 def test_programs_install_the_platform_before_they_import_megatron_core(module):
     code = f"import sys, {module}; assert 'megatron.core' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

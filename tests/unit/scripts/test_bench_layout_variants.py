@@ -11,8 +11,17 @@ from mimo.config.cli import parse
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import validate
 from scripts.bench import layouts, presets
-from scripts.bench.layout_search import COLOCATED, HOMOGENEOUS, Candidate, search
-from scripts.bench.layout_variants import MOST_FITS, Trial, Variants, Work, next_recomputation
+from scripts.bench.layout_search import (
+    COLOCATED,
+    HOMOGENEOUS,
+    MOST_FITS,
+    Candidate,
+    Trial,
+    Variants,
+    Work,
+    next_recomputation,
+    search,
+)
 
 LAYERS = 40
 BASE = f"""--model-provider mock --dataset-provider mock --seq-length 128 --device cpu --global-batch-size 24 --no-bf16

@@ -14,9 +14,9 @@ from mimo.config.cli import parse
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import validate
 from mimo.planner.costs import GPUS, Profile
-from scripts.bench import layouts
+from scripts.bench import layouts, run_series
 from scripts.bench.layout_search import COLOCATED, DISJOINT, HOMOGENEOUS, KINDS, by_split, search
-from scripts.bench.layouts import OUT_OF_MEMORY, Outcome, outcome_of
+from scripts.bench.run_series import OUT_OF_MEMORY, Outcome, outcome_of
 
 BASE = """--model-provider mock --dataset-provider mock --seq-length 128 --device cpu --global-batch-size 24 --no-bf16
 --train-iters 1""".split()
@@ -177,7 +177,7 @@ def started(monkeypatch) -> list[list[str]]:
         (folder / "output.txt").write_text("what it said")
         return folder / "output.txt"
 
-    monkeypatch.setattr(layouts, "launch", launch)
+    monkeypatch.setattr(run_series, "launch", launch)
     return launches
 
 

@@ -17,8 +17,9 @@ FLAGS = ["--run", "apart=--encoder-dp 1 --llm-dp 2", "--run", "together=--layout
 
 
 def record(iteration: int, seconds: float, loss: float) -> dict[str, Any]:
-    return {"iteration": iteration, "lm loss": loss, "batch-size": 8, "iteration-time": seconds, "image-tokens": 300,
-            "text-tokens": 100, "packing-utilisation": 0.5, "data-wait-s": 0.1, "bridge-wait-s": 0.2,
+    return {"iteration": iteration, "lm loss": loss, "grad-norm": 1.0, "batch-size": 8, "iteration-time": seconds,
+            "image-tokens": 300, "text-tokens": 100, "packing-utilisation": 0.5, "data-wait-s": 0.1,
+            "bridge-wait-s": 0.2,
             "forward-backward-s/vision": 0.3, "forward-backward-s/language": 0.4, "optimizer-s/vision": 0.05,
             "optimizer-s/language": 0.06, "peak-memory-bytes/vision": 2**30 * iteration,
             "peak-memory-bytes/language": 2**31, "flops/vision": 3e12, "flops/language": 4e12 * iteration,
@@ -64,4 +65,6 @@ def test_figures_are_those_of_the_steps_after_the_first(trained, capsys):
 
 
 def test_a_model_that_does_not_say_what_it_computes_has_no_flops():
-    assert bench.step_flops([{"iteration": 1, "hardware-flops": 1.0}]) is None
+    found = {name: value for name, value in record(1, 1.0, 5.0).items() if not name.startswith("flops/")}
+    config = bench.plan_runs(["run=--llm-dp 1 --encoder-dp 1"], FLAGS[4:-4], 1)["run"][1]
+    assert bench.figures(config, [found], 0)["tflops_per_gpu"] is None
