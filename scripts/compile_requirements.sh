@@ -10,17 +10,15 @@ cd "$ROOT"
 ensure_venv
 ensure_uv
 
-# A set takes its pins from another one, where both have a package; the annotations do not repeat that.
+# A set takes its pins from another one, where both have a package. `uv pip tree --invert --package NAME` says why a
+# package is installed.
 compile() {
     local file="scripts/requirements/$1.txt" pins="$2"
     shift 2
     "$VENV/bin/uv" pip compile --quiet pyproject.toml --universal --python-version "$(<.python-version)" \
-        --no-emit-index-url --no-emit-find-links --custom-compile-command ./scripts/compile_requirements.sh \
+        --no-annotate --no-emit-index-url --no-emit-find-links \
+        --custom-compile-command ./scripts/compile_requirements.sh \
         --output-file "$file" ${pins:+--constraint "scripts/requirements/$pins.txt"} "$@" >/dev/null
-    if [[ -n "$pins" ]]; then
-        sed -i '/^    #   -c /d' "$file"
-        sed -i -zE 's/    # via\n    #   ([^\n]+)\n([^ ]|$)/    # via \1\n\2/g' "$file"
-    fi
     say "$file"
 }
 
