@@ -114,7 +114,7 @@ def stage(flags: argparse.Namespace, progress: Progress) -> Counter[str]:
                 found = stage_hub(parse(source), flags.to, flags.include, known, progress, workers=flags.workers,
                                   timeout_s=flags.timeout_s, retries=flags.retries, dry_run=flags.dry_run,
                                   verify=flags.verify)
-                counts.update(vars(found))
+                counts.update(found)
     finally:
         # Files copied before an error stay recorded.
         if not flags.dry_run and json.dumps(known, default=vars) != before:

@@ -1,19 +1,32 @@
-"""Download models and data sets of the Hugging Face Hub, at one commit, to the node's own disk."""
+"""Download models and data sets of the Hugging Face Hub, at one commit, to the node's own disk.
+
+As a program, this is the child process that asks the Hub. Its tasks and answers have the form of worker.py.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from stage_files.children import HERE, Children, Progress, StageError, Task, format_gb
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from stage_files.children import Children, Progress, StageError, Task, format_gb
 from stage_files.folders import existing, is_chosen
 from stage_files.record import Recorded, StagedSource
+from stage_files.worker import Refusal, Teller, serve
 
 PREFIX = "hf://"
-DOWNLOADING = (sys.executable, str(HERE / "hub_worker.py"))
+DOWNLOADING = (sys.executable, __file__)
+# Seconds between two looks at how many bytes have arrived.
+WATCH_S = 0.5
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PATTERN = re.compile(r"hf://(?P<datasets>datasets/)?(?P<repo>[\w.-]+/(?P<name>[\w.-]+))(?:@(?P<revision>[^@\s]+))?")
 
@@ -49,27 +62,10 @@ def parse(source: str) -> HubSource:
                      match["revision"] or "main")
 
 
-@dataclass(frozen=True)
-class HubCounts:
-    """Files and bytes of a source.
-
-    Attributes:
-        copied: number of files downloaded.
-        copied_bytes: their size.
-        there: number of files that were there already.
-        there_bytes: their size.
-    """
-
-    copied: int = 0
-    copied_bytes: int = 0
-    there: int = 0
-    there_bytes: int = 0
-
-
 def stage_hub(source: HubSource, folder: Path, include: tuple[str, ...], known: dict[str, StagedSource],
               progress: Progress, *, workers: int, timeout_s: float, retries: int, dry_run: bool,
-              verify: bool) -> HubCounts:
-    """Download a repository to `folder/name` and put its record into `known`.
+              verify: bool) -> Counter[str]:
+    """Download a repository to `folder/name`, put its record into `known`, and count files and bytes.
 
     A commit that is there needs no network. A branch is looked up every time.
 
@@ -109,7 +105,8 @@ def stage_hub(source: HubSource, folder: Path, include: tuple[str, ...], known: 
                 "do": "download", "sha": commit, "include": list(include), "target": str(place), "workers": workers}),
                 progress)
             known[source.name] = _record(source.at(commit), place, include, files)
-    return HubCounts(len(absent), needed, len(files) - len(absent), sum(files.values()) - needed)
+    return Counter({"copied": len(absent), "copied_bytes": needed, "there": len(files) - len(absent),
+                    "there_bytes": sum(files.values()) - needed})
 
 
 def _last(children: Children, task: Task, progress: Progress) -> dict[str, object]:
@@ -126,8 +123,8 @@ def _is_staged(earlier: StagedSource | None, source: str, place: Path, include: 
             and all(recorded.is_at(place / name) for name, recorded in earlier.files.items()))
 
 
-def _there(earlier: StagedSource) -> HubCounts:
-    return HubCounts(there=len(earlier.files), there_bytes=sum(each.size for each in earlier.files.values()))
+def _there(earlier: StagedSource) -> Counter[str]:
+    return Counter({"there": len(earlier.files), "there_bytes": sum(each.size for each in earlier.files.values())})
 
 
 def _record(source: str, place: Path, include: tuple[str, ...], files: dict[str, int]) -> StagedSource:
@@ -138,3 +135,83 @@ def _record(source: str, place: Path, include: tuple[str, ...], files: dict[str,
         status = (place / name).stat()
         recorded[name] = Recorded(status.st_size, status.st_mtime_ns)
     return StagedSource(source, list(include), recorded)
+
+
+def resolve(task: dict[str, Any], tell: Teller) -> dict[str, Any]:
+    """Return the commit of a revision, and its files with their sizes."""
+    import huggingface_hub
+
+    found = huggingface_hub.HfApi().repo_info(task["repo"], repo_type=task["type"], revision=task["revision"],
+                                              files_metadata=True)
+    return {"sha": found.sha, "files": {each.rfilename: each.size or 0 for each in found.siblings or ()}}
+
+
+def download(task: dict[str, Any], tell: Teller) -> dict[str, Any]:
+    """Download the files of a commit that match the patterns into `target`. Continues an interrupted download."""
+    import huggingface_hub
+
+    target, over = Path(task["target"]), threading.Event()
+    watcher = threading.Thread(target=_watch, args=(target, tell, over), daemon=True)
+    watcher.start()
+    try:
+        huggingface_hub.snapshot_download(task["repo"], repo_type=task["type"], revision=task["sha"], local_dir=target,
+                                          allow_patterns=task["include"] or None, max_workers=task["workers"])
+    finally:
+        over.set()
+        watcher.join()
+    return {}
+
+
+def explained(act: Callable[[dict[str, Any], Teller], dict[str, Any]]) -> Callable[[dict[str, Any], Teller],
+                                                                                   dict[str, Any]]:
+    """Return a task whose errors of the library are one line that says what to do."""
+    def run(task: dict[str, Any], tell: Teller) -> dict[str, Any]:
+        # Progress bars of every file on every node would fill the log.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        try:
+            import httpx
+            from huggingface_hub import constants
+            from huggingface_hub.errors import OfflineModeIsEnabled
+        except ImportError as missing:
+            raise Refusal(f"hf:// needs the package huggingface_hub: {missing}") from missing
+        name = f"hf://{'datasets/' if task['type'] == 'dataset' else ''}{task['repo']}"
+        try:
+            return act(task, tell)
+        # The library raises an OSError, of the network or of its own, or one of the others.
+        except (OSError, httpx.HTTPError, ValueError) as error:
+            text = " ".join(str(error).split())
+            if isinstance(error, OfflineModeIsEnabled):
+                reason = ("HF_HUB_OFFLINE is set, so nothing can be downloaded. Unset it, or give a folder that has "
+                          "the files instead")
+            elif isinstance(error, (httpx.TransportError, ConnectionError, TimeoutError)):
+                reason = (f"the Hub at {constants.ENDPOINT} cannot be reached from here ({text}). Download on a "
+                          "machine that can, and give the folder instead")
+            else:
+                reason = f"{type(error).__name__}: {text}"
+            raise Refusal(f"{name}: {reason}") from error
+
+    return run
+
+
+def _watch(target: Path, tell: Teller, over: threading.Event) -> None:
+    """Report bytes as they arrive."""
+    before = _size(target)
+    while not over.wait(WATCH_S):
+        now = _size(target)
+        if now != before:
+            tell(bytes=max(now - before, 0))
+            before = now
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.lstat().st_blocks * 512
+        except FileNotFoundError:
+            continue  # renamed since it was listed
+    return total
+
+
+if __name__ == "__main__":
+    serve({"resolve": explained(resolve), "download": explained(download)}, __doc__)

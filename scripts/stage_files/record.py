@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from stage_files.children import StageError
@@ -108,8 +107,7 @@ class NodeLock:
     def __enter__(self) -> NodeLock:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._file)
 
     def acquire(self, say: Callable[[str], None]) -> dict[str, Any] | None:
