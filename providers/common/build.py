@@ -25,7 +25,7 @@ from mimo.model.radio import RadioEncoder
 from mimo.model.submodule import Projector, VisionSubmodule, squared_relu
 from mimo.model.vit import ViT
 from mimo.protocols import LANGUAGE, BuildContext
-from providers.common.decoder import DecoderConfig, MultimodalDecoderConfig
+from providers.common.decoder import DecoderConfig, LanguageConfig, MultimodalDecoderConfig
 from providers.common.mla import LatentDecoderConfig
 from providers.common.vision import VisionConfig
 from providers.radio import RadioConfig
@@ -125,43 +125,44 @@ def decoder_config(config: DecoderConfig, context: BuildContext | None,
         sizes: fields of a particular family, which override those that all families share.
     """
     fused = context is not None and context.transformer_impl == "transformer_engine"
-    shared: dict[str, object] = {
-        "num_layers": config.num_layers, "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_attention_heads, "num_query_groups": config.query_groups,
-        "ffn_hidden_size": config.ffn_hidden_size, "kv_channels": config.head_dim, "normalization": "RMSNorm",
-        "layernorm_epsilon": config.norm_epsilon, "activation_func": torch.nn.functional.silu,
-        "gated_linear_unit": True, "bias_activation_fusion": fused, "add_bias_linear": False,
-        "add_qkv_bias": config.add_qkv_bias, "qk_layernorm": config.qk_layernorm,
-        "hidden_dropout": config.hidden_dropout, "attention_dropout": config.attention_dropout,
-        "sequence_parallel": context is not None and context.sequence_parallel}
+    shared = language_fields(config, context) | {
+        "activation_func": torch.nn.functional.silu, "gated_linear_unit": True, "bias_activation_fusion": fused,
+        "add_qkv_bias": config.add_qkv_bias, "qk_layernorm": config.qk_layernorm}
     if isinstance(config, MultimodalDecoderConfig):
         shared["mrope_section"] = list(config.mrope_section)
-    shared |= recompute_fields(context)
     if context is not None and context.grid.stage_layers:
         shared |= {"num_layers_in_first_pipeline_stage": context.grid.stage_layers[0],
                    "num_layers_in_last_pipeline_stage": context.grid.stage_layers[-1]}
     if config.num_experts:
-        shared |= _moe_fields(config, context) | {"moe_grouped_gemm": fused}
+        shared |= expert_fields(config, context) | {
+            "moe_router_pre_softmax": config.moe_router_pre_softmax, "moe_grouped_gemm": fused}
     return transformer_config(context, kind, shares_rows=True, **(shared | sizes))
 
 
-def _moe_fields(config: DecoderConfig, context: BuildContext | None) -> dict[str, object]:
+def language_fields(config: DecoderConfig | HybridConfig, context: BuildContext | None) -> dict[str, object]:
+    """Return the fields of a TransformerConfig that the language models of all families set."""
+    return {
+        "num_layers": config.num_layers, "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads, "num_query_groups": config.query_groups,
+        "ffn_hidden_size": config.ffn_hidden_size, "kv_channels": config.head_dim, "normalization": "RMSNorm",
+        "layernorm_epsilon": config.norm_epsilon, "add_bias_linear": False, "hidden_dropout": config.hidden_dropout,
+        "attention_dropout": config.attention_dropout,
+        "sequence_parallel": context is not None and context.sequence_parallel, **recompute_fields(context)}
+
+
+def expert_fields(config: DecoderConfig | HybridConfig, context: BuildContext | None) -> dict[str, object]:
+    """Return the fields of a TransformerConfig that routers and experts of all families set."""
     fields: dict[str, object] = {
         "num_moe_experts": config.num_experts, "moe_router_topk": config.moe_router_topk,
         "moe_ffn_hidden_size": config.moe_ffn_hidden_size, "moe_aux_loss_coeff": config.moe_aux_loss_coeff,
-        "moe_router_load_balancing_type": config.moe_router_load_balancing_type,
-        "moe_router_pre_softmax": config.moe_router_pre_softmax, "moe_router_dtype": "fp32"}
+        "moe_router_load_balancing_type": config.moe_router_load_balancing_type, "moe_router_dtype": "fp32"}
     if context is not None:
-        fields |= expert_fields(context)
-    return fields
-
-
-def expert_fields(context: BuildContext) -> dict[str, object]:
-    """Return the fields of a TransformerConfig that distribute experts and fuse their kernels."""
-    return {"expert_model_parallel_size": context.grid.ep, "expert_tensor_parallel_size": context.grid.expt_tp,
+        fields |= {
+            "expert_model_parallel_size": context.grid.ep, "expert_tensor_parallel_size": context.grid.expt_tp,
             "moe_permute_fusion": context.moe_permute_fusion, "moe_router_fusion": context.moe_router_fusion,
             "moe_token_dispatcher_type": context.moe_token_dispatcher_type,
             "moe_shared_expert_overlap": context.moe_shared_expert_overlap}
+    return fields
 
 
 def decoder_spec(config: DecoderConfig, context: BuildContext | None) -> ModuleSpec:
@@ -245,7 +246,7 @@ def language_model_spec(config: DecoderConfig, context: BuildContext | None, meg
     })
 
 
-def language_params(config: DecoderConfig | HybridConfig, context: BuildContext) -> dict[str, Any]:
+def language_params(config: LanguageConfig, context: BuildContext) -> dict[str, Any]:
     """Return the arguments that all language models take: vocabulary, stage and groups."""
     return {
         "vocab_size": config.padded_vocab_size(context.grid.tp),

@@ -12,21 +12,13 @@ from providers.common.checks import Problems
 
 
 @dataclass(frozen=True)
-class DecoderConfig:
-    """Language model: RMSNorm, RoPE, grouped-query attention, SwiGLU or a mixture of SwiGLU experts."""
+class LanguageConfig:
+    """Flags of the language models of all families. Each has `head_dim` and `query_groups` besides."""
 
-    num_layers: int = 32
-    """Decoder layers."""
     hidden_size: int = 4096
     """Width of the decoder."""
     num_attention_heads: int = 32
     """Query heads."""
-    num_query_groups: int = 0
-    """Key and value heads, shared by groups of query heads; 0: as many as query heads."""
-    ffn_hidden_size: int = 11008
-    """Inner width of the dense MLP; unused with experts."""
-    kv_channels: int = 0
-    """Channels of a head; 0: hidden size divided by heads."""
     vocab_size: int = 32064
     """Number of tokens."""
     make_vocab_size_divisible_by: int = 128
@@ -34,29 +26,10 @@ class DecoderConfig:
     it, checkpoints of all layouts have the same rows."""
     max_position_embeddings: int = 4096
     """Longest sequence; --seq-length must not exceed it."""
-    rotary_base: float = 10000.0
-    """Base of the rotary position frequencies."""
-    use_rope_scaling: bool = False
-    """Llama 3's scaling of the rotary frequencies, for training at 8192 positions."""
-    rope_scaling_factor: float = 8.0
-    """Divisor of the lowest rotary frequencies; used with --use-rope-scaling."""
     norm_epsilon: float = 1e-5
     """Epsilon of the RMSNorms."""
-    qk_layernorm: bool = False
-    """RMSNorm on each head's query and key (Qwen3)."""
-    add_qkv_bias: bool = False
-    """Biases on query, key and value (Qwen2)."""
     untie_embeddings_and_output_weights: bool = True
     """Separate weights for the input embedding and the output layer."""
-    num_experts: int = 0
-    """Experts of every layer's MLP; 0: dense."""
-    moe_router_topk: int = 2
-    """Experts each token is sent to."""
-    moe_ffn_hidden_size: int = 768
-    """Inner width of an expert."""
-    moe_router_pre_softmax: bool = False
-    """Apply softmax over all experts before choosing, and do not normalize the weights again. Needed if each token has
-    one expert."""
     moe_router_load_balancing_type: Literal["seq_aux_loss", "aux_loss", "global_aux_loss", "none"] = "seq_aux_loss"
     """Load-balancing loss of the router. seq_aux_loss balances each sequence, and its gradients are the same in every
     layout. Gradients of aux_loss depend on --micro-batch-size (and, if that is above 1, on --llm-dp), those of
@@ -72,15 +45,6 @@ class DecoderConfig:
     """Dropout on the attention weights."""
 
     @property
-    def head_dim(self) -> int:
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
-
-    @property
-    def query_groups(self) -> int:
-        """Key and value heads."""
-        return self.num_query_groups or self.num_attention_heads
-
-    @property
     def qkv_size(self) -> int:
         """Rows of the fused query, key and value weight."""
         return self.head_dim * (self.num_attention_heads + 2 * self.query_groups)
@@ -89,6 +53,48 @@ class DecoderConfig:
         """Return the number of rows of embedding and output, padding included."""
         unit = math.lcm(self.make_vocab_size_divisible_by, llm_tp)
         return -(-self.vocab_size // unit) * unit
+
+
+@dataclass(frozen=True)
+class DecoderConfig(LanguageConfig):
+    """Language model: RMSNorm, RoPE, grouped-query attention, SwiGLU or a mixture of SwiGLU experts."""
+
+    num_layers: int = 32
+    """Decoder layers."""
+    num_query_groups: int = 0
+    """Key and value heads, shared by groups of query heads; 0: as many as query heads."""
+    ffn_hidden_size: int = 11008
+    """Inner width of the dense MLP; unused with experts."""
+    kv_channels: int = 0
+    """Channels of a head; 0: hidden size divided by heads."""
+    rotary_base: float = 10000.0
+    """Base of the rotary position frequencies."""
+    use_rope_scaling: bool = False
+    """Llama 3's scaling of the rotary frequencies, for training at 8192 positions."""
+    rope_scaling_factor: float = 8.0
+    """Divisor of the lowest rotary frequencies; used with --use-rope-scaling."""
+    qk_layernorm: bool = False
+    """RMSNorm on each head's query and key (Qwen3)."""
+    add_qkv_bias: bool = False
+    """Biases on query, key and value (Qwen2)."""
+    num_experts: int = 0
+    """Experts of every layer's MLP; 0: dense."""
+    moe_router_topk: int = 2
+    """Experts each token is sent to."""
+    moe_ffn_hidden_size: int = 768
+    """Inner width of an expert."""
+    moe_router_pre_softmax: bool = False
+    """Apply softmax over all experts before choosing, and do not normalize the weights again. Needed if each token has
+    one expert."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Key and value heads."""
+        return self.num_query_groups or self.num_attention_heads
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mimo.observability.flops import FlopComponent
 from mimo.protocols import LANGUAGE
-from providers.common.decoder import DecoderConfig
+from providers.common.decoder import DecoderConfig, LanguageConfig
 from providers.common.family import VISION
 from providers.common.hybrid import ATTENTION, CONV_KERNEL, MAMBA, MLP, MOE, HybridConfig
 from providers.common.mla import LatentDecoderConfig
@@ -37,7 +37,7 @@ def scores(query_channels: int, value_channels: int) -> float:
     return 2.0 * (query_channels + value_channels)
 
 
-def output_layer(config: DecoderConfig | HybridConfig) -> FlopComponent:
+def output_layer(config: LanguageConfig) -> FlopComponent:
     """Count the logits of every token, over the vocabulary with its padding rows."""
     return FlopComponent(name="output layer", module=LANGUAGE, part=LANGUAGE, makes_logits=True,
                          linear=linear((config.hidden_size, config.padded_vocab_size())))

@@ -5,16 +5,14 @@ Every symbol of the pattern is one layer with a norm before it and a residual co
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from mimo.config.toml_file import flag_name
 from mimo.grid.spec import GridSpec
 from mimo.protocols import LANGUAGE, MegatronSource, ParameterShape
 from providers.common.checks import NO_FACTOR, Problems
-from providers.common.decoder import check_groups_and_length
+from providers.common.decoder import LanguageConfig, check_groups_and_length
 
 MAMBA, ATTENTION, MOE, MLP = "M", "*", "E", "-"
 SYMBOLS = {MAMBA: "Mamba-2", ATTENTION: "attention", MOE: "mixture of experts", MLP: "dense MLP"}
@@ -28,16 +26,13 @@ CHECKPOINT_ENCODER = (r"^vision_(model|projection)\.", "encoder and projector, w
 
 
 @dataclass(frozen=True)
-class HybridConfig:
+class HybridConfig(LanguageConfig):
     """Language model: layers of Mamba-2, attention without positions, experts with squared ReLU; RMSNorm."""
 
     hybrid_layer_pattern: str = "MEMEM*EMEMEM*EMEMEM*"
     """One symbol for each layer: M Mamba-2, * attention, E mixture of experts, - dense MLP. A slash starts the layers
     of one depth of multi-token prediction; for every further depth, the slash and these layers are repeated."""
     hidden_size: int = 2688
-    """Width of the decoder."""
-    num_attention_heads: int = 32
-    """Query heads."""
     num_query_groups: int = 8
     """Key and value heads, shared by groups of query heads."""
     kv_channels: int = 128
@@ -45,16 +40,7 @@ class HybridConfig:
     ffn_hidden_size: int = 1856
     """Inner width of a dense MLP."""
     vocab_size: int = 131072
-    """Number of tokens."""
-    make_vocab_size_divisible_by: int = 128
-    """Round the number of rows of embedding and output up to a multiple of this (and of --llm-tp). If --llm-tp divides
-    it, checkpoints of all layouts have the same rows."""
     max_position_embeddings: int = 262144
-    """Longest sequence; --seq-length must not exceed it."""
-    norm_epsilon: float = 1e-5
-    """Epsilon of the RMSNorms."""
-    untie_embeddings_and_output_weights: bool = True
-    """Separate weights for the input embedding and the output layer."""
     mamba_num_heads: int = 64
     """Heads of a Mamba-2 layer."""
     mamba_head_dim: int = 64
@@ -80,23 +66,11 @@ class HybridConfig:
     """Step size of the expert bias; 0 keeps the bias as it is."""
     moe_router_topk_scaling_factor: float = 2.5
     """Factor of the chosen experts' weights."""
-    moe_router_load_balancing_type: Literal["seq_aux_loss", "aux_loss", "global_aux_loss", "none"] = "seq_aux_loss"
-    """Load-balancing loss of the router. seq_aux_loss balances each sequence, and its gradients are the same in every
-    layout. Gradients of aux_loss depend on --micro-batch-size (and, if that is above 1, on --llm-dp), those of
-    global_aux_loss on --micro-batch-size and --llm-dp. In train_rl.py all depend on --max-tokens-per-microbatch and
-    --llm-dp."""
     moe_aux_loss_coeff: float = 1e-4
-    """Weight of the load-balancing loss; 0: off. In train_hetero.py Megatron multiplies it by the number of tokens
-    without padding, and the gradient is divided by the target tokens, so it weighs more if there are few targets. In
-    train_rl.py the loss is the mean over all tokens except padding."""
     moe_router_force_load_balancing: bool = False
     """Send tokens evenly to random experts. For benchmarks only, because the model does not learn."""
     mtp_loss_scaling_factor: float = 0.1
     """Weight of the loss of multi-token prediction."""
-    hidden_dropout: float = 0.0
-    """Dropout on the residual branches."""
-    attention_dropout: float = 0.0
-    """Dropout on the attention weights."""
 
     @property
     def layers(self) -> str:
@@ -136,11 +110,6 @@ class HybridConfig:
         return self.num_query_groups
 
     @property
-    def qkv_size(self) -> int:
-        """Rows of the fused query, key and value weight."""
-        return self.kv_channels * (self.num_attention_heads + 2 * self.num_query_groups)
-
-    @property
     def mamba_inner_size(self) -> int:
         """Inner channels of a Mamba-2 layer, the size of z and of x."""
         return self.mamba_num_heads * self.mamba_head_dim
@@ -160,11 +129,6 @@ class HybridConfig:
     def expert_size(self) -> int:
         """Width of the tokens that routed experts see."""
         return self.moe_latent_size or self.hidden_size
-
-    def padded_vocab_size(self, llm_tp: int = 1) -> int:
-        """Rows of embedding and output: the tokens, then padding."""
-        unit = math.lcm(self.make_vocab_size_divisible_by, llm_tp)
-        return -(-self.vocab_size // unit) * unit
 
 
 def check_hybrid(config: HybridConfig, problems: Problems) -> None:

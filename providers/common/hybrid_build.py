@@ -11,7 +11,7 @@ from mimo.model.submodule import squared_relu
 from mimo.model.torch_layers.mamba import log_mamba_kernels, sort_shared_rows, use_torch_mamba
 from mimo.platform import current_platform
 from mimo.protocols import BuildContext
-from providers.common.build import expert_fields, language_params, recompute_fields, transformer_config
+from providers.common.build import expert_fields, language_fields, language_params, transformer_config
 from providers.common.hybrid import MAMBA, MOE, HybridConfig
 
 
@@ -25,44 +25,25 @@ def hybrid_config(config: HybridConfig, context: BuildContext | None) -> Transfo
         raise ValueError(f"--recompute-num-layers {context.recompute_num_layers}: Megatron Core recomputes all layers "
                          "of a hybrid model or none; leave it out")
     fused = context is not None and context.transformer_impl == "transformer_engine"
-    fields: dict[str, object] = {
-        "num_layers": config.num_layers, "is_hybrid_model": True, "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_attention_heads, "num_query_groups": config.num_query_groups,
-        "kv_channels": config.kv_channels, "ffn_hidden_size": config.ffn_hidden_size, "normalization": "RMSNorm",
-        "layernorm_epsilon": config.norm_epsilon, "gated_linear_unit": False, "add_bias_linear": False,
+    fields = language_fields(config, context) | {
+        "is_hybrid_model": True, "gated_linear_unit": False,
         # This function tells Megatron Core that experts multiply by the router's weights in the same kernel.
         "activation_func": compiled_squared_relu if fused else squared_relu, "use_fused_weighted_squared_relu": fused,
-        "hidden_dropout": config.hidden_dropout,
-        "attention_dropout": config.attention_dropout, "mamba_num_heads": config.mamba_num_heads,
-        "mamba_head_dim": config.mamba_head_dim, "mamba_num_groups": config.mamba_num_groups,
-        "mamba_state_dim": config.mamba_state_dim,
-        "sequence_parallel": context is not None and context.sequence_parallel}
-    fields |= recompute_fields(context)
+        "mamba_num_heads": config.mamba_num_heads, "mamba_head_dim": config.mamba_head_dim,
+        "mamba_num_groups": config.mamba_num_groups, "mamba_state_dim": config.mamba_state_dim}
     if MOE in config.hybrid_layer_pattern:
-        fields |= _moe_fields(config, context, fused)
+        fields |= expert_fields(config, context) | {
+            "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": config.moe_router_enable_expert_bias,
+            "moe_router_bias_update_rate": config.moe_router_bias_update_rate,
+            "moe_router_topk_scaling_factor": config.moe_router_topk_scaling_factor,
+            "moe_router_force_load_balancing": config.moe_router_force_load_balancing, "moe_grouped_gemm": fused}
+        if config.moe_latent_size:
+            fields["moe_latent_size"] = config.moe_latent_size
     if config.num_mtp_depths:
         fields |= {"mtp_num_layers": config.num_mtp_depths, "mtp_loss_scaling_factor": config.mtp_loss_scaling_factor}
     return transformer_config(context, shares_rows=True, **fields)
-
-
-def _moe_fields(config: HybridConfig, context: BuildContext | None, fused: bool) -> dict[str, object]:
-    fields: dict[str, object] = {
-        "num_moe_experts": config.num_experts, "moe_router_topk": config.moe_router_topk,
-        "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
-        "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
-        "moe_router_score_function": "sigmoid", "moe_router_dtype": "fp32",
-        "moe_router_enable_expert_bias": config.moe_router_enable_expert_bias,
-        "moe_router_bias_update_rate": config.moe_router_bias_update_rate,
-        "moe_router_topk_scaling_factor": config.moe_router_topk_scaling_factor,
-        "moe_router_load_balancing_type": config.moe_router_load_balancing_type,
-        "moe_aux_loss_coeff": config.moe_aux_loss_coeff,
-        "moe_router_force_load_balancing": config.moe_router_force_load_balancing,
-        "moe_grouped_gemm": fused}
-    if config.moe_latent_size:
-        fields["moe_latent_size"] = config.moe_latent_size
-    if context is not None:
-        fields |= expert_fields(context)
-    return fields
 
 
 def hybrid_spec(config: HybridConfig, context: BuildContext | None) -> ModuleSpec:
