@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mimo.observability.flops import FlopComponent
-from providers.common import hf, hf_config
+from providers.common import hf, hf_text
 from providers.common.decoder import DecoderConfig, check_decoder, check_decoder_grid, decoder_shapes
 from providers.common.family import DecoderProvider, TextProvider
 from providers.common.flops import decoder_components
@@ -33,7 +33,7 @@ class CausalLmProvider(DecoderProvider, TextProvider):
     """The `mimo.protocols.ModelProvider` of text models. Every method also takes unresolved configurations."""
 
     Config: ClassVar[type] = Config
-    hf_architectures: ClassVar[tuple[str, ...]] = (*hf_config.ARCHITECTURES.values(), "MistralForCausalLM")
+    hf_architectures: ClassVar[tuple[str, ...]] = (*hf_text.ARCHITECTURES.values(), "MistralForCausalLM")
     sizes_of_hf = staticmethod(hf.causal_lm_sizes)
     checks = (check_decoder,)
     check_language_grid = staticmethod(check_decoder_grid)
@@ -56,7 +56,7 @@ class CausalLmProvider(DecoderProvider, TextProvider):
 
     def hf_config(self, config: Config) -> dict[str, Any]:
         """Return the model as a config.json. Raises ValueError if no Hugging Face family has all its parts."""
-        return hf_config.causal_lm_config(self.resolved(config))
+        return hf_text.causal_lm_config(self.resolved(config))
 
 
 provider = CausalLmProvider()

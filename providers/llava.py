@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mimo.grid.spec import GridSpec
 from mimo.observability.flops import FlopComponent
 from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing, ParameterShape
-from providers.common import hf, hf_config, hf_processor
+from providers.common import hf, hf_processor
 from providers.common.checks import Problems
 from providers.common.decoder import DecoderConfig, check_decoder, check_decoder_grid, decoder_shapes
 from providers.common.family import DecoderProvider, VisionLanguageProvider
@@ -94,7 +94,7 @@ class LlavaProvider(DecoderProvider, VisionLanguageProvider):
     def hf_config(self, config: Config) -> dict[str, Any]:
         """Return the model as a `LlavaConfig`. Raises ValueError if none has all its parts."""
         config = self.resolved(config)
-        return hf_config.llava_config(config, config, config.image_token_id)
+        return hf.llava_config(config, config, config.image_token_id)
 
     def image_processing(self, config: Config, folder: str = "") -> ImageProcessing | None:
         """Return how images become pixels: as a folder's files say, or as in CLIP (cropped) or SigLIP (stretched)."""

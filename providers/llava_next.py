@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing, ParameterShape, TokenSpec
 from mimo.visual import Tiles
 from providers import llava
-from providers.common import hf, hf_config, hf_processor
+from providers.common import hf, hf_processor
 from providers.common.checks import Problems
 from providers.common.decoder import check_decoder
 from providers.common.vision import check_vision, vision_shapes
@@ -128,7 +128,7 @@ class LlavaNextProvider(llava.LlavaProvider):
     def hf_config(self, config: Any) -> dict[str, Any]:
         """Return the model as a `LlavaNextConfig`. Raises ValueError if none has all its parts."""
         config = self.resolved(config)
-        return hf_config.llava_config(config, config, config.image_token_id) | {
+        return hf.llava_config(config, config, config.image_token_id) | {
             "architectures": list(self.hf_architectures), "model_type": "llava_next",
             "image_grid_pinpoints": [list(each) for each in pinpoints_of(config)]}
 

@@ -7,20 +7,14 @@ Sizes come from flags (the defaults are those of Qwen2.5-VL-7B) or from a Huggin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing, VideoProcessing
+from mimo.protocols import ImageProcessing, VideoProcessing
 from providers.common import hf_qwen_vl
 from providers.common.decoder import check_multimodal_decoder
-from providers.common.family import DecoderProvider
 from providers.common.hf_processor import CLIP_MEAN, CLIP_STD
 from providers.common.qwen_vision import Qwen25VisionConfig, check_qwen_vision, whole_video_grid
-from providers.common.qwen_vl import ENCODER, QwenVlConfig, QwenVlProvider, check_token_ids
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    from mimo.weights.rules import WeightMap
+from providers.common.qwen_vl import QwenVlConfig, QwenVlProvider, check_token_ids
 
 
 @dataclass(frozen=True)
@@ -39,7 +33,7 @@ class Config(Qwen25VisionConfig, QwenVlConfig):
     add_qkv_bias: bool = True
 
 
-class Qwen25VlProvider(DecoderProvider, QwenVlProvider):
+class Qwen25VlProvider(QwenVlProvider):
     """The `mimo.protocols.ModelProvider` of Qwen2.5-VL. A video is one item of its text."""
 
     Config: ClassVar[type] = Config
@@ -58,24 +52,6 @@ class Qwen25VlProvider(DecoderProvider, QwenVlProvider):
     sizes_of_hf = staticmethod(hf_qwen_vl.qwen2_5_vl_sizes)
     config_of_sizes = staticmethod(hf_qwen_vl.qwen2_5_vl_config)
     model_types = (hf_qwen_vl.MODEL_TYPE,)
-
-    def encoder_spec(self, config: Config, module: str, context: BuildContext) -> ModuleSpec:
-        """Return the spec of the vision module, a `mimo.model.submodule.VisionSubmodule`."""
-        from providers.common.qwen_build import qwen_vision_spec
-
-        self.check_module(module)
-        config = self.resolved(config)
-        return qwen_vision_spec(config, ENCODER, config.hidden_size, context)
-
-    def weight_map(self, config: Config, module: str) -> WeightMap:
-        """Return the names of a Qwen2.5-VL checkpoint. For the language model, a Qwen2 checkpoint works too."""
-        from providers.common import qwen_weights, weights
-
-        config = self.resolved(config)
-        if module == LANGUAGE:
-            return weights.decoder_map(config, qwen_weights.LANGUAGE_SCHEMES)
-        self.check_module(module)
-        return qwen_weights.qwen_vision_map(config, ENCODER)
 
 
 provider = Qwen25VlProvider()

@@ -9,19 +9,14 @@ Images have any size, and rotary positions of the decoder have three axes, which
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from mimo.protocols import LANGUAGE, BuildContext, ImageProcessing, VideoProcessing
+from mimo.protocols import ImageProcessing, VideoProcessing
 from providers.common import hf_qwen3_vl
 from providers.common.checks import Problems
 from providers.common.decoder import check_multimodal_decoder
 from providers.common.qwen_vision import Qwen3VisionConfig, check_qwen_vision, temporal_patch_grid
-from providers.common.qwen_vl import ENCODER, QwenVlConfig, QwenVlProvider, check_token_ids
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    from mimo.weights.rules import WeightMap
+from providers.common.qwen_vl import QwenVlConfig, QwenVlProvider, check_token_ids
 
 HALF = (0.5, 0.5, 0.5)
 
@@ -76,34 +71,6 @@ class Qwen3VlProvider(QwenVlProvider):
     def num_levels(self, config: Config, module: str) -> int:
         """Count the layers of the tower whose outputs the language model gets besides the last one's."""
         return len(self.resolved(config).vision_deepstack_layers)
-
-    def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
-        """Return the spec of the decoder. `context` is None on ranks that only read its width.
-
-        Raises:
-            ValueError: there are experts on a tensor-parallel grid without sequence parallelism.
-        """
-        from providers.common.qwen_build import qwen3_decoder_spec
-
-        return qwen3_decoder_spec(self.resolved(config), context)
-
-    def encoder_spec(self, config: Config, module: str, context: BuildContext) -> ModuleSpec:
-        """Return the spec of the vision module, a `mimo.model.submodule.VisionSubmodule`."""
-        from providers.common.qwen_build import qwen3_vision_spec
-
-        self.check_module(module)
-        config = self.resolved(config)
-        return qwen3_vision_spec(config, ENCODER, config.hidden_size, context)
-
-    def weight_map(self, config: Config, module: str) -> WeightMap:
-        """Return the names of a Qwen3-VL checkpoint. For a dense language model, a Qwen3 checkpoint works too."""
-        from providers.common import qwen_weights
-
-        config = self.resolved(config)
-        if module == LANGUAGE:
-            return qwen_weights.qwen3_decoder_map(config)
-        self.check_module(module)
-        return qwen_weights.qwen3_vision_map(config, ENCODER)
 
 
 provider = Qwen3VlProvider()

@@ -1,4 +1,6 @@
-"""Read sizes from the Hugging Face configurations of a LLaVA and of text models, without importing transformers.
+"""Convert between the Hugging Face configuration of a LLaVA and the flags, without importing transformers.
+
+The sizes of text models and of single modules are read here, too.
 
 The defaults of the vision classes are here, those of the text classes in `hf_text`.
 """
@@ -11,7 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from mimo.protocols import LANGUAGE
-from providers.common.hf_text import ALIASES, TEXT_DEFAULTS, allow, refuse_quantized, renamed, text_sizes, with_defaults
+from providers.common.decoder import DecoderConfig
+from providers.common.hf_text import (
+    ALIASES,
+    ARCHITECTURES,
+    TEXT_DEFAULTS,
+    allow,
+    refuse_quantized,
+    renamed,
+    text_config,
+    text_sizes,
+    with_defaults,
+)
+from providers.common.vision import VisionConfig
 
 VISION_DEFAULTS: dict[str, dict[str, Any]] = {
     "clip_vision_model": {
@@ -211,3 +225,65 @@ def _feature_layers(index: Any, num_layers: int) -> int:
         raise ValueError(f"--hf-config: vision_feature_layer = {index} with vision_config.num_hidden_layers = "
                          f"{num_layers} leaves {count} layers to run")
     return count
+
+
+def vision_config(config: VisionConfig) -> dict[str, Any]:
+    """Return a tower as the configuration of a CLIP or SigLIP vision model in which every layer runs.
+
+    Raises:
+        ValueError: neither of them has all its parts.
+    """
+    clip = config.vision_class_token
+    if (config.vision_pre_layernorm, config.vision_patch_bias) != (clip, not clip):
+        flags = [name for name in ("vision_class_token", "vision_pre_layernorm", "vision_patch_bias")
+                 if vars(config)[name]]
+        given = ", ".join("--" + name.replace("_", "-") for name in flags) or "none of them"
+        raise ValueError("CLIP has --vision-class-token and --vision-pre-layernorm, SigLIP --vision-patch-bias; this "
+                         f"encoder has {given}")
+    if config.vision_final_layernorm:
+        raise ValueError("a LlavaConfig takes the features before the last norm; this encoder has "
+                         "--vision-final-layernorm")
+    activation = {ours: theirs for theirs, ours in ACTIVATIONS.items()}[config.vision_hidden_act]
+    vision: dict[str, Any] = {
+        "model_type": "clip_vision_model" if clip else "siglip_vision_model",
+        "hidden_size": config.vision_hidden_size,
+        "intermediate_size": config.vision_ffn_hidden_size,
+        "num_hidden_layers": config.vision_num_layers,
+        "num_attention_heads": config.vision_num_attention_heads,
+        "num_channels": config.vision_num_channels,
+        "image_size": config.vision_image_size,
+        "patch_size": config.vision_patch_size,
+        "hidden_act": activation,
+        "layer_norm_eps": config.vision_norm_epsilon,
+    }
+    # The pooling head is not part of the model here.
+    return vision if clip else vision | {"vision_use_head": False}
+
+
+def llava_config(decoder: DecoderConfig, vision: VisionConfig, image_token_id: int) -> dict[str, Any]:
+    """Return a LLaVA model as a config.json. Its tower has only the layers that run.
+
+    Raises:
+        ValueError: no LlavaConfig has all its parts; see `model_type` and `vision_config`.
+    """
+    if vision.vision_dynamic_resolution or vision.vision_pixel_shuffle > 1:
+        given = "--vision-dynamic-resolution" if vision.vision_dynamic_resolution else (
+            f"--vision-pixel-shuffle {vision.vision_pixel_shuffle}")
+        raise ValueError(f"{given}: a LlavaConfig takes images of one size and makes every patch a token")
+    if vision.projector_hidden_size not in (0, decoder.hidden_size):
+        raise ValueError(f"--projector-hidden-size {vision.projector_hidden_size}: a LlavaConfig's projector is as "
+                         f"wide as the language model, --hidden-size {decoder.hidden_size}")
+    text = text_config(decoder)
+    return {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "image_token_index": image_token_id,
+        "image_seq_length": vision.num_patches,
+        "projector_hidden_act": "gelu",
+        "multimodal_projector_bias": True,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "default" if vision.vision_class_token else "full",
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "text_config": {"architectures": [ARCHITECTURES[text["model_type"]]], **text},
+        "vision_config": vision_config(vision),
+    }

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from providers.common import hf_config
 from providers.common.decoder import MultimodalDecoderConfig
 from providers.common.hf import ACTIVATIONS
 from providers.common.hf_qwen_vl import ROPE_KEYS, TOKEN_DEFAULTS, tower_sizes, whole_config
-from providers.common.hf_text import allow, refuse_quantized, rope_of, text_sizes, with_defaults
+from providers.common.hf_text import allow, refuse_quantized, rope_of, text_config, text_sizes, with_defaults
 from providers.common.qwen_vision import Qwen3VisionConfig
 
 
@@ -126,7 +125,7 @@ def qwen3_vl_config(decoder: MultimodalDecoderConfig, vision: Qwen3VisionConfig,
     Raises:
         ValueError: the decoder has parts that the family does not have.
     """
-    text, kind = hf_config.text_config(decoder), MOE if decoder.num_experts else DENSE
+    text, kind = text_config(decoder), MOE if decoder.num_experts else DENSE
     if text["model_type"] != kind.text_type or decoder.moe_router_pre_softmax:
         raise ValueError(f"{kind.architecture} has a Qwen3 decoder: --qk-layernorm, --no-add-qkv-bias and "
                          "--no-moe-router-pre-softmax")

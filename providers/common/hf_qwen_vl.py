@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mimo.protocols import LANGUAGE
-from providers.common import hf_config
 from providers.common.decoder import MultimodalDecoderConfig
 from providers.common.hf import causal_lm_sizes
-from providers.common.hf_text import allow, refuse_quantized, rope_of, text_sizes, with_defaults
+from providers.common.hf_text import allow, refuse_quantized, rope_of, text_config, text_sizes, with_defaults
 from providers.common.qwen_vision import NUM_CHANNELS, ROTARY_BASE, Qwen25VisionConfig, QwenVisionConfig
 
 ARCHITECTURE, MODEL_TYPE = "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl"
@@ -175,7 +174,7 @@ def qwen2_5_vl_config(decoder: MultimodalDecoderConfig, vision: Qwen25VisionConf
     Raises:
         ValueError: the decoder has parts that the family does not have.
     """
-    text = hf_config.text_config(decoder)
+    text = text_config(decoder)
     channels = decoder.hidden_size // decoder.num_attention_heads
     if text["model_type"] != "qwen2" or text.pop("head_dim") != channels:
         raise ValueError(f"{ARCHITECTURE} has a Qwen2 decoder: --add-qkv-bias, --no-qk-layernorm, --num-experts 0 and "

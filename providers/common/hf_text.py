@@ -1,4 +1,6 @@
-"""Read the sizes of a decoder from a Hugging Face text configuration, without importing transformers.
+"""Convert between a Hugging Face text configuration and a decoder's flags, without importing transformers.
+
+Rotary positions are written as transformers 4 and serving engines read them. transformers 5 accepts that spelling too.
 
 A saved config.json leaves out values that equal the class default, so the defaults of each supported class are here. A
 test compares them with the installed transformers. A value that the decoder cannot reproduce is an error that names its
@@ -9,6 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from providers.common.decoder import DecoderConfig
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+                 "qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM"}
 _QWEN: dict[str, Any] = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_act": "silu", "max_position_embeddings": 32768,
@@ -246,3 +252,58 @@ def rope_sizes(text: dict[str, Any], section: str) -> dict[str, Any]:
     if "factor" not in scaling:
         raise ValueError(f"--hf-config: {section}{key}.factor is missing")
     return sizes | {"use_rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
+
+
+def model_type(config: DecoderConfig) -> str:
+    """Return the Hugging Face family that has the decoder's parts.
+
+    Raises:
+        ValueError: no family has all of them.
+    """
+    kind = {(False, False): "llama", (False, True): "qwen3", (True, False): "mixtral", (True, True): "qwen3_moe"}[
+        bool(config.num_experts), config.qk_layernorm]
+    if config.add_qkv_bias:
+        if kind != "llama":
+            raise ValueError("no Hugging Face family has --add-qkv-bias together with "
+                             f"{'--qk-layernorm' if config.qk_layernorm else f'--num-experts {config.num_experts}'}")
+        return "qwen2"
+    if kind == "mixtral" and config.moe_router_pre_softmax:
+        raise ValueError("no Hugging Face family has --moe-router-pre-softmax without --qk-layernorm")
+    return kind
+
+
+def text_config(config: DecoderConfig) -> dict[str, Any]:
+    """Return a decoder as a text configuration. Raises the errors of `model_type`."""
+    kind = model_type(config)
+    text: dict[str, Any] = {
+        "model_type": kind,
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.query_groups,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.moe_ffn_hidden_size if kind == "mixtral" else config.ffn_hidden_size,
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_theta": config.rotary_base,
+        "rope_scaling": None,
+        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+    }
+    if config.use_rope_scaling:
+        text["rope_scaling"] = {"rope_type": "llama3", "factor": config.rope_scaling_factor, **LLAMA3_ROPE}
+    if kind == "mixtral":
+        text |= {"num_local_experts": config.num_experts, "num_experts_per_tok": config.moe_router_topk,
+                 "sliding_window": None}
+    if kind == "qwen3_moe":
+        text |= {"num_experts": config.num_experts, "num_experts_per_tok": config.moe_router_topk,
+                 "moe_intermediate_size": config.moe_ffn_hidden_size,
+                 "norm_topk_prob": not config.moe_router_pre_softmax}
+    return text
+
+
+def causal_lm_config(config: DecoderConfig) -> dict[str, Any]:
+    """Return a text model as a config.json. Raises the errors of `model_type`."""
+    text = text_config(config)
+    return {"architectures": [ARCHITECTURES[text["model_type"]]], **text}

@@ -27,28 +27,36 @@ from providers.common.qwen_vision import (
 )
 
 
-def qwen3_decoder_spec(config: MultimodalDecoderConfig, context: BuildContext | None) -> ModuleSpec:
-    """Return the spec of Qwen3-VL's decoder, whose first layers add the levels of the tower.
+def qwen_decoder_spec(config: MultimodalDecoderConfig, context: BuildContext | None) -> ModuleSpec:
+    """Return the spec of the decoder. The first layers of Qwen3-VL's add the levels of the tower.
 
     Raises:
         ValueError: there are experts on a tensor-parallel grid without sequence parallelism.
     """
     spec = decoder_spec(config, context)
-    if context is None:
+    if context is None or not isinstance(config, Qwen3VisionConfig):
         return spec
     layers = decoder_with_levels(spec.params["transformer_layer_spec"])
     return replace(spec, params={**spec.params, "transformer_layer_spec": layers})
 
 
-def qwen_vision_spec(config: Qwen25VisionConfig, name: str, language_size: int, context: BuildContext) -> ModuleSpec:
-    """Return the spec of a `VisionSubmodule`: the tower, then RMSNorm of each patch and an MLP of each token.
+def qwen_vision_spec(config: Qwen25VisionConfig | Qwen3VisionConfig, name: str, language_size: int,
+                     context: BuildContext) -> ModuleSpec:
+    """Return the spec of a `VisionSubmodule`.
 
     Args:
-        config: sizes of tower and merger.
+        config: sizes of tower and mergers.
         name: name of the encoder inside the module.
         language_size: width of the language model.
         context: the encoder's grid, groups and precision.
     """
+    build = _qwen3_vision_spec if isinstance(config, Qwen3VisionConfig) else _qwen25_vision_spec
+    return build(config, name, language_size, context)
+
+
+def _qwen25_vision_spec(config: Qwen25VisionConfig, name: str, language_size: int,
+                        context: BuildContext) -> ModuleSpec:
+    """Return the tower, then RMSNorm of each patch and an MLP of each token."""
     tower, merger = _transformers(config, language_size, context, normalization="RMSNorm",
                                   activation_func=torch.nn.functional.silu, gated_linear_unit=True)
     layers = vit_layer_spec(tower, context.transformer_impl)
@@ -60,11 +68,8 @@ def qwen_vision_spec(config: Qwen25VisionConfig, name: str, language_size: int, 
     return submodule_spec(name, encoder, _merger(config, merger, config.vision_hidden_size, context), context)
 
 
-def qwen3_vision_spec(config: Qwen3VisionConfig, name: str, language_size: int, context: BuildContext) -> ModuleSpec:
-    """Return the spec of a `VisionSubmodule`: the tower, then a merger for its output and one for each level.
-
-    The arguments are those of `qwen_vision_spec`.
-    """
+def _qwen3_vision_spec(config: Qwen3VisionConfig, name: str, language_size: int, context: BuildContext) -> ModuleSpec:
+    """Return the tower, then a merger for its output and one for each level."""
     impl = context.transformer_impl
     tower, merger = _transformers(config, language_size, context, normalization="LayerNorm",
                                   activation_func=activation(config.vision_hidden_act, impl))

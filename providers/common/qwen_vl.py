@@ -6,11 +6,19 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mimo.data.positions import TokenGrid
 from mimo.observability.flops import FlopComponent
-from mimo.protocols import ImageProcessing, ParameterShape, TokenSpec, VideoProcessing, VideoSize
+from mimo.protocols import (
+    LANGUAGE,
+    BuildContext,
+    ImageProcessing,
+    ParameterShape,
+    TokenSpec,
+    VideoProcessing,
+    VideoSize,
+)
 from providers.common.checks import Problems
 from providers.common.decoder import MultimodalDecoderConfig, check_decoder_grid, decoder_shapes
 from providers.common.family import VISION, VisionLanguageProvider
@@ -32,6 +40,11 @@ from providers.common.qwen_vision import (
     qwen_vision_shapes,
     token_grid,
 )
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from mimo.weights.rules import WeightMap
 
 ENCODER = "tower"
 
@@ -82,6 +95,33 @@ class QwenVlProvider(VisionLanguageProvider):
     check_encoder_grid = staticmethod(check_qwen_vision_grid)
     image_tokens = staticmethod(image_tokens)
     language_shapes = staticmethod(decoder_shapes)
+
+    def language_spec(self, config: Any, context: BuildContext | None) -> ModuleSpec:
+        """Return the spec of the decoder. `context` is None on ranks that only read its width.
+
+        Raises:
+            ValueError: there are experts on a tensor-parallel grid without sequence parallelism.
+        """
+        from providers.common.qwen_build import qwen_decoder_spec
+
+        return qwen_decoder_spec(self.resolved(config), context)
+
+    def encoder_spec(self, config: Any, module: str, context: BuildContext) -> ModuleSpec:
+        """Return the spec of the vision module, a `mimo.model.submodule.VisionSubmodule`."""
+        from providers.common.qwen_build import qwen_vision_spec
+
+        self.check_module(module)
+        config = self.resolved(config)
+        return qwen_vision_spec(config, ENCODER, config.hidden_size, context)
+
+    def weight_map(self, config: Any, module: str) -> WeightMap:
+        """Return the names of the family's checkpoint. For a dense language model, a text model's works too."""
+        from providers.common import qwen_weights
+
+        self.check_module(module)
+        config = self.resolved(config)
+        return (qwen_weights.qwen_decoder_map(config) if module == LANGUAGE
+                else qwen_weights.qwen_vision_map(config, ENCODER))
 
     def flop_components(self, config: Any) -> list[FlopComponent]:
         """Return the FLOPs of tower, mergers and decoder."""

@@ -32,13 +32,18 @@ QWEN3_VISION_SCHEMES = (NamingScheme(QWEN3_NAME, ((r"^visual\.", "model.visual."
 IGNORED = ((r"(^|\.)rotary_pos_emb\.inv_freq$", "rotary frequencies follow from the configuration"),)
 
 
-def qwen_vision_map(config: Qwen25VisionConfig, name: str) -> WeightMap:
-    """Map every tensor of the tower and of its merger.
+def qwen_vision_map(config: Qwen25VisionConfig | Qwen3VisionConfig, name: str) -> WeightMap:
+    """Map every tensor of the tower and of its mergers.
 
     Args:
         config: its sizes.
         name: name of the encoder inside the module.
     """
+    return _qwen3_vision_map(config, name) if isinstance(config, Qwen3VisionConfig) else (
+        _qwen25_vision_map(config, name))
+
+
+def _qwen25_vision_map(config: Qwen25VisionConfig, name: str) -> WeightMap:
     encoder, merger = f"encoders.{name}.", "input_projections.0."
     rules = [Rule(encoder + "conv1.weight", ("visual.patch_embed.proj.weight",))]
     for layer in range(config.vision_num_layers):
@@ -102,11 +107,14 @@ class ExpertInStack:
         return None
 
 
-def qwen3_decoder_map(config: DecoderConfig) -> WeightMap:
-    """Map every tensor of the decoder. Files hold the experts of a layer in two tensors; engines take them one by one.
+def qwen_decoder_map(config: DecoderConfig) -> WeightMap:
+    """Map every tensor of the decoder.
 
-    A text model of its own, such as Qwen3MoeForCausalLM, has the names of engines.
+    Files of Qwen3-VL hold the experts of a layer in two tensors; engines take them one by one. A text model of its own,
+    such as Qwen3MoeForCausalLM, has the names of engines.
     """
+    if not isinstance(config, Qwen3VisionConfig):
+        return decoder_map(config, LANGUAGE_SCHEMES)
     found = decoder_map(config, QWEN3_LANGUAGE_SCHEMES)
     if not config.num_experts:
         return found
@@ -121,13 +129,7 @@ def qwen3_decoder_map(config: DecoderConfig) -> WeightMap:
     return replace(found, rules=tuple(rules), engine_rules=found.rules)
 
 
-def qwen3_vision_map(config: Qwen3VisionConfig, name: str) -> WeightMap:
-    """Map every tensor of the tower and of its mergers.
-
-    Args:
-        config: its sizes.
-        name: name of the encoder inside the module.
-    """
+def _qwen3_vision_map(config: Qwen3VisionConfig, name: str) -> WeightMap:
     encoder = f"encoders.{name}."
     rules = [*affine(encoder + "conv1.", "visual.patch_embed.proj."),
              Rule(encoder + "position_embeddings.weight", ("visual.pos_embed.weight",))]
