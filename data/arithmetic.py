@@ -95,7 +95,6 @@ class Arithmetic:
                       {"numbers": (first, second)})
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Decode a completion, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def sample(self, index: int) -> Sample:
@@ -141,7 +140,6 @@ class ArithmeticProvider:
         return None
 
     def decode(self, config: Config, tokens: list[int]) -> str:
-        """Decode the tokens before the end token."""
         tokenizer = _tokenizer(config.tokenizer)
         end = tokenizer.eos_token_id
         return str(tokenizer.decode(tokens[: tokens.index(end) if end in tokens else None], skip_special_tokens=True))

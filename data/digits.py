@@ -270,7 +270,6 @@ class DigitsProvider:
     Config: ClassVar[type] = Config
 
     def validate(self, config: Any, tokens: TokenSpec) -> None:
-        """Raise ValueError, with the flag, if the configuration cannot work."""
         check(config, tokens, "train")
 
     def stream(self, config: Any, tokens: TokenSpec, lane: Lane) -> IndexedStream:
@@ -375,7 +374,6 @@ class DigitPromptsProvider:
     image_processing = staticmethod(provider.image_processing)
 
     def validate(self, config: Config, tokens: TokenSpec) -> None:
-        """Raise ValueError, with flags and values, if the flags cannot work."""
         for split in ("train", "valid"):
             self.open(config, tokens, split, 0)
 

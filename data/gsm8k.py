@@ -95,7 +95,6 @@ class Gsm8k:
 
     @property
     def num_prompts(self) -> int:
-        """Number of problems of a pass."""
         return len(self._rows)
 
     def leave_out(self, keys: Collection[str]) -> None:
@@ -122,7 +121,6 @@ class Gsm8k:
                       {"question": problem.question})
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Decode a completion, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _key(self, number: int) -> str:

@@ -239,11 +239,9 @@ class MockProvider:
     Config: ClassVar[type] = Config
 
     def validate(self, config: Any, tokens: TokenSpec) -> None:
-        """Raise ValueError, with the flag, if the configuration cannot work."""
         check(config, tokens)
 
     def stream(self, config: Any, tokens: TokenSpec, lane: Lane) -> IndexedStream:
-        """Open one lane. Raises ValueError, with the flag, if the configuration cannot work."""
         check(config, tokens)
         return IndexedStream(lane, partial(build_sample, config, tokens, lane))
 

@@ -40,7 +40,6 @@ class CausalLmProvider(DecoderProvider, TextProvider):
     language_shapes = staticmethod(decoder_shapes)
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
-        """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
         return dataclasses.replace(config, **hf.module_sizes(values, module))
 
     def flop_components(self, config: Config) -> list[FlopComponent]:

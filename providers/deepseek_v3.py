@@ -43,18 +43,12 @@ class DeepseekV3Provider(TextProvider):
     language_shapes = staticmethod(latent_shapes)
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
-        """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
         return dataclasses.replace(config, **deepseek_sizes(dict(values)))
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
         return latent_components(self.resolved(config))
 
     def language_spec(self, config: Config, context: BuildContext | None) -> ModuleSpec:
-        """Return the spec of the decoder. `context` is None on ranks that only read its width.
-
-        Raises:
-            ValueError: a tensor-parallel grid without sequence parallelism.
-        """
         from providers.common.build import latent_decoder_spec
 
         return latent_decoder_spec(self.resolved(config), context)

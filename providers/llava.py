@@ -51,7 +51,6 @@ class LlavaProvider(DecoderProvider, VisionLanguageProvider):
     language_shapes = staticmethod(decoder_shapes)
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
-        """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
         sizes = hf.module_sizes(values, module)
         kind = values.get("model_type", "llava" if "text_config" in values else "")
         if module == LANGUAGE and kind in hf.LLAVA_KINDS:
@@ -59,14 +58,12 @@ class LlavaProvider(DecoderProvider, VisionLanguageProvider):
         return dataclasses.replace(config, **sizes)
 
     def check_encoder_grid(self, config: Config, grid: GridSpec, problems: Problems) -> None:
-        """Note sizes that the encoder grid cannot hold."""
         check_vision_grid(config, self._projector_size(config), grid, problems)
 
     def vision_shapes(self, config: Config) -> list[ParameterShape]:
         return vision_shapes(config, self._projector_size(config), config.hidden_size)
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
-        """Return the FLOPs of encoder, projector and decoder."""
         config = self.resolved(config)
         return [*vision_components(config, num_extra=int(config.vision_class_token), parallel_patches=False),
                 *projector_components(config.feature_size, self._projector_size(config), config.hidden_size,
@@ -74,7 +71,6 @@ class LlavaProvider(DecoderProvider, VisionLanguageProvider):
                 *decoder_components(config)]
 
     def encoder_spec(self, config: Config, module: str, context: BuildContext) -> ModuleSpec:
-        """Return the spec of the vision module, a `mimo.model.submodule.VisionSubmodule`."""
         from providers.common.build import vision_spec
 
         self.check_module(module)
@@ -106,7 +102,6 @@ class LlavaProvider(DecoderProvider, VisionLanguageProvider):
         return dataclasses.replace(own, tiling="dynamic") if config.vision_dynamic_resolution else own
 
     def write_image_processing(self, config: Config, folder: Path, processing: ImageProcessing) -> str:
-        """Write preprocessor_config.json, or return the reason why no processor makes the pixels of training."""
         return hf_processor.write_processing(folder, self.resolved(config).vision_image_size, processing)
 
     @staticmethod

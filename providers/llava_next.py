@@ -88,14 +88,12 @@ class LlavaNextProvider(llava.LlavaProvider):
     image_tokens = staticmethod(image_tokens)
 
     def with_hf(self, config: Any, values: Mapping[str, Any], module: str) -> Any:
-        """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
         config = super().with_hf(config, values, module)
         if module == LANGUAGE or values.get("model_type") != "llava_next":
             return config
         return dataclasses.replace(config, vision_image_grid_pinpoints=hf.llava_pinpoints(values))
 
     def token_spec(self, config: Any) -> TokenSpec:
-        """Return what a data set must produce: tiles of images of any size."""
         return dataclasses.replace(super().token_spec(config), tiles=tiles_of(self.resolved(config)))
 
     def vision_shapes(self, config: Any) -> list[ParameterShape]:
@@ -106,7 +104,6 @@ class LlavaNextProvider(llava.LlavaProvider):
     flop_components = llava.LlavaProvider.flop_components
 
     def encoder_spec(self, config: Any, module: str, context: BuildContext) -> ModuleSpec:
-        """Return the spec of the vision module, a `mimo.model.tiles.TiledVision`."""
         from mimo.model.tiles import TiledProjector, TiledVision
 
         spec = super().encoder_spec(config, module, context)
@@ -141,7 +138,6 @@ class LlavaNextProvider(llava.LlavaProvider):
         return dataclasses.replace(hf_processor.CLIP, tiling="anyres", source="LlavaNextImageProcessor")
 
     def write_image_processing(self, config: Any, folder: Path, processing: ImageProcessing) -> str:
-        """Write preprocessor_config.json, or return the reason why no processor makes the pixels of training."""
         config = self.resolved(config)
         return hf_processor.write_processing(folder, config.vision_image_size, processing,
                                              pinpoints=pinpoints_of(config))

@@ -46,7 +46,6 @@ class NemotronHProvider(HybridProvider, TextProvider):
     language_shapes = staticmethod(hybrid_shapes)
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
-        """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
         return dataclasses.replace(config, **language_sizes(values))
 
     def megatron_source(self, config: Config) -> MegatronSource | None:

@@ -129,7 +129,6 @@ class NemotronVlmProvider(HybridProvider, VisionLanguageProvider):
                              "image would depend on the rank that encodes it; leave one of them out")
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
-        """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
         if module != LANGUAGE:
             return dataclasses.replace(config, **encoder_sizes(values))
         # A text model alone does not say which of its tokens stands for an image.
@@ -140,14 +139,12 @@ class NemotronVlmProvider(HybridProvider, VisionLanguageProvider):
         return STAGES[config.training_stage]
 
     def megatron_source(self, config: Config) -> MegatronSource | None:
-        """Return the checkpoint of --load-nemotron-checkpoint."""
         path = config.load_nemotron_checkpoint
         vision = {VISION: {f"encoders.{ENCODER}.": "vision_model.",
                            "input_projections.0.": "vision_projection.encoder."}}
         return nemotron_source(path, self.resolved(config), vision) if path else None
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
-        """Return the FLOPs of encoder, projector and decoder."""
         config = self.resolved(config)
         return [*vision_components(config, num_extra=config.vision_class_token_len, parallel_patches=True),
                 *projector_components(config.feature_size, config.projector_hidden_size, config.hidden_size,
@@ -155,7 +152,6 @@ class NemotronVlmProvider(HybridProvider, VisionLanguageProvider):
                 *hybrid_components(config)]
 
     def encoder_spec(self, config: Config, module: str, context: BuildContext) -> ModuleSpec:
-        """Return the spec of the vision module, a `mimo.model.submodule.VisionSubmodule`."""
         from providers.common.build import radio_spec
 
         self.check_module(module)
@@ -198,7 +194,6 @@ class NemotronVlmProvider(HybridProvider, VisionLanguageProvider):
         check_radio_processor(self.resolved(config))
 
     def write_processor(self, config: Config, folder: Path, mean: Sequence[float], std: Sequence[float]) -> None:
-        """Write the trainer's image processing to the folder; see `mimo.protocols`."""
         config = self.resolved(config)
         write_radio_processor(config, config.image_token_id, config.vocab_size, folder, mean, std)
 

@@ -69,7 +69,6 @@ class Qwen3VlProvider(QwenVlProvider):
     model_types = tuple(hf_qwen3_vl.KINDS)
 
     def num_levels(self, config: Config, module: str) -> int:
-        """Count the layers of the tower whose outputs the language model gets besides the last one's."""
         return len(self.resolved(config).vision_deepstack_layers)
 
 

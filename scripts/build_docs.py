@@ -162,7 +162,6 @@ def command_reference() -> str:
 
 
 def reference() -> dict[str, str]:
-    """Return the pages of the reference by name."""
     shared = tuple(type(section) for section in vars(RunConfig()).values() if section is not None)
     rl = run_reference("Flags of train_rl.py", RlRunConfig, (FileConfig, *shared))
     return {
@@ -208,7 +207,6 @@ def build(out: Path) -> int:
 
 
 def main() -> int:
-    """Read the command line and build."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=Path, default=ROOT / "build" / "site",
                         help="folder to write, which is emptied first")

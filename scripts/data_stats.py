@@ -129,7 +129,6 @@ def model_of(run: StatsRunConfig, request: DataRequest) -> dict[str, Any]:
 
 
 def in_words(model: dict[str, Any]) -> str:
-    """Format the model as one line."""
     source = f" --hf-config {model['hf_config']}" if model["hf_config"] else ""
     parts = [f"--model-provider {model['provider']}{source}"]
     if "image_tokens" in model:
@@ -190,7 +189,6 @@ def _spread(values: dict[str, float]) -> str:
 
 
 def summary(keys: dict[str, Any]) -> str:
-    """Format the key figures for a terminal."""
     samples, tokens, images = keys["samples"], keys["tokens"], keys["images"]
     lines = [("model", in_words(keys["model"]))]
     lines += [("samples", f"{samples['read']:,} read of {samples['in_one_pass']:,}: {samples['good']:,} good, "

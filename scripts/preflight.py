@@ -65,7 +65,6 @@ def dry_run(script: Path) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Check, report, and return the exit code."""
     flags, trainer = read_flags(sys.argv[1:] if argv is None else argv)
     # As in train_hetero.py: a provider pkg.module:attr may lie in the current folder.
     sys.path.append(os.getcwd())

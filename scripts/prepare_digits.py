@@ -166,7 +166,6 @@ def write_llava(folder: Path, chosen: argparse.Namespace, splits: dict[str, rang
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a word tokenizer with the ids of `data/digits.py`."""
     special = {"<pad>": digits.PAD, "<bos>": digits.BOS, "<eos>": digits.EOS, IMAGE_MARKER: digits.FIRST_DIGIT - 1}
     numerals = {str(digit): digits.FIRST_DIGIT + digit for digit in range(10)}
     write_word_tokenizer(folder, special | numerals | digits.WORDS, WhitespaceSplit())
@@ -206,7 +205,6 @@ def write_model(folder: Path, tokenizer: Path, image_size: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write everything and print the flags that read it."""
     chosen = parse_arguments(arguments)
     try:
         config, _ = settings(chosen)

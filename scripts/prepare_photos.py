@@ -65,7 +65,6 @@ class Crop:
 
     @property
     def num_patches(self) -> int:
-        """Number of patches of 16 x 16 pixels."""
         return self.height * self.width // PATCH_SIZE**2
 
 
@@ -168,7 +167,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write everything and print the flags that read it."""
     chosen = parse_arguments(arguments)
     out = chosen.out
     crops = choose_crops(chosen.num_samples + chosen.num_valid, chosen.seed, chosen.max_patches)

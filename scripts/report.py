@@ -22,7 +22,6 @@ from mimo.report.run_reader import read_run, with_prediction
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", type=Path, help="run folder, with metrics.jsonl")
     parser.add_argument("other", metavar="RUN2", type=Path, nargs="?", help="another run to compare with")

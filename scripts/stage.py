@@ -51,7 +51,6 @@ COUNTS = ("copied", "copied_bytes", "there", "there_bytes", "removed")
 
 
 def read_flags(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse and check the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="folder, file or hf://organisation/name[@revision]")
@@ -193,7 +192,6 @@ def run(flags: argparse.Namespace, progress: Progress) -> Counter[str]:
 
 
 def summary(flags: argparse.Namespace, host: str, counts: Counter[str], seconds: float) -> str:
-    """Return the last line of output."""
     values: dict[str, Any] = {name: counts[name] for name in COUNTS}
     verb = "to copy" if flags.dry_run else "copied"
     removed = f", {values['removed']} removed" if values["removed"] else ""
@@ -203,7 +201,6 @@ def summary(flags: argparse.Namespace, host: str, counts: Counter[str], seconds:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Stage, print a summary, and return the exit code."""
     flags, began = read_flags(arguments), time.monotonic()
     progress = Progress(socket.gethostname())
     try:

@@ -84,7 +84,6 @@ class ConversationPrompts:
 
     @property
     def num_prompts(self) -> int:
-        """Number of records of a pass."""
         return len(self._records)
 
     def leave_out(self, keys: Collection[str]) -> None:
@@ -120,7 +119,6 @@ class ConversationPrompts:
                       partial(self._encoder.originals, found.images) if self._has_tiles else None)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Decode a completion, without special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _key(self, number: int) -> str:

@@ -312,7 +312,6 @@ class EnergonProvider:
         return shared_normalisation(images, video_processing_of(config, tokens))
 
     def reader(self, config: Any, request: DataRequest, lanes: Sequence[int]) -> LaneReader:
-        """Open some lanes. Raises the errors of `validate`."""
         check(config, request)
         from data.energon.reader import Encoding, EnergonReader
         from data.energon.task_encoder import ErrorLog, VlmTaskEncoder, to_sample
@@ -361,7 +360,6 @@ class EnergonProvider:
         return limit
 
     def decode(self, config: Any, tokens: list[int]) -> str:
-        """Decode the tokens before the end of the sequence."""
         from data.prompts import load_tokenizer
 
         tokenizer = load_tokenizer(config.tokenizer)

@@ -112,7 +112,6 @@ class EnergonReader:
         return InProcess(dataset, self._starts, self._statuses, status)
 
     def start(self) -> None:
-        """Start the workers, from the main thread."""
         for source in self._sources:
             source.start()
 
@@ -209,7 +208,6 @@ class EnergonReader:
         return "; ".join(first + list(names.values()))
 
     def close(self) -> None:
-        """Stop the workers."""
         for source in self._sources:
             source.close()
 

@@ -125,7 +125,6 @@ class Router:
         self._received[worker] = position.count
 
     def workers_of(self, lane: int) -> range:
-        """Return the global ids of a lane's workers."""
         return range(lane * self._workers_per_lane, (lane + 1) * self._workers_per_lane)
 
     def next_worker(self, lane: int) -> int:

@@ -41,7 +41,6 @@ class ImageRecord:
     tokens: int
 
     def patches(self, patch_size: int) -> int:
-        """Return the number of patches of all its tiles."""
         return sum((height // patch_size) * (width // patch_size) for height, width in self.tiles)
 
 

@@ -54,7 +54,6 @@ class Report:
 
     @property
     def records(self) -> list[Record]:
-        """Good samples."""
         return self.collected.records
 
     @property
@@ -128,7 +127,6 @@ def tokens_html(report: Report) -> str:
 
 
 def images_html(report: Report) -> str:
-    """Chart the sizes of images, before and after tiling."""
     images = [image for record in report.records for image in record.images]
     if not images:
         return "<h2>Images</h2><p>No sample has an image.</p>"
@@ -215,7 +213,6 @@ def bad_html(report: Report) -> str:
 
 
 def samples_html(report: Report) -> str:
-    """Show a few samples, as the model gets them."""
     tokenizer = load_tokenizer(report.config.tokenizer)
     shown = [sample_html(tokenizer, record, row, report.tiling, report.image_token_id)
              for record, row in chosen_rows(report.collected)]

@@ -87,7 +87,6 @@ class FamilyProvider:
         return size
 
     def num_experts(self, config: Any) -> int:
-        """Return the number of routed experts of a MoE layer, 0 for a dense model."""
         number: int = self.resolved(config).num_experts
         return number
 
@@ -95,7 +94,6 @@ class FamilyProvider:
         return computed.computed_fields(config, module)
 
     def hf_key(self, field: str) -> str:
-        """Return the key of a Hugging Face configuration with the meaning of a field."""
         return computed.HF_KEYS.get(field, field)
 
 
@@ -103,11 +101,6 @@ class DecoderProvider(FamilyProvider):
     """Base of the providers whose language model is that of a `DecoderConfig`."""
 
     def language_spec(self, config: Any, context: BuildContext | None) -> ModuleSpec:
-        """Return the spec of the decoder. `context` is None on ranks that only read its width.
-
-        Raises:
-            ValueError: there are experts on a tensor-parallel grid without sequence parallelism.
-        """
         from providers.common.build import decoder_spec
 
         return decoder_spec(self.resolved(config), context)
@@ -117,16 +110,10 @@ class HybridProvider(FamilyProvider):
     """Base of the providers whose language model is that of a `HybridConfig`."""
 
     def num_experts(self, config: Any) -> int:
-        """Return the number of routed experts of an E layer, 0 without one."""
         number: int = self.resolved(config).num_routed_experts
         return number
 
     def language_spec(self, config: Any, context: BuildContext | None) -> ModuleSpec:
-        """Return the spec of the decoder. `context` is None on ranks that only read its width.
-
-        Raises:
-            ValueError: there are experts on a tensor-parallel grid without sequence parallelism.
-        """
         from providers.common.hybrid_build import hybrid_spec
 
         return hybrid_spec(self.resolved(config), context)
@@ -136,7 +123,6 @@ class TextProvider(FamilyProvider):
     """Base of every text model's provider: no encoder, no images, one module."""
 
     def encoders(self, config: Any) -> tuple[str, ...]:
-        """Return nothing, because there is only the language model."""
         return ()
 
     def parameter_shapes(self, config: Any, module: str) -> list[ParameterShape]:
@@ -144,24 +130,19 @@ class TextProvider(FamilyProvider):
         return self.language_shapes(self.resolved(config))
 
     def token_spec(self, config: Any) -> TokenSpec:
-        """Return what a data set must produce: text. Placeholders get an id that no token has."""
         return TokenSpec(self.resolved(config).vocab_size, image_token_id=-1, image_size=0, num_channels=0)
 
     def special_token_ids(self, config: Any) -> dict[str, int]:
-        """Return nothing, because there are no placeholders."""
         return {}
 
     def num_image_tokens(self, config: Any, module: str, height: int, width: int) -> int:
-        """Raise ValueError, because a text model takes no images."""
         raise ValueError(f"an image of {height} x {width} pixels: a text model takes no images")
 
     def encoder_spec(self, config: Any, module: str, context: BuildContext) -> Any:
-        """Raise ValueError, because there is no encoder."""
         raise ValueError(f"a text model has no encoder {module}")
 
     @staticmethod
     def check_module(module: str) -> None:
-        """Raise an error for a module other than `language`."""
         assert module == LANGUAGE, f"a text model has the module {LANGUAGE}, not {module}"
 
 
@@ -182,7 +163,6 @@ class VisionLanguageProvider(FamilyProvider):
     vision_shapes: ClassVar[Callable[[Any], list[ParameterShape]]]
 
     def encoders(self, config: Any) -> tuple[str, ...]:
-        """Return the name of the encoder, `vision`."""
         return (VISION,)
 
     def check_sizes(self, config: Any, problems: Problems) -> None:
@@ -211,15 +191,9 @@ class VisionLanguageProvider(FamilyProvider):
                          image_width=width)
 
     def special_token_ids(self, config: Any) -> dict[str, int]:
-        """Return the placeholder of the encoder's tokens."""
         return {VISION: self.resolved(config).image_token_id}
 
     def num_image_tokens(self, config: Any, module: str, height: int, width: int) -> int:
-        """Return the language tokens that encoder `module` makes of an image of `height` by `width` pixels.
-
-        Raises:
-            ValueError: the encoder does not take this size.
-        """
         return self.image_tokens(self.resolved(config), height, width)
 
     def parameter_shapes(self, config: Any, module: str) -> list[ParameterShape]:
@@ -239,14 +213,6 @@ class VisionLanguageProvider(FamilyProvider):
                              "of 3 channels, red, green and blue")
 
     def write_processor(self, config: Any, folder: Path, mean: Sequence[float], std: Sequence[float]) -> None:
-        """Write the processor that turns 8-bit images into pixels beside the config.json of this model.
-
-        Args:
-            config: the family's flags.
-            folder: folder of the config.json.
-            mean: mean of each channel.
-            std: deviation of each channel; pixels are (value / 255 - mean) / std.
-        """
         from providers.common.hf_processor import write_llava  # takes seconds to import
 
         self.check_processor(config)
@@ -254,5 +220,4 @@ class VisionLanguageProvider(FamilyProvider):
 
     @staticmethod
     def check_module(module: str) -> None:
-        """Raise an error for a module other than `vision` and `language`."""
         assert module in (VISION, LANGUAGE), f"the model has the modules {VISION} and {LANGUAGE}, not {module}"

@@ -223,7 +223,6 @@ def replace_processor(folder: Path, values: Mapping[str, Any] | None, processing
 
 
 def resample_number(name: str) -> int:
-    """Return the number that files have for a kernel."""
     return next(number for number, kernel in RESAMPLE.items() if kernel == name)
 
 

@@ -97,17 +97,11 @@ class QwenVlProvider(VisionLanguageProvider):
     language_shapes = staticmethod(decoder_shapes)
 
     def language_spec(self, config: Any, context: BuildContext | None) -> ModuleSpec:
-        """Return the spec of the decoder. `context` is None on ranks that only read its width.
-
-        Raises:
-            ValueError: there are experts on a tensor-parallel grid without sequence parallelism.
-        """
         from providers.common.qwen_build import qwen_decoder_spec
 
         return qwen_decoder_spec(self.resolved(config), context)
 
     def encoder_spec(self, config: Any, module: str, context: BuildContext) -> ModuleSpec:
-        """Return the spec of the vision module, a `mimo.model.submodule.VisionSubmodule`."""
         from providers.common.qwen_build import qwen_vision_spec
 
         self.check_module(module)
@@ -124,12 +118,10 @@ class QwenVlProvider(VisionLanguageProvider):
                 else qwen_weights.qwen_vision_map(config, ENCODER))
 
     def flop_components(self, config: Any) -> list[FlopComponent]:
-        """Return the FLOPs of tower, mergers and decoder."""
         config = self.resolved(config)
         return [*qwen_vision_components(config, config.hidden_size), *decoder_components(config)]
 
     def with_hf(self, config: Any, values: Mapping[str, Any], module: str) -> Any:
-        """Return a resolved configuration with the values of a config.json for a module; see `mimo.protocols`."""
         return dataclasses.replace(config, **module_sizes(dict(values), module, self.model_types, self.sizes_of_hf))
 
     def hf_config(self, config: Any) -> dict[str, Any]:
@@ -149,15 +141,12 @@ class QwenVlProvider(VisionLanguageProvider):
                          placeholder_frames=config.vision_temporal_patch_size if self.cuts_videos else 0)
 
     def token_grid(self, config: Any, module: str, height: int, width: int) -> TokenGrid:
-        """Return the language tokens of an image as a grid. Raises ValueError for a wrong size in pixels."""
         return token_grid(self.resolved(config), height, width)
 
     def video_token_ids(self, config: Any) -> dict[str, int]:
-        """Return the placeholder of the tokens of videos."""
         return {VISION: self.resolved(config).video_token_id}
 
     def video_grid(self, config: Any, module: str, size: VideoSize) -> TokenGrid:
-        """Return the language tokens of a video as a grid. Raises ValueError for a wrong size."""
         return self.grid_of_video(self.resolved(config), size)
 
     def image_processing(self, config: Any, folder: str = "") -> ImageProcessing | None:
@@ -165,7 +154,6 @@ class QwenVlProvider(VisionLanguageProvider):
         return read_qwen_processing(folder, self.resolved(config)) if folder else self.processing
 
     def write_image_processing(self, config: Any, folder: Path, processing: ImageProcessing) -> str:
-        """Write preprocessor_config.json, or return the reason why no processor makes the pixels of training."""
         return write_qwen_processing(folder, self.resolved(config), processing)
 
     def video_processing(self, config: Any, folder: str = "") -> VideoProcessing | None:
@@ -182,7 +170,6 @@ class QwenVlProvider(VisionLanguageProvider):
         check_special_tokens(self.resolved(config))
 
     def write_processor(self, config: Any, folder: Path, mean: Sequence[float], std: Sequence[float]) -> None:
-        """Write the processor that turns 8-bit images into pixels; see `mimo.protocols`."""
         write_qwen(self.resolved(config), folder, mean, std, self.processor)
 
     def write_video_processor(self, config: Any, folder: Path, processing: VideoProcessing, tokenizer: Any) -> None:

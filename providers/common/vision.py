@@ -201,6 +201,5 @@ def layer_shapes(hidden: int, layers: int, inner: int, *, gated: bool = False, n
 
 def norm_shapes(name: str, width: int, count: int = 1, stage: str = "layer", *, has_bias: bool = True) -> (
         list[ParameterShape]):
-    """Return the parameters of norms."""
     return [ParameterShape(f"{name}.{kind}", (width,), count, "none", stage)
             for kind in (("weight", "bias") if has_bias else ("weight",))]

@@ -166,7 +166,6 @@ def with_ratios(size: dict[str, Any]) -> dict[str, Any]:
 
 
 def markdown(results: list[dict[str, Any]]) -> str:
-    """Show all arms of all cases as a table."""
     header = ["case", "ranks", "MB", "arm", "ms", "GB/s", "raw/arm", "upstream/arm", "messages", "MB sent",
               "collectives", "MB in collectives", "syncs"]
     rows = [header]

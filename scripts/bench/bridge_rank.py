@@ -297,7 +297,6 @@ def _sync_warnings(device_type: str) -> Iterator[list[warnings.WarningMessage]]:
 
 
 def layout_of(case: dict[str, int]) -> Layout:
-    """Return the grids of a case, the encoder first."""
     encoder = GridSpec(ENCODER, dp=case["encoder_dp"], tp=case["encoder_tp"])
     language = GridSpec(LANGUAGE, offset=encoder.size, dp=case["language_dp"], tp=case["language_tp"])
     return Layout("disjoint", encoder.size + language.size, (encoder,), language)
@@ -342,7 +341,6 @@ class Bench:
                                   dim_mapping={"s": 0, "b": 1, "h": 2}, comm_dtype=self.dtype, tensor_ndim=2)
 
     def _own_spans(self) -> Spans:
-        """Make a timeline like the trainer's."""
         from mimo.observability.clock import DeviceClock, HostClock
         from mimo.observability.spans import Spans
 
@@ -350,7 +348,6 @@ class Bench:
                      dict.fromkeys(self.grids.modules, 0))
 
     def _own_bridge(self, payload: Payload) -> Bridge:
-        """Make our bridge like the trainer does."""
         from mimo.bridge.disjoint import Bridge
 
         return Bridge(self.grids, payload.encoder.name, micro_batch_size=payload.micro_batch_size,
@@ -406,7 +403,6 @@ class Bench:
         return arms
 
     def close(self) -> None:
-        """Release the process groups."""
         for bridge in self.bridges.values():
             bridge.destroy()
         if self.upstream is not None:
@@ -437,7 +433,6 @@ class Bench:
 
 
 def main(settings: dict[str, Any]) -> int:
-    """Run one case and return the exit code."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     quieten_megatron()
     platform = get_platform(settings["device"])

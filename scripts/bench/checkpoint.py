@@ -65,7 +65,6 @@ class Bench:
     progress: Progress
 
     def agreed(self, seconds: float) -> float:
-        """Return the maximum over ranks."""
         return slowest(seconds, self.parts.grids.host)
 
     def timed(self, action: Callable[[], Any]) -> float:
@@ -78,7 +77,6 @@ class Bench:
         return self.agreed(time.perf_counter() - began)
 
     def step(self) -> None:
-        """Run one training iteration."""
         from mimo.training.step import train_step
 
         train_step(self.parts, self.loader.next_step())
@@ -142,7 +140,6 @@ def make_saver(bench: Bench, *, async_save: bool) -> Saver:
 
 
 def measure_sync(bench: Bench, repeats: int) -> list[float]:
-    """Measure stalls of saves that write before they return."""
     saver = make_saver(bench, async_save=False)
     found = []
     for _ in range(repeats):

@@ -69,7 +69,6 @@ class Kernel:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a kernel from its name."""
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), OTHER)
 
 
@@ -177,7 +176,6 @@ def host_threads(events: Iterable[Mapping[str, Any]], top: int) -> list[dict[str
 
 
 def figures(events: Sequence[Mapping[str, Any]], top: int) -> dict[str, Any]:
-    """Return all figures of a trace."""
     kernels = kernels_of(events)
     window_ms = (max(kernel.end for kernel in kernels) - kernels[0].begin) / 1000
     busy_ms = busy_us(kernels) / 1000
@@ -199,7 +197,6 @@ def _longest(kernels: Iterable[Kernel], top: int) -> dict[str, dict[str, float]]
 
 
 def table(title: str, rows: Mapping[str, Mapping[str, Any]], window_ms: float, counted: str = "kernels") -> str:
-    """Show times by name as a Markdown table."""
     return harness.table([[title, "ms", "% of the window", counted],
                           *([name, f"{row['ms']:.2f}", f"{100 * row['ms'] / window_ms:.1f}", row[counted]]
                             for name, row in rows.items())])

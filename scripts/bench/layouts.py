@@ -240,7 +240,6 @@ class Bench:
                        for start in range(0, len(outcomes), max(len(names), 1))]
 
     def _kept(self, kind: str) -> list[Candidate]:
-        """Return the candidates of a kind that are tried."""
         tried = len(vars(self.chosen)[kind]) or self.chosen.candidates
         self.pruned[kind] = max(len(self.found[kind]) - tried, 0)
         self.found[kind] = self.found[kind][:tried]
@@ -401,7 +400,6 @@ def report(bench: Bench) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all, print and return the exit code."""
     chosen, further = parse_arguments(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # As in train_hetero.py: a provider pkg.module:attr may lie in the current folder.

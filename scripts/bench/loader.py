@@ -86,7 +86,6 @@ def flags() -> tuple[argparse.Namespace, list[str]]:
 
 
 def world_size(chosen: argparse.Namespace) -> int:
-    """Number of ranks of the two grids."""
     return int(chosen.encoder_dp + chosen.lanes * chosen.llm_tp * chosen.llm_pp)
 
 
@@ -190,7 +189,6 @@ class Bench:
         return batch
 
     def visit(self, arm: str) -> Visit:
-        """Open an arm, take its steps, and close it."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # memory that the last arm freed must not count for this one
         path = self.folder / f"events-{self.opened}-{self.rank}"
@@ -223,7 +221,6 @@ def keys_of(batch: Microbatch) -> tuple[str, ...]:
 
 
 def digest(batch: Microbatch) -> str:
-    """Hash everything that a microbatch holds."""
     import torch
 
     from mimo.data.batch import map_tensors
@@ -323,7 +320,6 @@ def measure(bench: Bench) -> dict[str, Any] | None:
 
 
 def show(figures: dict[str, Any]) -> None:
-    """Print a table."""
     print(f"{'':20}{'routed':>14}{'per-lane':>14}{'ratio':>9}")
     for name, ratio in figures["routed_over_per_lane"].items():
         routed, per_lane = (figures[arm][name] for arm in ARMS)

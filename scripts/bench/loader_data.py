@@ -70,7 +70,6 @@ class Events:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def note(self, kind: str, value: object) -> None:
-        """Append a line."""
         if self._file >= 0:
             os.write(self._file, f"{kind} {value}\n".encode())
 

@@ -133,7 +133,6 @@ class Bench:
         self.limit: float = self.chosen.memory_limit_gib or (found - 8 if found else float("inf"))
 
     def row(self, layout: str, length: int, recomputed: int, steps: int) -> Row:
-        """Plan a run."""
         chosen = self.chosen
         step = 2 * chosen.gpus * chosen.gpus  # rows are cut into chunks for each context- and tensor-parallel rank
         length = length // step * step
@@ -171,7 +170,6 @@ class Bench:
 
     @property
     def layers(self) -> int:
-        """Layers of the language model."""
         count: int = self.row(ONE, self.chosen.lengths[0], 0, 1).config.model_family.num_layers
         return count
 
@@ -185,7 +183,6 @@ class Bench:
         return [self.figures(row, outcome) for row, outcome in zip(rows, outcomes, strict=False)]
 
     def figures(self, row: Row, outcome: Outcome) -> dict[str, Any]:
-        """Return a row of the table."""
         ranks = 1 if row.layout == ONE else self.chosen.gpus
         replicas = ranks if row.layout != REPEATED else 1
         busy = [seconds for name, seconds in outcome.busy_s.items() if name != "language"]
@@ -195,7 +192,6 @@ class Bench:
                 "planned_gib": row.planned_gib, "losses": outcome.losses, "error": outcome.error}
 
     def speed(self, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Compare tokens/s."""
         rows = []
         distinct = list(dict.fromkeys(self.chosen.lengths))
         for number, length in enumerate(self.chosen.lengths):
@@ -226,7 +222,6 @@ class Bench:
         return found, summary
 
     def longest(self, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Let rows grow until there is no room."""
         recomputed = self.chosen.recomputed
         least = self.row(ONE, LEAST, recomputed, 1)
         if least.planned_gib > self.limit:
@@ -258,7 +253,6 @@ class Bench:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, and return the exit code."""
     bench = Bench(arguments)
     with tempfile.TemporaryDirectory() as folder:
         found, summary = vars(Bench)[bench.chosen.part](bench, Path(folder))

@@ -54,7 +54,6 @@ PARTS = ("pause", "pack", "wire", "install")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, and return the exit code."""
     chosen = parse(arguments)
     trainer_gpus = trainer_ranks(chosen)
     with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +107,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def trainer_ranks(chosen: argparse.Namespace) -> int:
-    """Number of ranks of the trainer's grid."""
     flags = shlex.split(chosen.trainer)
     sizes = {flag: int(value) for flag, value in zip(flags, flags[1:], strict=False) if flag.startswith("--llm-")}
     return math.prod(sizes.get(f"--llm-{axis}", 1) for axis in ("tp", "cp", "pp", "dp"))
@@ -153,7 +151,6 @@ def train(chosen: argparse.Namespace, folder: str, handle: EngineHandle, num_ran
 
 def rank_main(rank: int, world_size: int, port: int, chosen: argparse.Namespace, folder: str, handle: EngineHandle,
               results: Connection) -> None:
-    """Run one rank of the trainer."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
                    "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     from mimo.platform import get_platform
@@ -194,7 +191,6 @@ def rank_main(rank: int, world_size: int, port: int, chosen: argparse.Namespace,
 
 def measure(chosen: argparse.Namespace, built: Any, grids: Any, provider: Any, family_config: Any,
             handle: EngineHandle, platform: Any) -> dict[str, Any]:
-    """Measure all arms in turns."""
     import torch
     import torch.distributed as dist
 
@@ -306,7 +302,6 @@ def rate_of_copies(within: bool) -> float | None:
 def summary(chosen: argparse.Namespace, grids: Any, seconds: dict[str, list[float]],
             reports: dict[str, list[RefitReport]], plan_s: dict[str, float], copy_rate: float | None,
             parameters: int) -> dict[str, Any]:
-    """Summarise medians and bytes on the first rank."""
     arms: dict[str, Any] = {}
     for name, measured in seconds.items():
         arms[name] = {"seconds": statistics.median(measured), "all_seconds": measured, "setup_s": plan_s[name]}
@@ -331,7 +326,6 @@ def summary(chosen: argparse.Namespace, grids: Any, seconds: dict[str, list[floa
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Show the arms as a table."""
     rows = [["arm", "seconds", "set-up", *PARTS, "GB on the wire", "of it direct"]]
     for name, arm in result["arms"].items():
         parts = [f"{arm[f'{part}_s']:.3f}" if f"{part}_s" in arm else "" for part in PARTS]

@@ -233,7 +233,6 @@ def side(planned: Sequence[dict[str, float]], ranks: int) -> dict[str, Any]:
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """Show all cases as a table."""
     def layout(sizes: dict[str, int]) -> str:
         return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "tp")
 
@@ -258,7 +257,6 @@ def grid[Grid: (TrainerLayout, EngineLayout)](kind: type[Grid], text: str) -> Gr
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Plan, print, and return the exit code."""
     parser = argument_parser(__doc__, device=False)
     parser.add_argument("--model", choices=MODELS, action="append", help="may be given several times (default: all)")
     parser.add_argument("--trainer", type=partial(grid, TrainerLayout),

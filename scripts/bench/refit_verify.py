@@ -53,7 +53,6 @@ ERROR = re.compile(r"after a refit of (.+?), .* differ by (\S+) nats on average,
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, and return the exit code."""
     parser = argument_parser(__doc__)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--model", choices=("moe", "dense"), default="moe")
@@ -214,17 +213,14 @@ def stale(loop: Any, names: list[str], pattern: str) -> Fault:
 
 
 def exchange(first: str, second: str) -> Fault:
-    """Exchange the names of two tensors."""
     return lambda tensors: tensors | {first: tensors[second], second: tensors[first]}
 
 
 def rows_reversed(name: str) -> Fault:
-    """Reverse the rows of a tensor."""
     return lambda tensors: tensors | {name: tensors[name].flip(0)}
 
 
 def halves(name: str) -> Fault:
-    """Exchange gate and up projection."""
     def fault(tensors: Tensors) -> Tensors:
         import torch
 
@@ -247,17 +243,14 @@ def heads(model: Any, order: Callable[[list[torch.Tensor]], list[torch.Tensor]],
 
 
 def swap_query_and_key(heads: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Exchange the first query and the key."""
     return [heads[-2], *heads[1:-2], heads[0], heads[-1]]
 
 
 def swap_key_and_value(heads: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Exchange the key and the value."""
     return [*heads[:-2], heads[-1], heads[-2]]
 
 
 def reverse_queries(heads: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Reverse the order of the queries."""
     return [*heads[:-2][::-1], *heads[-2:]]
 
 

@@ -108,7 +108,6 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """Name for messages."""
         return f"{self.layout or 'one rank'}, {self.max_tokens} tokens"
 
 

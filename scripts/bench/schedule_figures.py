@@ -116,7 +116,6 @@ class RankStep:
 
     @property
     def seconds(self) -> float:
-        """Length of the step."""
         return self.intervals[-1].end_s - self.intervals[0].begin_s
 
 
@@ -170,7 +169,6 @@ def spans_of(steps: Iterable[RankStep], kinds: Sequence[Kind]) -> list[Span]:
 
 
 def pass_seconds(step: RankStep) -> float:
-    """Seconds of a rank's forward and backward passes."""
     return sum(each.end_s - each.begin_s for each in step.intervals if each.label.kind in PASSES)
 
 

@@ -114,7 +114,6 @@ def baseline(ranks: int) -> float:
 
 
 def summary(starts: list[dict[str, Any]], baselines: list[float]) -> dict[str, Any]:
-    """Summarise all starts of a run."""
     middle = sorted(starts, key=lambda one: one["whole_s"])[(len(starts) - 1) // 2]
     imports = statistics.median(one["parts_s"][Phase.IMPORTS] for one in starts)
     return {"whole_s": middle["whole_s"], "parts_s": middle["parts_s"],
@@ -128,7 +127,6 @@ def summary(starts: list[dict[str, Any]], baselines: list[float]) -> dict[str, A
 
 
 def markdown(results: list[dict[str, Any]]) -> str:
-    """Show the runs that did not fail as a table."""
     header = ["run", "ranks", "whole", *PARTS, "baseline of imports", "first iteration", "steady", "first/steady",
               "process groups", "of a rank"]
     rows = [header]

@@ -68,7 +68,6 @@ def configure(chosen: argparse.Namespace, further: list[str]) -> RunConfig:
 
 
 def is_on(index: int) -> bool:
-    """Whether a timed step has the timeline."""
     return PATTERN[index % len(PATTERN)]
 
 
@@ -88,7 +87,6 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 
 def run_rank(chosen: argparse.Namespace, config: RunConfig) -> int:
-    """Run one process. The logging rank prints."""
     from mimo.training.run import launch
 
     begins: list[float] = []

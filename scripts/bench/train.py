@@ -99,7 +99,6 @@ def time_ms(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def figures(config: RunConfig, records: Sequence[dict[str, Any]], warmup: int) -> dict[str, Any]:
-    """Summarise a run."""
     timed, ranks = records[warmup:], num_ranks(config)
     outcome = outcome_of(config, records, warmup, ranks)
     peaks = {name.partition("/")[2]: max(record[name] for record in records) / 2**30

@@ -68,7 +68,6 @@ def measure(paths: list[Path], read: Callable[[Path], object]) -> float:
 
 
 def main(flags: Flags) -> None:
-    """Write the videos, measure both ways, and print the results."""
     import torch  # takes seconds, and --help does not need it
     from transformers import Qwen3VLVideoProcessor
     from transformers.video_utils import load_video

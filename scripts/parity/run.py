@@ -93,7 +93,6 @@ def compare(losses: dict[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def report(figures: dict[str, Any], tolerance: float) -> str:
-    """Format the figures as text."""
     rows = zip(figures["losses"][HOMOGENEOUS], figures["losses"][SEPARATE], figures["relative_difference"], strict=True)
     lines = [f"{'step':>6} {HOMOGENEOUS:>12} {SEPARATE:>12} {'relative':>12}"]
     lines += [f"{step:>6} {homogeneous:>12.6f} {separate:>12.6f} {relative:>+12.2e}"
@@ -105,7 +104,6 @@ def report(figures: dict[str, Any], tolerance: float) -> str:
 
 
 def measure(chosen: argparse.Namespace, flags: list[str], folder: Path) -> dict[str, Any]:
-    """Make both runs and compare them."""
     separate = separate_run(flags, chosen.steps)
     runs = {HOMOGENEOUS: homogeneous_run(separate), SEPARATE: separate}
     for config in runs.values():
@@ -117,7 +115,6 @@ def measure(chosen: argparse.Namespace, flags: list[str], folder: Path) -> dict[
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print, and return the exit code."""
     chosen, flags = parse_arguments(arguments)
     try:
         with tempfile.TemporaryDirectory(prefix="parity-") as temporary:

@@ -33,7 +33,6 @@ class JobNode:
 
     @property
     def name(self) -> str:
-        """This node's host name."""
         return self.hosts[self.node]
 
     @property
@@ -57,7 +56,6 @@ class MessageBoard:
         self.port = int(self._store.port)
 
     def post(self, topic: str, said: Any) -> None:
-        """Post the message of this node on a topic."""
         self._store.set(f"{topic}/{self.place.node}", json.dumps(said))
 
     def announce(self, what: str) -> None:
@@ -65,7 +63,6 @@ class MessageBoard:
         self._store.set(what, "")
 
     def announced(self, what: str) -> bool:
-        """Whether any node has announced an event."""
         return bool(self._store.check([what]))
 
     def collect(self, topic: str, nodes: range | list[int], timeout_s: float) -> dict[int, Any]:

@@ -63,7 +63,6 @@ def check_nodes(board: MessageBoard, config: RunConfig, timeout_s: float) -> int
 
 
 def check_host(config: RunConfig, device: str, gpus_per_node: int, timeout_s: float) -> Findings:
-    """Check this node by itself."""
     findings = Findings()
     if device == "cuda":
         check_gpus(gpus_per_node, findings)
@@ -165,7 +164,6 @@ class Report:
         return self._decide("pairs", NOT_READY)
 
     def show(self, verdict: str) -> None:
-        """Print the report."""
         lines = [*(f"  {fact}" for fact in self.facts), *(f"  warning: {warning}" for warning in self.warnings),
                  *(f"  PROBLEM {problem}" for problem in self.problems[:MAX_LINES])]
         if len(self.problems) > MAX_LINES:

@@ -57,7 +57,6 @@ def plan(config: RunConfig, world_size: int) -> str:
 
 
 def has_mamba_layers(config: RunConfig) -> bool:
-    """Return whether the decoder has Mamba-2 layers."""
     family = config.model_family
     return isinstance(family, HybridConfig) and MAMBA in family.hybrid_layer_pattern
 

@@ -91,7 +91,6 @@ def flags_of(model: str, ranks: int, engine_gpus: int, sizes: Sizes = ONE_RANK) 
 
 
 def main() -> int:
-    """Print the flags and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder or hub id of a Hugging Face model")
     parser.add_argument("--ranks", type=int, required=True, help="ranks of the trainer")

@@ -41,7 +41,6 @@ def count(address: str) -> tuple[int, float, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Wait, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("address", metavar="HOST:PORT", help="address of the head node")
     parser.add_argument("--nodes", type=int, default=1, help="number of nodes to wait for (default: 1)")

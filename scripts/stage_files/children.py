@@ -56,7 +56,6 @@ class Child:
         self._rest = b""
 
     def start(self, task: Task) -> None:
-        """Send a task to the process."""
         self.task, self.heard = task, time.monotonic()
         task.attempts += 1
         try:

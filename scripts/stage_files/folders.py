@@ -96,7 +96,6 @@ class Copy:
         return max(self.wanted.size - (part.stat().st_size if part.exists() else 0), 0)
 
     def task(self, options: Options) -> Task:
-        """Return the task for a child process."""
         return Task(self.source, {
             "do": "copy", "source": self.source, "part": str(self.part), "target": str(self.target),
             "size": self.wanted.size, "mtime_ns": self.wanted.mtime_ns, "mode": self.mode,

@@ -110,7 +110,6 @@ def stage_hub(source: HubSource, folder: Path, include: tuple[str, ...], known: 
 
 
 def _last(children: Children, task: Task, progress: Progress) -> dict[str, object]:
-    """Run one task and return its last answer."""
     for _, answer in progress.follow(children.run([task])):
         if "done" in answer:
             found: dict[str, object] = answer["done"]
@@ -194,7 +193,6 @@ def explained(act: Callable[[dict[str, Any], Teller], dict[str, Any]]) -> Callab
 
 
 def _watch(target: Path, tell: Teller, over: threading.Event) -> None:
-    """Report bytes as they arrive."""
     before = _size(target)
     while not over.wait(WATCH_S):
         now = _size(target)

@@ -193,7 +193,6 @@ def _sync_folder(folder: str) -> None:
 
 
 def checksum(task: dict[str, Any], tell: Teller) -> dict[str, Any]:
-    """Return the SHA-256 of a file."""
     digest, opened = hashlib.sha256(), os.open(task["source"], os.O_RDONLY)
     try:
         _read(opened, digest.update, os.fstat(opened).st_size, tell, "read")
