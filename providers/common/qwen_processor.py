@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from mimo.protocols import ImageProcessing, VideoProcessing
 from providers.common.hf_processor import (
@@ -26,6 +26,7 @@ from providers.common.hf_processor import (
     replace_processor,
     resample_number,
 )
+from providers.common.qwen_vision import QwenVisionConfig
 
 # Patches of the largest image that a processor for a rollout engine leaves as it is, as in the published models.
 PROCESSED_PATCHES = 65536
@@ -57,20 +58,7 @@ VIDEO_FLAGS = "--video-processing and all other --video-... flags"
 WITHOUT_VIDEO_EFFECT = WITHOUT_EFFECT | {"video_processor_type", "return_metadata"}
 
 
-class PatchSizes(Protocol):
-    """Sizes of an encoder that its image processor must share."""
-
-    @property
-    def vision_patch_size(self) -> int: ...
-
-    @property
-    def vision_temporal_patch_size(self) -> int: ...
-
-    @property
-    def vision_spatial_merge_size(self) -> int: ...
-
-
-def read_qwen_processing(folder: str, config: PatchSizes) -> ImageProcessing | None:
+def read_qwen_processing(folder: str, config: QwenVisionConfig) -> ImageProcessing | None:
     """Read how a folder's image processor makes pixels.
 
     Args:
@@ -96,7 +84,7 @@ def read_qwen_processing(folder: str, config: PatchSizes) -> ImageProcessing | N
                            max_patches=patches[1], source=str(path))
 
 
-def _check_patches(path: Path, found: dict[str, Any], config: PatchSizes, allow: Callable[..., None]) -> None:
+def _check_patches(path: Path, found: dict[str, Any], config: QwenVisionConfig, allow: Callable[..., None]) -> None:
     """Refuse a processor that does not resize, has no limits of pixels, or whose patches are not the model's."""
     for key, expected in (("do_resize", True), ("patch_size", config.vision_patch_size),
                           ("temporal_patch_size", config.vision_temporal_patch_size),
@@ -117,7 +105,7 @@ def _patches(path: Path, values: dict[str, Any], size: dict[str, Any], key: str,
     return pixels // area
 
 
-def write_qwen_processing(folder: Path, config: PatchSizes, processing: ImageProcessing) -> str:
+def write_qwen_processing(folder: Path, config: QwenVisionConfig, processing: ImageProcessing) -> str:
     """Write an image processor that makes these pixels; see `ImageProcessingProvider.write_image_processing`."""
     try:
         if read_qwen_processing(str(folder), config) == processing:
@@ -134,7 +122,7 @@ def write_qwen_processing(folder: Path, config: PatchSizes, processing: ImagePro
         "merge_size": config.vision_spatial_merge_size}, processing)
 
 
-def read_qwen_video_processing(folder: str, config: PatchSizes, rule: Literal["qwen2_5_vl", "qwen3_vl"]) -> (
+def read_qwen_video_processing(folder: str, config: QwenVisionConfig, rule: Literal["qwen2_5_vl", "qwen3_vl"]) -> (
         VideoProcessing | None):
     """Read how a folder's video processor makes pixels.
 
@@ -182,7 +170,7 @@ def read_qwen_video_processing(folder: str, config: PatchSizes, rule: Literal["q
         max_tokens=found["max_video_tokens"] if found["cap_pixels_per_frame"] else 0, source=str(path))
 
 
-def write_qwen_video_processing(folder: Path, config: PatchSizes, processing: VideoProcessing, *,
+def write_qwen_video_processing(folder: Path, config: QwenVisionConfig, processing: VideoProcessing, *,
                                 always: bool = False) -> None:
     """Write a video processor that chooses these frames and makes these pixels; if not `always`, unless it is there."""
     rule = processing.rule

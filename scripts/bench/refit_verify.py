@@ -177,9 +177,9 @@ def faults(loop: Any) -> dict[str, Fault]:
         "stale: final norm": stale(loop, names, r".*final_layernorm\.weight"),
         "stale: attention projection": stale(loop, names, rf".*layers\.{last}\.self_attention\.linear_proj\.weight"),
         "stale: one expert" if is_moe else "stale: one mlp": stale(loop, matching(names, LAYER + expert)[:1], ".*"),
-        "swapped: q and k": heads(model, swap_query_and_key, last),
-        "swapped: k and v": heads(model, swap_key_and_value, last),
-        "swapped: order of query heads": heads(model, reverse_queries, last),
+        "swapped: q and k": heads(model, lambda each: [each[-2], *each[1:-2], each[0], each[-1]], last),
+        "swapped: k and v": heads(model, lambda each: [*each[:-2], each[-1], each[-2]], last),
+        "swapped: order of query heads": heads(model, lambda each: [*each[:-2][::-1], *each[-2:]], last),
         "swapped: gate and up": halves(matching(names, LAYER + expert)[0]),
         "swapped: norms of two layers": exchange(*matching(names, LAYER + r"[01]\.(input_layernorm|self_attention"
                                                                           r"\.linear_qkv\.layer_norm)[._]?weight")),
@@ -240,18 +240,6 @@ def heads(model: Any, order: Callable[[list[torch.Tensor]], list[torch.Tensor]],
         return tensors | {name: torch.cat([torch.cat(order(list(group))) for group in each])}
 
     return fault
-
-
-def swap_query_and_key(heads: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [heads[-2], *heads[1:-2], heads[0], heads[-1]]
-
-
-def swap_key_and_value(heads: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [*heads[:-2], heads[-1], heads[-2]]
-
-
-def reverse_queries(heads: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [*heads[:-2][::-1], *heads[-2:]]
 
 
 if __name__ == "__main__":

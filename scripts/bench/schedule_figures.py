@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import statistics
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -226,6 +226,22 @@ def steady_window(lane: Sequence[RankStep], module: str) -> Span:
     return min(begin for begin, _ in backward), max(end for _, end in forward)
 
 
+# Causes of a wait by its time and, for some, its kind: pairs of a key of `covers` and the part that gets the time. The
+# first cause that covers a moment counts.
+Causes = list[tuple[str, str]]
+# Before a lane has work, a rank without data delays all, then the other grid's first pass.
+BEFORE: Causes = [("data", DATA), ("others", FILL), ("lane", BUBBLE), ("lanes", IMBALANCE)]
+# While it has work, it waits for the other grid's longer microbatch, or for a stage of the pipeline.
+WITHIN: Causes = [("lane", BUBBLE), ("others", IMBALANCE), ("lanes", IMBALANCE)]
+WITHIN_BRIDGE: Causes = [("others", IMBALANCE), ("lanes", IMBALANCE), ("lane", BUBBLE)]
+# After its work, it waits for other stages, other lanes, the other grid's last passes, the update.
+AFTER: Causes = [("lane", BUBBLE), ("lanes", IMBALANCE), ("others", FILL), ("sync", GRADIENT_SYNC),
+                 ("update", OPTIMIZER), ("data", DATA)]
+AFTER_OF_KIND: dict[Kind, Causes] = {
+    Kind.BRIDGE_WAIT: [("others", FILL), ("lane", BUBBLE), ("lanes", IMBALANCE)],
+    Kind.GRADIENT_SYNC: [("lane", BUBBLE), ("lanes", IMBALANCE)]}
+
+
 def split(steps: Sequence[RankStep], critical: str, ideal_s: float) -> dict[str, float]:
     """Split a step into parts, in seconds. They sum to the mean step of the critical grid's ranks.
 
@@ -265,37 +281,12 @@ def _split_interval(each: Interval, window: Span, covers: Mapping[str, Sequence[
         parts[own] += each.end_s - each.begin_s
         return
     begin, end = window[0], max(window)
-    for first, last, causes in ((float("-inf"), begin, _causes_before), (begin, end, _causes_within),
-                                (end, float("inf"), _causes_after)):
+    for first, last, causes in (
+            (float("-inf"), begin, BEFORE), (begin, end, WITHIN_BRIDGE if kind == Kind.BRIDGE_WAIT else WITHIN),
+            (end, float("inf"), AFTER_OF_KIND.get(kind, AFTER))):
         piece = max(each.begin_s, first), min(each.end_s, last)
         if piece[1] > piece[0]:
-            charge(piece, [(covers[name], part) for name, part in causes(kind)], own, parts)
-
-
-# Pairs of a key of `covers` and the part that gets the time. The first cause that covers a moment counts.
-Causes = list[tuple[str, str]]
-
-
-def _causes_before(kind: Kind) -> Causes:
-    """Causes of a wait before a lane has work: a rank without data delays all, then the other grid's first pass."""
-    return [("data", DATA), ("others", FILL), ("lane", BUBBLE), ("lanes", IMBALANCE)]
-
-
-def _causes_within(kind: Kind) -> Causes:
-    """Causes of a wait while a lane has work: the other grid's longer microbatch, or a stage of the pipeline."""
-    if kind == Kind.BRIDGE_WAIT:
-        return [("others", IMBALANCE), ("lanes", IMBALANCE), ("lane", BUBBLE)]
-    return [("lane", BUBBLE), ("others", IMBALANCE), ("lanes", IMBALANCE)]
-
-
-def _causes_after(kind: Kind) -> Causes:
-    """Causes of a wait after a lane's work: other stages, other lanes, the other grid's last passes, the update."""
-    if kind == Kind.BRIDGE_WAIT:
-        return [("others", FILL), ("lane", BUBBLE), ("lanes", IMBALANCE)]
-    if kind == Kind.GRADIENT_SYNC:
-        return [("lane", BUBBLE), ("lanes", IMBALANCE)]
-    return [("lane", BUBBLE), ("lanes", IMBALANCE), ("others", FILL), ("sync", GRADIENT_SYNC), ("update", OPTIMIZER),
-            ("data", DATA)]
+            charge(piece, [(covers[name], part) for name, part in causes], own, parts)
 
 
 def alone_seconds(steps: Sequence[RankStep], module: str) -> float:
@@ -348,22 +339,17 @@ def ideal_seconds(arm: Arm, module: str) -> list[float]:
     return [mean_pass_seconds(step, module) for step in arm.steps]
 
 
-def microbatches_of(arm: Arm, module: str) -> list[list[float]]:
-    """`microbatch_seconds` of all steps of a grid alone."""
-    return [lanes for step in arm.steps for lanes in microbatch_seconds(step, module)]
-
-
 def grid_figures(blocks: Sequence[Block], layout: Layout, module: str, num_microbatches: int) -> dict[str, Any]:
     """Figures of a grid alone: medians over blocks, in milliseconds."""
-    times = [microbatches_of(block[module], module) for block in blocks]
+    times = [[lanes for step in block[module].steps for lanes in microbatch_seconds(step, module)] for block in blocks]
+
+    def milliseconds(seconds: Callable[[Sequence[RankStep], str], float]) -> float:
+        return 1000 * statistics.median(
+            statistics.fmean(seconds(step, module) for step in block[module].steps) for block in blocks)
+
     return {
-        "ranks": layout.grids[module].size,
-        "ideal_ms": 1000 * statistics.median(statistics.fmean(ideal_seconds(block[module], module))
-                                             for block in blocks),
-        "alone_ms": 1000 * statistics.median(
-            statistics.fmean(alone_seconds(step, module) for step in block[module].steps) for block in blocks),
-        "ends_ms": 1000 * statistics.median(
-            statistics.fmean(end_seconds(step, module) for step in block[module].steps) for block in blocks),
+        "ranks": layout.grids[module].size, "ideal_ms": milliseconds(mean_pass_seconds),
+        "alone_ms": milliseconds(alone_seconds), "ends_ms": milliseconds(end_seconds),
         "microbatch_ms": 1000 * statistics.median(
             statistics.fmean(statistics.fmean(lanes) for lanes in each) for each in times),
         "straggler_factor": statistics.median(straggler_factor(each) for each in times),
@@ -376,11 +362,6 @@ def block_parts(block: Block, critical: str) -> dict[str, float]:
     steps = [split(step, critical, ideal) for step, ideal in
              zip(block[OFF].steps, ideal_seconds(block[critical], critical), strict=True)]
     return {name: statistics.fmean(step[name] for step in steps) for name in PARTS}
-
-
-def median_block(seconds: Sequence[float]) -> int:
-    """Return the index of the median block; of an even number, that of the shorter one of the two in the middle."""
-    return sorted(range(len(seconds)), key=seconds.__getitem__)[(len(seconds) - 1) // 2]
 
 
 def without_data(arm: Arm) -> list[float]:
@@ -438,7 +419,8 @@ def figures(blocks: Sequence[Block], layout: Layout, num_microbatches: int) -> d
     grids = {name: grid_figures(blocks, layout, name, num_microbatches) for name in layout.grids}
     critical = max(grids, key=lambda name: grids[name]["ideal_ms"])
     seconds = [statistics.fmean(block[OFF].seconds) for block in blocks]
-    chosen = median_block(seconds)
+    # The median block; of an even number, the shorter one of the two in the middle.
+    chosen = sorted(range(len(seconds)), key=seconds.__getitem__)[(len(seconds) - 1) // 2]
     parts = block_parts(blocks[chosen], critical)
     gaps = [1 - sum(block_parts(block, critical).values()) / each
             for block, each in zip(blocks, seconds, strict=True)]
