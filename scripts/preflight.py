@@ -73,8 +73,8 @@ def main(argv: list[str] | None = None) -> int:
             return dry_run(flags.dry_run)
         config = parse(trainer)
         # Imported here because torch takes seconds, and a dry run does not need it.
-        from preflight_checks.board import JobNode, MessageBoard
         from preflight_checks.nodes import check_nodes
+        from preflight_checks.reach import JobNode, MessageBoard
 
         # The script of a job sets JOB_HOSTS and MASTER_PORT. Slurm sets the rest.
         hosts = tuple(os.environ.get("JOB_HOSTS", socket.gethostname()).split())

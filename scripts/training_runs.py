@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,7 @@ def quiet(config: RunConfig) -> RunConfig:
 
 
 def torchrun(script: str | Path, ranks: int, arguments: Sequence[str], *, output: Path | None = None,
-             **environment: str) -> int:
+             meanwhile: Callable[[], None] = lambda: None, **environment: str) -> int:
     """Run a script in a process for each rank on this host, and return torchrun's exit code.
 
     Args:
@@ -48,6 +48,7 @@ def torchrun(script: str | Path, ranks: int, arguments: Sequence[str], *, output
         ranks: number of processes.
         arguments: the program's arguments.
         output: file for everything that the ranks print; if left out, they print where this process does.
+        meanwhile: called twice a second while they run.
         environment: variables of the ranks, besides those of this process.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
@@ -56,7 +57,11 @@ def torchrun(script: str | Path, ranks: int, arguments: Sequence[str], *, output
         process = subprocess.Popen(command, stdout=stream, stderr=None if stream is None else subprocess.STDOUT,
                                    env={**os.environ, **environment})
         try:
-            return process.wait()
+            while True:
+                try:
+                    return process.wait(0.5)
+                except subprocess.TimeoutExpired:
+                    meanwhile()
         finally:
             # If this process has to end early, torchrun ends its ranks, so that none outlives it.
             process.terminate()

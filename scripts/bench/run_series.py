@@ -16,11 +16,9 @@ import shutil
 import signal
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -128,19 +126,23 @@ def run_all(configs: Sequence[RunConfig], names: Sequence[str], folder: Path, ra
                          encoding="utf-8")
         folders.append(place)
         runs.append({"flags": str(flags), "folder": str(place), "num_batches": num_batches})
+    waiting = dict(enumerate(folders))
+
+    def show_ended() -> None:
+        """Print the figures of runs that have ended, so that a benchmark that is stopped has shown what it knew."""
+        for index in [index for index, place in waiting.items() if (place / DONE).exists()]:
+            found = outcome_of(configs[index], iterations(waiting.pop(index)), warmup, ranks)
+            print(f"{names[index]}: {found.step_ms:,.0f} ms a step, {found.tokens_per_s:,.0f} tokens/s per GPU, "
+                  f"{found.peak_gib:.1f} GiB", file=sys.stderr, flush=True)
+
     outcomes: list[Outcome] = []
     while len(outcomes) < len(runs) and not (until_failure and outcomes and outcomes[-1].error):
         first, last = len(outcomes), len(outcomes) + 1 if fresh else len(runs)
         more = f" and {last - first - 1} more" if last - first > 1 else ""
         print(f"{names[first]}{more}", file=sys.stderr, flush=True)
 
-        def say(index: int) -> None:
-            found = outcome_of(configs[index], iterations(folders[index]), warmup, ranks)
-            print(f"{names[index]}: {found.step_ms:,.0f} ms a step, {found.tokens_per_s:,.0f} tokens/s per GPU, "
-                  f"{found.peak_gib:.1f} GiB", file=sys.stderr, flush=True)
-
-        with announced({index: folders[index] / DONE for index in range(first, last)}, say):
-            output = launch(runs[first:last], folders[first], ranks, memory_limit_gib)
+        output = launch(runs[first:last], folders[first], ranks, memory_limit_gib, show_ended)
+        show_ended()
         for index in range(first, last):
             if not (folders[index] / DONE).exists():
                 outcomes.append(Outcome(error=failure(folders[index], names[index], output)))
@@ -149,37 +151,12 @@ def run_all(configs: Sequence[RunConfig], names: Sequence[str], folder: Path, ra
     return outcomes
 
 
-@contextmanager
-def announced(marks: dict[int, Path], say: Callable[[int], None]) -> Iterator[None]:
-    """Call `say` with the number of each run whose file appears while the block runs.
-
-    A benchmark that is stopped has then shown what it knew.
-    """
-    stop, left = Event(), dict(marks)
-
-    def watch() -> None:
-        while left:
-            stopped = stop.wait(0.5)
-            for number in [number for number, mark in left.items() if mark.exists()]:
-                say(number)
-                del left[number]
-            if stopped:
-                return
-
-    watcher = Thread(target=watch)
-    watcher.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        watcher.join()
-
-
-def launch(runs: Sequence[dict[str, Any]], folder: Path, ranks: int, memory_limit_gib: float | None) -> Path:
-    """Run this program on all ranks and return the file with its output."""
+def launch(runs: Sequence[dict[str, Any]], folder: Path, ranks: int, memory_limit_gib: float | None,
+           meanwhile: Callable[[], None]) -> Path:
+    """Run this program on all ranks and return the file with its output. `meanwhile` is called twice a second."""
     settings, output = folder / "runs.json", folder / "output.txt"
     settings.write_text(json.dumps({"runs": runs, "memory_limit_gib": memory_limit_gib}), encoding="utf-8")
-    torchrun(__file__, ranks, [str(settings)], output=output)
+    torchrun(__file__, ranks, [str(settings)], output=output, meanwhile=meanwhile)
     return output
 
 

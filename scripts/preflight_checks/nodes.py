@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mimo.config.trainer import RunConfig
-from preflight_checks.board import MessageBoard
 from preflight_checks.host import (
     Findings,
     check_gpus,
@@ -17,7 +16,7 @@ from preflight_checks.host import (
     check_transformer_engine,
     check_written,
 )
-from preflight_checks.reach import ENDED, pairs_of, run_check
+from preflight_checks.reach import ENDED, MessageBoard, pairs_of, run_check
 from preflight_checks.run_plan import checkpoints, has_mamba_layers, read_paths, written_paths
 
 CONTINUE, PAIRS, READY, NOT_READY = "continue", "pairs", "ready", "not ready"
@@ -38,7 +37,7 @@ def check_nodes(board: MessageBoard, config: RunConfig, timeout_s: float) -> int
     nodes = list(range(len(place.hosts)))
     findings = check_host(config, device, place.gpus_per_node, timeout_s)
     board.post("host", asdict(findings))
-    report = Report(board, device, config) if place.is_first else None
+    report = Report(board, device) if place.is_first else None
     # A check ends within twice its time limit, and one node may start it that much later than another. The other nodes
     # wait for as long as the first node may wait for all of them. If the first node is gone, they notice at once.
     patience_s, told_s = 4 * timeout_s, 16 * timeout_s
@@ -94,8 +93,8 @@ class Report:
         silent: nodes that have not answered.
     """
 
-    def __init__(self, board: MessageBoard, device: str, config: RunConfig) -> None:
-        self.board, self.device, self.config = board, device, config
+    def __init__(self, board: MessageBoard, device: str) -> None:
+        self.board, self._backend = board, "NCCL" if device == "cuda" else "gloo"
         self.hosts_of_job = board.place.hosts
         self.silent: set[int] = set()
         self.facts: list[str] = []
@@ -107,14 +106,15 @@ class Report:
         count = len(self.hosts_of_job)
         found = self.board.collect("host", range(count), timeout_s)
         self.silent = set(range(count)) - found.keys()
-        self.problems += [f"{self._name(node)}: has not answered in {timeout_s:g} s" for node in sorted(self.silent)]
+        self.problems += [f"{self.hosts_of_job[node]}: has not answered in {timeout_s:g} s"
+                          for node in sorted(self.silent)]
         self.facts.append(f"{count} nodes, {self.board.place.gpus_per_node} processes each"
                           if count > 1 else f"1 node, {self.board.place.gpus_per_node} processes")
         for kind, lines in (("facts", self.facts), ("problems", self.problems), ("warnings", self.warnings)):
             said: dict[str, list[str]] = {}
             for node, findings in sorted(found.items()):
                 for line in findings[kind]:
-                    said.setdefault(line, []).append(self._name(node))
+                    said.setdefault(line, []).append(self.hosts_of_job[node])
             # A line that all nodes have, about a shared file system for example, appears once.
             lines += [line if len(names) == count else f"{_shortened(names)}: {line}" for line, names in said.items()]
         return self._decide("host", NOT_READY if self.problems else CONTINUE)
@@ -128,7 +128,7 @@ class Report:
         for node in range(count):
             said = found[node]["failed"].values() if node in found else [f"no result in {timeout_s:g} s"]
             for reason in dict.fromkeys(said):
-                reasons.setdefault(reason, []).append(self._name(node))
+                reasons.setdefault(reason, []).append(self.hosts_of_job[node])
         # A process that failed because another one did adds nothing.
         own = {reason: names for reason, names in reasons.items() if reason != ENDED} or reasons
         problems = [f"{_shortened(names)}: {where}: {reason}" for reason, names in own.items()]
@@ -136,7 +136,7 @@ class Report:
         if not problems and (topic == "all" or self.board.place.gpus_per_node > 1):
             slowest = min(found, key=lambda node: found[node]["bytes_per_s"])
             self.facts.append(f"{where}: {found[slowest]['bytes_per_s'] / 1e9:.1f} GB/s bus bandwidth"
-                              + (f", slowest {self._name(slowest)}" if topic == "node" and count > 1 else ""))
+                              + (f", slowest {self.hosts_of_job[slowest]}" if topic == "node" and count > 1 else ""))
         self.problems += problems
         if topic == "node" or count == 1:
             last = count == 1 and topic == "all"
@@ -153,7 +153,7 @@ class Report:
                 well = all(node in found and not found[node]["failed"] for node in pair)
                 for node in pair:
                     works.setdefault(node, []).append(well)
-        cut_off = [self._name(node) for node in sorted(works) if not any(works[node])]
+        cut_off = [self.hosts_of_job[node] for node in sorted(works) if not any(works[node])]
         if len(cut_off) == len(self.hosts_of_job):
             verdict = "no node reaches a neighbour: the network between nodes, or its settings"
         elif cut_off:
@@ -170,13 +170,6 @@ class Report:
             lines.append(f"  ... and {len(self.problems) - MAX_LINES} more problems")
         print("\n".join(["preflight", *lines, f"preflight: {verdict}"]))
         sys.stdout.flush()
-
-    @property
-    def _backend(self) -> str:
-        return "NCCL" if self.device == "cuda" else "gloo"
-
-    def _name(self, node: int) -> str:
-        return self.hosts_of_job[node]
 
     def _decide(self, topic: str, verdict: str) -> str:
         self.board.post(f"after {topic}", verdict)

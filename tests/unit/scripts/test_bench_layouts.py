@@ -165,7 +165,7 @@ def started(monkeypatch) -> list[list[str]]:
     """Folders of the runs of each launch; a run called bad ends it out of memory."""
     launches: list[list[str]] = []
 
-    def launch(runs: Any, folder: Path, ranks: int, limit: Any) -> Path:
+    def launch(runs: Any, folder: Path, ranks: int, limit: Any, meanwhile: Any) -> Path:
         launches.append([Path(run["folder"]).name for run in runs])
         for run in runs:
             place = Path(run["folder"])

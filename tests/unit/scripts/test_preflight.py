@@ -15,7 +15,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 
 from preflight_checks import nodes
-from preflight_checks.board import JobNode, MessageBoard
 from preflight_checks.host import (
     Findings,
     check_gpus,
@@ -27,7 +26,7 @@ from preflight_checks.host import (
     format_size,
 )
 from preflight_checks.job_script import read_directives
-from preflight_checks.reach import pairs_of
+from preflight_checks.reach import JobNode, MessageBoard, pairs_of
 from preflight_checks.run_plan import Checkpoints, checkpoints, has_mamba_layers, read_paths, written_paths
 
 from mimo.config.cli import parse
