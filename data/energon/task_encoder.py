@@ -31,7 +31,7 @@ from data.bad_samples import ErrorLog, reason_of, sample_name
 from data.conversations import FrameList, Video
 from data.energon import compat
 from data.energon.cookers import TextDecoder, conversation_of, cook
-from data.energon.videos import shared_normalisation, video_processing_of
+from data.energon.provider import shared_normalisation, video_processing_of
 from data.image_tiling import (
     Tiling,
     oriented_size,
@@ -43,8 +43,7 @@ from data.image_tiling import (
 )
 from data.packing import select_balanced, select_packs
 from data.prompts import Tokenizer
-from data.video import VideoInfo, probe, read_frames
-from data.video_frames import VideoPlan, plan_video, video_pixels
+from data.video import VideoInfo, VideoPlan, plan_video, probe, read_frames, video_pixels
 from mimo.protocols import DataRequest, ImageSize, Question, Sample
 from mimo.text import counted
 from mimo.visual import Normalisation

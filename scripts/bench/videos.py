@@ -21,8 +21,7 @@ import av
 import numpy as np
 import tyro
 
-from data.video import probe, read_frames
-from data.video_frames import plan_video, video_pixels
+from data.video import plan_video, probe, read_frames, video_pixels
 from providers.qwen3_vl import provider
 
 RATE = 30
