@@ -80,7 +80,10 @@ class Arithmetic:
 
     def prompt(self, index: int) -> Prompt:
         rng = np.random.default_rng([self._seed, SPLITS.index(self._split), index])
-        first, second = _draw(self._config, rng, self._split)
+        while True:
+            first, second = (int(number) for number in rng.integers(0, self._config.arithmetic_max + 1, size=2))
+            if is_held_out(self._config, first, second) == (self._split == "valid"):
+                break
         if self._config.arithmetic_form == "sum":
             text = f"{first}+{second}="
         else:
@@ -168,14 +171,6 @@ def _tokenizer(folder: str) -> Any:
     from data.prompts import load_tokenizer  # seconds to import, and --help needs none of it
 
     return load_tokenizer(folder)
-
-
-def _draw(config: Config, rng: Any, split: str) -> tuple[int, int]:
-    """Draw two numbers whose sum belongs to the split."""
-    while True:
-        first, second = (int(number) for number in rng.integers(0, config.arithmetic_max + 1, size=2))
-        if is_held_out(config, first, second) == (split == "valid"):
-            return first, second
 
 
 provider = ArithmeticProvider()

@@ -24,22 +24,13 @@ class RadioConfig(ShuffledPatches):
     vision_image_width: int = 0
     """Width of the images in pixels; 0: equal to their height. Not with dynamic resolution."""
     vision_patch_size: int = 16
-    """Side length of a patch, in pixels."""
-    vision_dynamic_resolution: bool = False
-    """Images keep their own sizes, which are multiples of patch size times pixel shuffle, and are packed into one
-    row."""
     vision_pixel_shuffle: int = 2
-    """N by N neighbouring patches become one language token, side by side in its channels."""
     vision_num_channels: int = NUM_CHANNELS
     """Channels of an image; only 3 is possible."""
     vision_hidden_size: int = 1280
-    """Width of the vision transformer."""
     vision_num_layers: int = 32
     """Layers of the vision transformer."""
-    vision_num_attention_heads: int = 16
-    """Attention heads of the vision transformer."""
     vision_ffn_hidden_size: int = 5120
-    """Inner width of the MLP."""
     vision_class_token_len: int = 10
     """Class and register tokens before the patches of each image, which are dropped from the output. Their number is
     that of the rows of the pretrained encoder's class token."""
@@ -47,7 +38,6 @@ class RadioConfig(ShuffledPatches):
     """Side length in pixels of the image that has a position embedding for each of its patches. Positions of other
     images are interpolated. With --no-vision-dynamic-resolution no image may be larger."""
     vision_norm_epsilon: float = 1e-6
-    """Epsilon of the LayerNorms."""
     vision_final_layernorm: bool = True
     """Add a LayerNorm after the last layer. Megatron checkpoints of models with --mtp-num-layers 0 have it; published
     Hugging Face checkpoints have it only where their encoder's arguments say `model_norm`."""

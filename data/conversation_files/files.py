@@ -185,7 +185,17 @@ def _list_places(path: Path, content: mmap.mmap) -> tuple[np.ndarray, np.ndarray
     return starts, ends, np.array(lines, np.int64)
 
 
-class ParquetRecords(RecordFile):
+class TableRecords(RecordFile):
+    """A file of rows, which pyarrow has parsed."""
+
+    def parse(self, raw: Any) -> Any:
+        return raw
+
+    def name(self, index: int) -> str:
+        return f"row:{index + 1}"
+
+
+class ParquetRecords(TableRecords):
     """A Parquet file, whose row groups are its blocks. Raises ValueError if it is not one."""
 
     def __init__(self, path: Path) -> None:
@@ -223,14 +233,8 @@ class ParquetRecords(RecordFile):
         start = self.block_starts[bisect_right(self.block_starts, index) - 1]
         return _row(block, index - start)
 
-    def parse(self, raw: Any) -> Any:
-        return raw
 
-    def name(self, index: int) -> str:
-        return f"row:{index + 1}"
-
-
-class ArrowRecords(RecordFile):
+class ArrowRecords(TableRecords):
     """A file of Arrow batches, mapped into memory. Raises ValueError if it is not one."""
 
     block_starts = ()
@@ -259,12 +263,6 @@ class ArrowRecords(RecordFile):
     def raw(self, index: int, block: Any = None) -> Any:
         number = bisect_right(self._starts, index) - 1
         return _row(self._batches[number], index - self._starts[number])
-
-    def parse(self, raw: Any) -> Any:
-        return raw
-
-    def name(self, index: int) -> str:
-        return f"row:{index + 1}"
 
 
 def _row(table: pyarrow.Table | pyarrow.RecordBatch, row: int) -> Any:

@@ -124,12 +124,10 @@ class Router:
         self.positions[worker] = position
         self._received[worker] = position.count
 
-    def workers_of(self, lane: int) -> range:
-        return range(lane * self._workers_per_lane, (lane + 1) * self._workers_per_lane)
-
     def next_worker(self, lane: int) -> int:
         """Return the worker of the lane's next row: the first one with the fewest delivered rows."""
-        return min(self.workers_of(lane), key=lambda worker: self.positions[worker].count)
+        workers = range(lane * self._workers_per_lane, (lane + 1) * self._workers_per_lane)
+        return min(workers, key=lambda worker: self.positions[worker].count)
 
     def read(self, lane: int) -> Any:
         """Return the next row of a lane.

@@ -169,11 +169,6 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def _unchanged(row: Any) -> Any:
-    """Replace torch's conversion, which would turn tuples into lists."""
-    return row
-
-
 class WorkerProcesses:
     """The workers of a block of lanes, one process each.
 
@@ -199,7 +194,7 @@ class WorkerProcesses:
             batch_size=None,
             num_workers=config.num_workers,
             prefetch_factor=PREFETCHED_ROWS,
-            collate_fn=_unchanged,
+            collate_fn=lambda row: row,  # torch's conversion would turn tuples into lists
             multiprocessing_context="fork",
             worker_init_fn=partial(_init_worker, os.getpid()),
         )

@@ -18,7 +18,6 @@ from data.energon.reader import Encoding, EnergonReader
 from data.energon.task_encoder import (
     EncodedSample,
     ErrorLog,
-    PlannedVideo,
     Row,
     VlmTaskEncoder,
     open_image,
@@ -159,17 +158,15 @@ class RecordingEncoder(VlmTaskEncoder):
             encoded_tokens=sample.encoded_tokens,
             target_tokens=int(sample.target_mask.sum()),
             images=tuple(self._image(size) for size in images),
-            videos=tuple(self._video_record(video) for video in sample.videos),
+            videos=tuple(VideoRecord(
+                (video.info.height, video.info.width), video.plan.sizes[0][:2], video.info.num_frames,
+                len(video.plan.indices), sum(self._num_image_tokens(*size) for size in video.plan.sizes))
+                for video in sample.videos),
         ))
         rows = self._collected.rows.setdefault(source, [])
         if len(rows) < KEPT_ROWS:
             rows.append((len(self._collected.records) - 1, row))
         return row
-
-    def _video_record(self, video: PlannedVideo) -> VideoRecord:
-        plan = video.plan
-        return VideoRecord((video.info.height, video.info.width), plan.sizes[0][:2], video.info.num_frames,
-                           len(plan.indices), sum(self._num_image_tokens(*size) for size in plan.sizes))
 
     def _image(self, size: Size) -> ImageRecord:
         assert self._tile is not None, "images of a model that takes none are bad samples"

@@ -57,7 +57,8 @@ def _hybrid_map(config: HybridConfig, schemes: Sequence[NamingScheme],
 
 def _layer_rules(config: HybridConfig, symbol: str, megatron: str, hf: str) -> list[Rule]:
     """Return the rules of a layer with the norm before it. The prefixes have a dot at the end."""
-    kinds = {MAMBA: _mamba_rules, ATTENTION: _attention_rules, MOE: _moe_rules, MLP: _mlp_rules}
+    kinds = {MAMBA: _mamba_rules, ATTENTION: _attention_rules, MOE: _moe_rules,
+             MLP: lambda config, megatron, hf: _two_layers(megatron + "mlp.", hf)}
     norms = {MAMBA: "mixer.in_proj.layer_norm_weight", ATTENTION: "self_attention.linear_qkv.layer_norm_weight",
              MOE: "pre_mlp_layernorm.weight", MLP: "mlp.linear_fc1.layer_norm_weight"}
     return [Rule(megatron + norms[symbol], (hf + "norm.weight",)),
@@ -80,10 +81,6 @@ def _attention_rules(config: HybridConfig, megatron: str, hf: str) -> list[Rule]
     parts, attention = tuple(f"{hf}{part}_proj.weight" for part in "qkv"), megatron + "self_attention."
     return [Rule(attention + "linear_qkv.weight", parts, fused),
             Rule(attention + "linear_proj.weight", (hf + "o_proj.weight",))]
-
-
-def _mlp_rules(config: HybridConfig, megatron: str, hf: str) -> list[Rule]:
-    return _two_layers(megatron + "mlp.", hf)
 
 
 def _two_layers(megatron: str, hf: str) -> list[Rule]:

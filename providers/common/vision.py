@@ -15,12 +15,28 @@ if TYPE_CHECKING:
     from providers.radio import RadioConfig
 
 
+@dataclass(frozen=True)
 class ShuffledPatches:
-    """Sizes of an encoder with pixel shuffle, which makes one token of several patches."""
+    """A vision transformer with pixel shuffle, which makes one token of several patches, and its projector."""
 
-    vision_patch_size: int
-    vision_pixel_shuffle: int
-    vision_hidden_size: int
+    vision_patch_size: int = 14
+    """Side length of a patch, in pixels. Each patch becomes one language token, or its share of one with pixel
+    shuffle."""
+    vision_dynamic_resolution: bool = False
+    """Images keep their own sizes, which are multiples of patch size times pixel shuffle, and are packed into one
+    row."""
+    vision_pixel_shuffle: int = 1
+    """N by N neighbouring patches become one language token, side by side in its channels."""
+    vision_num_channels: int = 3
+    """Channels of an image."""
+    vision_hidden_size: int = 1024
+    """Width of the vision transformer."""
+    vision_num_attention_heads: int = 16
+    """Attention heads of the vision transformer."""
+    vision_ffn_hidden_size: int = 4096
+    """Inner width of the MLP."""
+    vision_norm_epsilon: float = 1e-5
+    """Epsilon of the LayerNorms."""
 
     @property
     def size_multiple(self) -> int:
@@ -40,26 +56,10 @@ class VisionConfig(ShuffledPatches):
     vision_image_size: int = 336
     """Side length of the square images, in pixels. With dynamic resolution: of the image that the position embeddings
     were made for."""
-    vision_patch_size: int = 14
-    """Side length of a patch, in pixels. Each patch becomes one language token, or its share of one with pixel
-    shuffle."""
-    vision_dynamic_resolution: bool = False
-    """Images keep their own sizes, which are multiples of patch size times pixel shuffle, and are packed into one
-    row."""
-    vision_pixel_shuffle: int = 1
-    """N by N neighbouring patches become one language token, side by side in its channels."""
-    vision_num_channels: int = 3
-    """Channels of an image."""
-    vision_hidden_size: int = 1024
-    """Width of the vision transformer."""
     vision_num_layers: int = 23
     """Layers that run. LLaVA uses the features of the second-to-last layer, so this is one fewer than CLIP's 24."""
     vision_num_unused_layers: int = 1
     """Further layers at the end of a pretrained encoder, which are neither built nor loaded."""
-    vision_num_attention_heads: int = 16
-    """Attention heads."""
-    vision_ffn_hidden_size: int = 4096
-    """Inner width of the MLP."""
     vision_class_token: bool = True
     """Add a learned class token before the patches and drop it from the output (CLIP)."""
     vision_patch_bias: bool = False
@@ -70,8 +70,6 @@ class VisionConfig(ShuffledPatches):
     """Add a LayerNorm after the last layer."""
     vision_hidden_act: Literal["quick_gelu", "gelu", "gelu_tanh"] = "quick_gelu"
     """Activation of the MLP."""
-    vision_norm_epsilon: float = 1e-5
-    """Epsilon of the LayerNorms."""
     projector_hidden_size: int = 0
     """Inner width of the projector; 0: the language model's width."""
 

@@ -85,13 +85,6 @@ from scripts.bench.layout_search import (
 from scripts.bench.run_series import FULL, OUT_OF_MEMORY, Outcome, run_all
 from scripts.training_runs import quiet
 
-
-def median(outcomes: Sequence[Outcome], name: str) -> float | None:
-    """Median of a figure over several runs. None if no run has it."""
-    known = [vars(outcome)[name] for outcome in outcomes if vars(outcome)[name] is not None]
-    return statistics.median(known) if known else None
-
-
 # Data and weights are random. The losses of two unrelated models differ by about 2e-3.
 TOLERANCE = {"bf16": 5e-4, "fp32": 1e-4}
 # Norms reveal a gradient of the wrong scale or a missing path, which random targets hide. They are less exact.
@@ -303,7 +296,10 @@ class Bench:
         turns = [outcomes[candidate.name] for outcomes in self.rounds if candidate.name in outcomes]
         ended = [outcome for outcome in turns or [self.searched[candidate.name]] if not outcome.error]
         errors = [outcome.error for outcome in (*turns, self.searched[candidate.name]) if outcome.error]
-        figures = {name: median(ended, name) for name in ("tokens_per_s", "tflops", "step_ms", "peak_gib")}
+        figures: dict[str, float | None] = {}
+        for name in ("tokens_per_s", "tflops", "step_ms", "peak_gib"):
+            known = [vars(outcome)[name] for outcome in ended if vars(outcome)[name] is not None]
+            figures[name] = statistics.median(known) if known else None
         reference = self.best(HOMOGENEOUS)
         ratios = [] if reference is None else [
             outcomes[candidate.name].tokens_per_s / outcomes[reference.name].tokens_per_s for outcomes in self.rounds

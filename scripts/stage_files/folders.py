@@ -90,11 +90,6 @@ class Copy:
         key = f"{self.source}\n{self.name}\n{self.wanted.size}\n{self.wanted.mtime_ns}"
         return self.target.parent / PART.format(hashlib.sha256(key.encode()).hexdigest()[:16])
 
-    def bytes_left(self) -> int:
-        """Bytes that the copy still needs on the disk."""
-        part = self.part
-        return max(self.wanted.size - (part.stat().st_size if part.exists() else 0), 0)
-
     def task(self, options: Options) -> Task:
         return Task(self.source, {
             "do": "copy", "source": self.source, "part": str(self.part), "target": str(self.target),
@@ -182,7 +177,7 @@ def damaged(children: Children, there: list[Copy], known: dict[str, StagedSource
 
 def check_space(folder: Path, copies: list[Copy]) -> None:
     """Raise StageError, with numbers, if the copies do not fit on the disk."""
-    needed = sum(copy.bytes_left() for copy in copies)
+    needed = sum(max(copy.wanted.size - (copy.part.stat().st_size if copy.part.exists() else 0), 0) for copy in copies)
     free = shutil.disk_usage(existing(folder)).free
     if needed > free:
         raise StageError(f"{folder}: {format_gb(needed)} to copy, {format_gb(free)} free")
