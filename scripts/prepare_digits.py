@@ -19,6 +19,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,10 +29,10 @@ from PIL import Image
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from data import digits
-from data.energon.shards import Member, prepare_shards, write_shard
+from data.energon.shards import Member
 from data.prompts import IMAGE_MARKER
 from mimo.protocols import LANGUAGE, Lane, TokenSpec
-from scripts.shards import write_word_tokenizer
+from scripts.shards import write_splits, write_word_tokenizer
 
 # A scan has 17 grey levels, 0 to 16. In steps of 15 they fit into a byte.
 GREY_STEP = 15
@@ -99,7 +100,7 @@ def png(image: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def members(chosen: argparse.Namespace, split: str, index: int, text_only: bool) -> Iterator[Member]:
+def members(chosen: argparse.Namespace, split: str, index: int, *, text_only: bool = False) -> Iterator[Member]:
     """Yield name and content of each part of a sample."""
     config, tokens = settings(chosen, text_only)
     rng = np.random.default_rng([chosen.seed, index])
@@ -129,33 +130,13 @@ def answer(config: digits.Config, seed: int, split: str, index: int, number: lis
     return " ".join((numerals | names)[token] for token in digits.answer_words(config, lane, index, number))
 
 
-def write_dataset(folder: Path, chosen: argparse.Namespace, splits: dict[str, range], text_only: bool) -> None:
-    """Write the shards of the splits with Energon's metadata.
-
-    Args:
-        folder: the folder to write.
-        chosen: the command line.
-        splits: indices of the samples of each split.
-        text_only: whether to write numbers in words.
-    """
-    folder.mkdir(parents=True)
-    names = []
-    for split, all_indices in splits.items():
-        num_shards = min(chosen.shards if split == "train" else 1, len(all_indices))
-        for shard, indices in enumerate(np.array_split(all_indices, num_shards)):
-            names.append(f"{split}-{shard:03d}.tar")
-            parts = (member for index in indices for member in members(chosen, split, int(index), text_only))
-            write_shard(folder / names[-1], parts)
-    prepare_shards(folder, names, list(splits))
-
-
 def write_llava(folder: Path, chosen: argparse.Namespace, splits: dict[str, range]) -> None:
     """Write the samples of the splits with images as LLaVA publishes its data."""
     (folder / "images").mkdir(parents=True)
     for split, indices in splits.items():
         records = []
         for index in indices:
-            *images, (name, content) = members(chosen, split, index, text_only=False)
+            *images, (name, content) = members(chosen, split, index)
             for image, data in images:
                 (folder / "images" / image).write_bytes(data)
             records.append({
@@ -217,9 +198,10 @@ def main(arguments: list[str] | None = None) -> None:
     num_val = len(digits.valid_numbers(config))
     images, texts = range(chosen.samples), range(chosen.samples, chosen.samples + num_text)
     print(f"writing {chosen.samples} samples with images to {out / 'digits'}", flush=True)
-    write_dataset(out / "digits", chosen, {"train": images, "val": range(num_val)}, text_only=False)
+    write_splits(out / "digits", {"train": images, "val": range(num_val)}, chosen.shards, partial(members, chosen))
     print(f"writing {num_text} samples of text to {out / 'text'}", flush=True)
-    write_dataset(out / "text", chosen, {"train": texts, "val": range(num_val)}, text_only=True)
+    write_splits(out / "text", {"train": texts, "val": range(num_val)}, chosen.shards,
+                 partial(members, chosen, text_only=True))
     if chosen.llava:
         print(f"writing the samples with images to {out / 'llava'}, too", flush=True)
         write_llava(out / "llava", chosen, {"train": images, "val": range(num_val)})

@@ -18,7 +18,7 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -30,9 +30,9 @@ import numpy as np
 from PIL import Image
 from tokenizers.pre_tokenizers import Whitespace
 
-from data.energon.shards import Member, prepare_shards, write_shard
+from data.energon.shards import Member
 from data.prompts import IMAGE_MARKER
-from scripts.shards import write_word_tokenizer
+from scripts.shards import write_splits, write_word_tokenizer
 
 # Package and file of each photograph. Other images of scikit-image are downloaded, or are not colour photographs.
 PHOTOGRAPHS = {
@@ -126,18 +126,6 @@ def members(split: str, index: int, crop: Crop) -> Iterator[Member]:
     yield f"{key}.json", json.dumps({"messages": messages}).encode()
 
 
-def write_photos(folder: Path, splits: dict[str, Sequence[Crop]], num_shards: int) -> None:
-    """Write the shards of each split: `num_shards` of train, one of any other split."""
-    folder.mkdir(parents=True)
-    names = []
-    for split, crops in splits.items():
-        for shard, indices in enumerate(np.array_split(np.arange(len(crops)), num_shards if split == "train" else 1)):
-            names.append(f"{split}-{shard:03d}.tar")
-            parts = (member for index in indices for member in members(split, int(index), crops[index]))
-            write_shard(folder / names[-1], parts)
-    prepare_shards(folder, names, list(splits))
-
-
 def write_tokenizer(folder: Path) -> None:
     """Write a tokenizer for the words and signs of captions and question."""
     text = " ".join([QUESTION, ",", *PHOTOGRAPHS, "upper lower left right center"])
@@ -170,8 +158,9 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parse_arguments(arguments)
     out = chosen.out
     crops = choose_crops(chosen.num_samples + chosen.num_valid, chosen.seed, chosen.max_patches)
-    write_photos(out / "photos", {"train": crops[: chosen.num_samples], "val": crops[chosen.num_samples :]},
-                 chosen.num_shards)
+    by_split = {"train": crops[: chosen.num_samples], "val": crops[chosen.num_samples :]}
+    write_splits(out / "photos", {split: range(len(own)) for split, own in by_split.items()}, chosen.num_shards,
+                 lambda split, index: members(split, index, by_split[split][index]))
     write_tokenizer(out / "tokenizer")
     patches = [crop.num_patches for crop in crops]
     print(f"{chosen.num_samples} train and {chosen.num_valid} val samples of {min(patches)} to {max(patches)} patches "

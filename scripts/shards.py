@@ -1,11 +1,14 @@
-"""A tokenizer of words, for the scripts that write shards."""
+"""What the scripts that write shards share: the shards of several splits, and a tokenizer of words."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from data.energon.shards import Member, prepare_shards, write_shard
 from data.prompts import IMAGE_MARKER
 
 if TYPE_CHECKING:
@@ -16,6 +19,26 @@ CHAT_TEMPLATE = (
     "{% generation %}{{ ' ' + message['content'] + ' ' + eos_token }}{% endgeneration %}"
     "{% else %}{{ ' ' + message['content'] }}{% endif %}{% endfor %}"
 )
+
+
+def write_splits(folder: Path, splits: Mapping[str, range], num_shards: int,
+                 members: Callable[[str, int], Iterable[Member]]) -> None:
+    """Write the shards of the splits with Energon's metadata.
+
+    Args:
+        folder: the folder to write.
+        splits: indices of the samples of each split.
+        num_shards: shards of train; any other split has one.
+        members: returns name and content of each part of a sample, from its split and index.
+    """
+    folder.mkdir(parents=True)
+    names = []
+    for split, all_indices in splits.items():
+        count = min(num_shards if split == "train" else 1, len(all_indices))
+        for shard, indices in enumerate(np.array_split(all_indices, count)):
+            names.append(f"{split}-{shard:03d}.tar")
+            write_shard(folder / names[-1], (member for index in indices for member in members(split, int(index))))
+    prepare_shards(folder, names, list(splits))
 
 
 def write_word_tokenizer(folder: Path, words: Mapping[str, int], pre_tokenizer: PreTokenizer) -> None:
