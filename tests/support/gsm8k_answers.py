@@ -48,6 +48,13 @@ RIGHT: list[tuple[str | tuple[str, dict[str, str]], str]] = [
     ("#### 2\u00bd", "2.5"), ("#### \u00be", "0.75"), ("#### \uff17\uff12", "72"), ("#### \u0667\u0662", "72"),
     ("#### minus 5", "-5"), ("#### +72", "72"), ("#### 0072", "72"), ("#### (72)", "72"), ("#### 72!", "72"),
     ("#### `72`", "72"), ("#### 2\u00b3", "8"), ("#### 12345678901234567890", "12345678901234567890"),
+    # the truth as the data set has it
+    ("#### 72.", "72"), ("#### 1,234", "1,234"), ("#### $5", "5"), ("#### 0.5", ".5"), ("#### **72** for 3 apples", "72"),
+    ("#### 72", "She sells 48 + 24.\n#### 72"), ("first #### 10, no: #### 72", "72"), ("#### the answer is 72", "72"),
+    ("The answer is $72.", "72"), ("The answer is $1,234.00, as asked.", "1234"),
+    # thinking
+    ("<think>#### 10</think>#### 72", "72"), ("#### 72<think>#### 10</think>", "72"),
+    ("<think>a<think>b</think>3</think>#### 72", "72"),
     # cut off
     (("#### 72\nCheck: 48 +", CUT), "72"), ((r"\boxed{72} which is", CUT), "72"),
     (("The answer is 72. To che", CUT), "72"),
@@ -88,6 +95,8 @@ WRONG: list[tuple[str | tuple[str, dict[str, str]], str]] = [
     ("#### 12345678901234567890.1", "12345678901234567890.2"),
     # thinking
     ("<think>#### 72</think>I do not know", "72"), ("<think>so 72", "72"), ("#### 72 <think>or not", "72"),
+    ("first #### 72, no: #### 10", "72"), ("<think>72</think>10", "72"), ("<think>a</think>#### 72<think>b", "72"),
+    ("it is 72, I think </think>10", "72"), ("7<think></think>2", "72"),
     # cut off
     (("#### 72", CUT), "72"), (("The answer is 72", CUT), "72"), (("The answer is 72.", CUT), "72"),
     (("48 + 24 = 72", CUT), "72"),

@@ -1,4 +1,6 @@
-"""Policy losses: numbers by hand, gradients, and the same mean for every split of the batch."""
+"""Advantages, importance weights and policy losses: numbers by hand, gradients, the same mean for every split."""
+
+from __future__ import annotations
 
 import dataclasses
 import math
@@ -8,13 +10,21 @@ import torch
 
 from mimo.config.rl import RlConfig
 from mimo.rl.losses import (
+    IMPORTANCE_SUMS,
     LOSS_SUMS,
+    MISMATCH_MAXIMA,
+    MISMATCH_SUMS,
     PolicyBatch,
     SampledTokens,
+    Totals,
     add_totals,
+    advantages,
+    importance_weights,
     kl_estimates,
     kl_of_sequences,
     loss_metrics,
+    mismatch_metrics,
+    mismatch_totals,
     policy_loss,
     token_weights,
 )
@@ -282,3 +292,143 @@ def test_kl_of_sequences():
     log_probs = torch.tensor([math.nan, -1.0, -1.0, -2.0], requires_grad=True)
     sums = kl_of_sequences(sampled, log_probs, torch.tensor([math.nan, -2.0, -1.5, -2.5]), "k1")
     assert sums.tolist() == pytest.approx([1.5, 0.5, 0.0]) and not sums.requires_grad
+
+
+# Two sequences, the first with a prompt token whose log-probs mean nothing.
+SAMPLED = SampledTokens(torch.tensor([False, True, True, True, True]), torch.tensor([0, 0, 0, 1, 1]), 2)
+RATIOS = [math.nan, 4.0, 0.25, 1.5, 0.9]
+ROLLOUT = torch.tensor([math.nan, -1.0, -2.0, -3.0, -4.0])
+
+
+def weights_of(ratios=RATIOS, **fields):
+    old = (ROLLOUT + torch.tensor(ratios).log()).requires_grad_()
+    weights, totals = importance_weights(dataclasses.replace(RlConfig(), **fields), SAMPLED, old, ROLLOUT)
+    assert not weights.requires_grad
+    return weights.tolist(), {name: value.item() for name, value in totals.sums.items()}
+
+
+@pytest.mark.parametrize(("fields", "expected", "clipped"), [
+    ({"importance_correction": "none"}, [0, 1, 1, 1, 1], 0),
+    ({"importance_correction": "token"}, [0, 2, 0.25, 1.5, 0.9], 1),
+    ({"importance_correction": "token", "importance_cap": 1.2}, [0, 1.2, 0.25, 1.2, 0.9], 2),
+    ({"importance_correction": "icepop"}, [0, 4, 0, 1.5, 0.9], 1),
+    ({"importance_correction": "icepop", "importance_high": 2.0}, [0, 0, 0, 1.5, 0.9], 2),
+    ({"importance_correction": "icepop", "importance_low": 0.0}, [0, 4, 0.25, 1.5, 0.9], 0),
+    # Geometric means: 1 and sqrt(1.35).
+    ({"importance_correction": "sequence"}, [0, 4, 0.25, 0, 0], 2),
+    ({"importance_correction": "sequence", "importance_high": 1.2}, [0, 4, 0.25, 1.5, 0.9], 0),
+])
+def test_weights_by_hand(fields, expected, clipped):
+    weights, sums = weights_of(**fields)
+    assert weights == pytest.approx(expected, rel=1e-5)
+    assert sums["importance_clipped"] == clipped
+    assert sums["importance_weight"] == pytest.approx(sum(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["token", "icepop", "sequence"])
+def test_impossible_tokens_give_finite_weights(kind):
+    rollout = ROLLOUT.clone()
+    rollout[1], rollout[3] = -math.inf, -200.0
+    config = dataclasses.replace(RlConfig(), importance_correction=kind)
+    weights, _ = importance_weights(config, SAMPLED, torch.full((5,), -1.0), rollout)
+    assert weights.isfinite().all()
+
+
+def test_mismatch_by_hand():
+    differences = [math.nan, 0.1, -0.2, 0.0, 0.3]
+    totals = mismatch_totals(SAMPLED, ROLLOUT.double() + torch.tensor(differences).double(), ROLLOUT)
+    kept = differences[1:]
+    expected = {
+        "gen_kl": sum(math.exp(d) - 1 - d for d in kept), "abs_dlogp": 0.6, "rollout_tokens": 4,
+        "exp_abs_dlogp": sum(math.exp(abs(d)) for d in kept), "importance_ratio": sum(math.exp(d) for d in kept)}
+    assert {name: value.item() for name, value in totals.sums.items()} == pytest.approx(expected, rel=1e-6)
+    assert totals.maxima["max_abs_dlogp"].item() == pytest.approx(0.3)
+    assert totals.mean("abs_dlogp", "rollout_tokens") == pytest.approx(0.15)
+
+
+def test_gen_kl_is_that_of_the_rollouts_distribution_from_the_trainers():
+    rollout, trainer = (torch.randn(6, generator=torch.Generator().manual_seed(seed)).double().log_softmax(0)
+                        for seed in (0, 1))
+    all_tokens = [SampledTokens(torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), 1)] * 6
+    estimates = [mismatch_totals(one, trainer[i : i + 1], rollout[i : i + 1]).sums["gen_kl"]
+                 for i, one in enumerate(all_tokens)]
+    mean = (rollout.exp() * torch.stack(estimates)).sum()
+    torch.testing.assert_close(mean, (rollout.exp() * (rollout - trainer)).sum())
+
+
+def test_small_differences_are_not_lost_in_rounding():
+    one = SampledTokens(torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), 1)
+    totals = mismatch_totals(one, torch.tensor([-1.0]), torch.tensor([-1.0 - 2**-20]))
+    assert totals.sums["gen_kl"].item() == pytest.approx(2.0**-41, rel=1e-4)
+
+
+def test_totals_of_parts_are_those_of_the_whole():
+    generator = torch.Generator().manual_seed(5)
+    old, rollout = torch.randn(2, 9, generator=generator)
+    ids = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2])
+    mask = torch.rand(9, generator=generator) < 0.7
+    whole = mismatch_totals(SampledTokens(mask, ids, 3), old, rollout)
+    parts = [mismatch_totals(SampledTokens(mask[rows], ids[rows], 3), old[rows], rollout[rows])
+             for rows in (ids == 2, ids != 2, ids > 7)]
+    together = add_totals(parts)
+    for name, value in whole.sums.items():
+        torch.testing.assert_close(together.sums[name], value)
+    assert together.maxima == whole.maxima
+
+
+def test_no_tokens():
+    none = SampledTokens(torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.int64), 0)
+    totals = mismatch_totals(none, torch.zeros(0), torch.zeros(0))
+    zeros = Totals.zeros(MISMATCH_SUMS, MISMATCH_MAXIMA, torch.device("cpu"))
+    assert totals == zeros and totals.mean("gen_kl", "rollout_tokens") == 0
+
+
+def test_figures_of_the_report():
+    old = ROLLOUT + torch.tensor(RATIOS).log()
+    _, clipped = importance_weights(RlConfig(), SAMPLED, old, ROLLOUT)
+    assert clipped.sums.keys() == set(IMPORTANCE_SUMS)
+    metrics = mismatch_metrics(mismatch_totals(SAMPLED, old, ROLLOUT) | clipped)
+    assert metrics["importance_clipped_fraction"] == 0.25
+    assert metrics["importance_weight"] == pytest.approx((2 + 0.25 + 1.5 + 0.9) / 4)
+    assert metrics["importance_ratio"] == pytest.approx((4 + 0.25 + 1.5 + 0.9) / 4)
+    assert metrics["max_abs_dlogp"] == pytest.approx(math.log(4))
+    assert metrics.keys() == {"gen_kl", "abs_dlogp", "exp_abs_dlogp", "importance_ratio", "importance_weight",
+                              "importance_clipped_fraction", "max_abs_dlogp"}
+
+
+# Rewards 1, 0, 0, 1, 1: mean 0.6, squares 1.2, unbiased std sqrt(0.3); 2, 4: mean 3, std sqrt(2); 7 is alone.
+REWARDS = [1, 0, 2, 0, 1, 1, 4, 7]
+PROMPTS = [0, 0, 1, 0, 0, 0, 1, 2]
+SQRT_03, SQRT_2 = 0.5477225575, 1.4142135624
+EXPECTED = {
+    "grpo": [0.4 / SQRT_03, -0.6 / SQRT_03, -1 / SQRT_2, -0.6 / SQRT_03, 0.4 / SQRT_03, 0.4 / SQRT_03, 1 / SQRT_2, 7],
+    "dr-grpo": [0.4, -0.6, -1, -0.6, 0.4, 0.4, 1, 7],
+    # Against the mean of the others: 1 - 2/4, 0 - 3/4, 2 - 4.
+    "rloo": [0.5, -0.75, -2, -0.75, 0.5, 0.5, 2, 7],
+}
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_advantages_by_hand(kind):
+    got = advantages(REWARDS, PROMPTS, kind)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, torch.tensor(EXPECTED[kind]), atol=1e-5, rtol=1e-5)
+    assert advantages([], [], kind).tolist() == []
+
+
+def test_the_epsilon_is_added_to_the_standard_deviation():
+    # Unbiased std of 0 and 2e-6 is 1.414e-6; with 1e-6 added.
+    expected = 1e-6 / (2e-6 / SQRT_2 + 1e-6)
+    assert advantages([0.0, 2e-6], [0, 0], "grpo").tolist() == pytest.approx([-expected, expected], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+@pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, -7.7])
+def test_equal_rewards_teach_nothing(kind, value):
+    assert advantages([value] * 7, [0] * 7, kind).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number(bad):
+    with pytest.raises(ValueError, match=f"completion 1 of prompt 4: reward {bad} is not finite"):
+        advantages([0.0, bad], [4, 4], "grpo")

@@ -14,58 +14,6 @@ from mimo.rl.rewards.short_answers import choice, exact_match, multiple_choice
 from tests.support.gsm8k_answers import ANSWERS
 
 
-@pytest.mark.parametrize(("completion", "truth", "expected"), [
-    ("#### 72", "72", 1),
-    ("#### 72.0", "72", 1),
-    ("#### 72.", "72", 1),
-    ("#### 72.00.", "72", 1),
-    ("#### 72.5", "72", 0),
-    ("#### -5", "-5", 1),
-    ("#### -5", "5", 0),
-    ("#### 1,234.00", "1234", 1),
-    ("#### 1,234", "1,234", 1),
-    ("#### $5", "5", 1),
-    ("#### -$5", "-5", 1),
-    ("#### $-5", "-5", 1),
-    ("#### 0.5", ".5", 1),
-    ("####72", "72", 1),
-    ("#### **72** for 3 apples", "72", 1),
-    ("#### 72 for 3 apples", "72", 1),
-    ("#### 72", "She sells 48 + 24.\n#### 72", 1),
-    ("first #### 10, no: #### 72", "72", 1),
-    ("first #### 72, no: #### 10", "72", 0),
-    ("#### 72\nCheck: 72 / 2 = 36", "72", 1),
-    ("#### 1.2.3 or 72", "72", 0),
-    ("#### the answer is 72", "72", 1),
-    ("#### ...", "72", 0),
-    ("The answer is 72.", "72", 1),
-    ("The answer is $72.", "72", 1),
-    ("The answer is $1,234.00, as asked.", "1234", 1),
-    ("\\boxed{72}", "72", 1),
-    ("72 of 100", "72", 0),
-    ("10-5", "5", 1),
-    ("so x=-5", "-5", 1),
-    ("pages 3\u20135", "5", 1),
-    ("x = \u22125", "-5", 1),
-    ("it costs 72 ... . ,", "72", 1),
-    ("no number", "72", 0),
-    ("", "72", 0),
-    ("$", "72", 0),
-    ("<think>#### 10</think>#### 72", "72", 1),
-    ("#### 72<think>#### 10</think>", "72", 1),
-    ("<think>#### 72</think>I do not know", "72", 0),
-    ("<think>72</think>10", "72", 0),
-    ("<think>so 72", "72", 0),
-    ("#### 72 <think>or not", "72", 0),
-    ("<think>a</think>#### 72<think>b", "72", 0),
-    ("it is 72, I think </think>10", "72", 0),
-    ("7<think></think>2", "72", 0),
-    ("<think>a<think>b</think>3</think>#### 72", "72", 1),
-])
-def test_gsm8k_scores_right_answers_however_they_are_written(completion, truth, expected):
-    assert gsm8k("", completion, truth, {}) == expected
-
-
 @pytest.mark.parametrize("right", [1.0, 0.0], ids=["accepted", "refused"])
 def test_gsm8k_scores_odd_answers_as_an_examiner_would(right):
     assert len(ANSWERS) >= 94
@@ -108,12 +56,6 @@ def test_gsm8k_where_the_prompt_begins_the_thinking():
     assert gsm8k(prompt, "48 + 24\n#### 72", "72", {}) == 0.0
 
 
-@pytest.mark.parametrize("truth", ["", "none", "#### "])
-def test_gsm8k_needs_a_number_to_compare_with(truth):
-    with pytest.raises(ValueError, match="has no number"):
-        gsm8k("", "72", truth, {})
-
-
 @pytest.mark.parametrize("text", ["." * 20000, "#### " + "," * 20000, "-" * 20000, "#" * 20000, "$" * 20000,
                                   "<think>" * 3000, "9" * 20000, "1-" * 10000])
 def test_long_nonsense_is_read_in_one_pass(text):
@@ -150,11 +92,6 @@ def test_exact_match(completion, truth, expected):
     assert exact_match("", completion, truth, {}) == expected
 
 
-def test_exact_match_needs_something_to_compare_with():
-    with pytest.raises(ValueError, match="ground truth is empty"):
-        exact_match("", "", " ", {})
-
-
 @pytest.mark.parametrize(("text", "expected"), [
     ("B", "B"), ("(B)", "B"), ("B.", "B"), ("B) Paris", "B"), ("**B**", "B"), ("B: Paris", "B"),
     ("The answer is B", "B"), ("The answer is (B).", "B"), ("Answer: B", "B"), ("answer: b", "B"),
@@ -170,19 +107,23 @@ def test_choice(text, expected):
     assert choice(text) == expected
 
 
-def test_multiple_choice():
-    assert multiple_choice("", "<think>A</think>The answer is B", "(b)", {}) == 1.0
-    assert multiple_choice("", "The answer is B <think>", "B", {}) == 0.0
-    assert multiple_choice("", "(A) or (E)?", "A", {"num_choices": 4}) == 1.0
-    assert multiple_choice("", "(A) or (E)?", "A", {}) == 0.0
+@pytest.mark.parametrize(("completion", "truth", "metadata", "expected"), [
+    ("<think>A</think>The answer is B", "(b)", {}, 1), ("The answer is B <think>", "B", {}, 0),
+    ("(A) or (E)?", "A", {"num_choices": 4}, 1), ("(A) or (E)?", "A", {}, 0),
+])
+def test_multiple_choice(completion, truth, metadata, expected):
+    assert multiple_choice("", completion, truth, metadata) == expected
 
 
-@pytest.mark.parametrize("truth", ["", "AB", "5", "K"])
-def test_multiple_choice_needs_a_letter(truth):
-    with pytest.raises(ValueError, match="is not a letter of 'ABCDEFGHIJ'"):
-        multiple_choice("", "A", truth, {})
-    with pytest.raises(ValueError, match="'E' is not a letter of 'ABCD'"):
-        multiple_choice("", "A", "E", {"num_choices": 4})
+@pytest.mark.parametrize(("reward", "truth", "metadata", "message"), [
+    *((gsm8k, truth, {}, "has no number") for truth in ("", "none", "#### ")),
+    (exact_match, " ", {}, "ground truth is empty"),
+    *((multiple_choice, truth, {}, "is not a letter of 'ABCDEFGHIJ'") for truth in ("", "AB", "5", "K")),
+    (multiple_choice, "E", {"num_choices": 4}, "'E' is not a letter of 'ABCD'"),
+])
+def test_a_truth_that_nothing_can_be_compared_with_is_refused(reward, truth, metadata, message):
+    with pytest.raises(ValueError, match=message):
+        reward("", "72", truth, metadata)
 
 
 def own(prompt, completion, ground_truth, metadata):

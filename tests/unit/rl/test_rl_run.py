@@ -26,6 +26,9 @@ FLAGS = """--model-provider causal_lm --num-layers 2 --hidden-size 64 --num-atte
 --vocab-size 100 --no-bf16 --device cpu --transformer-impl local --seq-length 64 --max-completion-tokens 16
 --max-tokens-per-microbatch 128 --global-batch-size 16 --completions-per-prompt 4 --train-iters 3""".split()
 
+HYBRID = ["--model-provider", "nemotron_h", *FLAGS[FLAGS.index("--num-layers") + 2:], "--kv-channels", "32",
+          "--num-query-groups", "1", "--mamba-num-heads", "4", "--mamba-head-dim", "8", "--mamba-num-groups", "2"]
+
 
 def parsed(*flags: str) -> RlRunConfig:
     return parse_as(RlRunConfig, [*FLAGS, *flags], DESCRIPTION)
@@ -43,13 +46,6 @@ def test_the_configuration_reads_back_from_its_file(tmp_path):
     config = parsed("--kl-type", "k2", "--rollout-timeout-s", "30")
     (tmp_path / "run_config.toml").write_text(to_toml(config))
     assert parse_as(RlRunConfig, ["--config", str(tmp_path / "run_config.toml")], DESCRIPTION) == config
-
-
-def test_rows_of_fp8_products_are_those_of_a_microbatch():
-    flags = "--llm-tp 2 --sequence-parallel --fp8-format hybrid".split()
-    assert validate_rl(parsed(*flags, "--seq-length", "68"), 2).language.tp == 2
-    with pytest.raises(ValueError, match="--max-tokens-per-microbatch 136 over 2 ranks is not a multiple"):
-        validate_rl(parsed(*flags, "--max-tokens-per-microbatch", "136"), 2)
 
 
 @pytest.mark.parametrize(("flags", "limit"), [
@@ -82,7 +78,8 @@ def test_a_file_that_names_the_loss_does_not_fix_the_range_of_another(tmp_path):
 def test_names_of_flags_are_those_of_no_other_section():
     others = {name for field in dataclasses.fields(RunConfig) if field.default_factory is not dataclasses.MISSING
               for name in typed_fields(field.default_factory)}
-    assert not (others | set(typed_fields(RlConfig))) & set(typed_fields(RolloutConfig))
+    own = [*typed_fields(RlConfig), *typed_fields(RolloutConfig)]
+    assert len(others) > 50 and len(set(own)) == len(own) and not others & set(own)
 
 
 def test_sections_of_their_own_keep_types_and_defaults_of_the_trainer():
@@ -101,8 +98,7 @@ def test_help_says_which_flags_are_for_train_hetero_alone(capsys):
     with pytest.raises(SystemExit):
         parsed("--help")
     text = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
-    for flag in ("micro-batch-size", "eval-iters", "encoder-prefetch-depth", "lane-loader",
-                 "llm-only",
+    for flag in ("micro-batch-size", "eval-iters", "encoder-prefetch-depth", "lane-loader", "llm-only",
                  "no-correct-encoder-grad-for-partial-participation"):
         assert re.search(rf"--{flag}(,? [^ ]+)? train_hetero\.py only", text), flag
     assert "--global-batch-size INT Completions of one iteration; a multiple of --completions-per-prompt." in text
@@ -131,8 +127,6 @@ def test_help_says_which_flags_are_for_train_hetero_alone(capsys):
     ("--rollout-timeout-s 0", "--rollout-timeout-s 0.0 is not above 0 and at most 604800"),
     ("--engine-start-timeout-s nan", "--engine-start-timeout-s nan is not above 0"),
     ("--refit-timeout-s 1e6", "--refit-timeout-s 1000000.0 is not above 0 and at most 604800"),
-    ("--temperature 0", "--temperature 0.0 is not a number above 0"),
-    ("--top-p 0.9 --importance-correction none", "--top-p 0.9 with --importance-correction none: rollouts then come"),
     ("--ref-load x", "--ref-load x with --kl-coeff 0, which needs no reference policy"),
     ("--num-generations 3", "--num-generations 3 with --eval-prompts 0: completions of held-out prompts are shown"),
     ("--eval-iters 2", "--eval-iters 2 is for train_hetero.py; --eval-prompts says how many"),
@@ -159,38 +153,27 @@ def test_contradictions_and_missing_files_are_refused_by_name(flags, expected):
         validate_rl(parsed(*flags.split()), 1)
 
 
-def test_the_budget_divides_over_sequence_parallel_ranks():
-    flags = ["--llm-tp", "2", "--max-tokens-per-microbatch", "129"]
-    validate_rl(parsed(*flags), 2)
-    with pytest.raises(ValueError, match="--max-tokens-per-microbatch 129 is not divisible by --llm-tp 2, which "
-                       "--sequence-parallel needs; nearest are 128 and 130"):
-        validate_rl(parsed(*flags, "--sequence-parallel"), 2)
-    validate_rl(parsed("--llm-cp", "2", "--max-tokens-per-microbatch", "68"), 2)
-    with pytest.raises(ValueError, match="--max-tokens-per-microbatch 66 is not divisible by 4, twice --llm-cp 2 times "
-                       "--llm-tp 1; nearest are 64 and 68"):
-        validate_rl(parsed("--llm-cp", "2", "--max-tokens-per-microbatch", "66"), 2)
-
-
-def test_the_completions_of_an_update_divide_over_its_ranks():
-    validate_rl(parsed("--llm-dp", "8", "--updates-per-rollout", "2"), 8)
-    with pytest.raises(ValueError, match="--updates-per-rollout 4: 4 completions of an update do not divide over "
-                       "--llm-dp 8"):
-        validate_rl(parsed("--llm-dp", "8", "--updates-per-rollout", "4"), 8)
+@pytest.mark.parametrize(("ranks", "flags", "works", "fails", "message"), [
+    (2, "--llm-tp 2 --max-tokens-per-microbatch 129", "", "--sequence-parallel",
+     "--max-tokens-per-microbatch 129 is not divisible by --llm-tp 2, which --sequence-parallel needs; nearest are 128 "
+     "and 130"),
+    (2, "--llm-cp 2 --max-tokens-per-microbatch", "68", "66",
+     "--max-tokens-per-microbatch 66 is not divisible by 4, twice --llm-cp 2 times --llm-tp 1; nearest are 64 and 68"),
+    (2, "--llm-tp 2 --sequence-parallel --fp8-format hybrid", "--seq-length 68", "--max-tokens-per-microbatch 136",
+     "--max-tokens-per-microbatch 136 over 2 ranks is not a multiple"),
+    (8, "--llm-dp 8 --updates-per-rollout", "2", "4",
+     "--updates-per-rollout 4: 4 completions of an update do not divide over --llm-dp 8"),
+])
+def test_tokens_and_completions_divide_over_the_ranks_that_share_them(ranks, flags, works, fails, message):
+    validate_rl(parsed(*flags.split(), *works.split()), ranks)
+    with pytest.raises(ValueError, match=message):
+        validate_rl(parsed(*flags.split(), *fails.split()), ranks)
 
 
 def test_a_model_without_its_encoder_is_refused():
     with pytest.raises(ValueError, match="--llm-only: the rollout engine has the encoder vision of"):
         validate_rl(parse_as(RlRunConfig, """--model-provider mock --device cpu --transformer-impl local --train-iters 1
             --llm-only --global-batch-size 8 --max-completion-tokens 16""".split(), DESCRIPTION), 1)
-
-
-def test_layers_that_get_no_gradient_are_refused():
-    flags = ["--model-provider", "nemotron_h", *FLAGS[FLAGS.index("--num-layers") + 2:], "--kv-channels", "32",
-             "--num-query-groups", "1", "--mamba-num-heads", "4", "--mamba-head-dim", "8", "--mamba-num-groups", "2"]
-    flags = [*flags, "--hybrid-layer-pattern", "M*/*"]
-    with pytest.raises(ValueError, match=r"--hybrid-layer-pattern M\*/\* has layers of multi-token prediction .*; use "
-                       r"--hybrid-layer-pattern M\*$"):
-        validate_rl(parse_as(RlRunConfig, flags, DESCRIPTION), 1)
 
 
 def test_only_the_first_rank_opens_the_prompts():
@@ -229,10 +212,6 @@ def test_an_engine_is_none_of_the_launchers_workers(monkeypatch):
     assert "MASTER_ADDR" not in os.environ and os.environ["HF_TOKEN_PATH"] == "kept"
 
 
-HYBRID = ["--model-provider", "nemotron_h", *FLAGS[FLAGS.index("--num-layers") + 2:], "--kv-channels", "32",
-          "--num-query-groups", "1", "--mamba-num-heads", "4", "--mamba-head-dim", "8", "--mamba-num-groups", "2"]
-
-
 def test_routers_keep_their_expert_bias_unless_a_rate_is_given(tmp_path):
     def rate(*flags: str, run_type: type[RunConfig] = RlRunConfig) -> float:
         config = parse_as(run_type, ["--model-provider", "nemotron_h", *flags], "")
@@ -245,13 +224,105 @@ def test_routers_keep_their_expert_bias_unless_a_rate_is_given(tmp_path):
     parsed()  # a family without the flag
 
 
-def test_multi_token_prediction_of_a_config_json_is_refused(tmp_path):
-    """The flags then say nothing of it: sizes come from the file."""
-    sizes = registry.model_provider("nemotron_h").hf_config(parse_as(
-        RlRunConfig, [*HYBRID, "--hybrid-layer-pattern", "M*/*"], DESCRIPTION).model_family)
+def test_multi_token_prediction_gets_no_gradient_and_is_refused(tmp_path):
+    """Its layers may be those of a flag, or of a config.json, beside which the flags say nothing of them."""
+    config = parse_as(RlRunConfig, [*HYBRID, "--hybrid-layer-pattern", "M*/*"], DESCRIPTION)
+    with pytest.raises(ValueError, match=r"--hybrid-layer-pattern M\*/\* has layers of multi-token prediction .*; use "
+                       r"--hybrid-layer-pattern M\*$"):
+        validate_rl(config, 1)
+    sizes = registry.model_provider("nemotron_h").hf_config(config.model_family)
     for depths, refused in ((1, True), (0, False)):
         (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_nextn_predict_layers": depths}))
         config = parse_as(RlRunConfig, [*HYBRID, "--hf-config", str(tmp_path)], DESCRIPTION)
         with pytest.raises(ValueError, match="has num_nextn_predict_layers 1, layers of multi-token prediction") if (
                 refused) else contextlib.nullcontext():
             validate_rl(config, 1)
+
+
+def config(**fields):
+    return dataclasses.replace(RlConfig(), **fields)
+
+
+@pytest.mark.parametrize("fields", [
+    {},
+    {"top_p": 0.9, "top_k": 50},
+    {"importance_correction": "none"},
+    {"importance_correction": "icepop", "importance_low": 0.2, "importance_high": 3.0, "top_k": 5},
+    {"importance_correction": "sequence", "top_p": 0.5, "importance_low": 0.5},
+    {"importance_correction": "sequence", "top_k": 4, "importance_low": 0.0},
+    {"kl_coeff": 0.01, "ref_load": "folder"},
+    {"policy_loss": "cispo", "clip_ratio_low": 1.0, "clip_ratio_high": 5.0},
+    {"policy_loss": "gspo", "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "dual_clip_ratio": 3.0},
+    {"loss_aggregation": "seq-mean-token-sum-norm", "loss_norm_length": 512},
+    {"advantage": "rloo", "completions_per_prompt": 2},
+    {"temperature": 0.01, "eval_temperature": 0.01},
+    {"advantage": "grpo", "completions_per_prompt": 1},
+    {"kl_coeff": 0.01, "kl_in": "reward", "kl_type": "k1", "entropy_coeff": 0.001},
+    {"reward": "mimo.rl.rewards.gsm8k:reward"},
+])
+def test_flags_that_make_sense_pass(fields):
+    config(**fields).check()
+
+
+@pytest.mark.parametrize(("fields", "expected"), [
+    ({"temperature": 0.0}, "--temperature 0.0 is not a number above 0"),
+    ({"temperature": float("nan")}, "--temperature nan"),
+    ({"temperature": 0.0099}, "--temperature 0.0099 is below 0.01, the least that vLLM samples at"),
+    ({"eval_temperature": 1e-6}, "--eval-temperature 1e-06 is below 0.01, the least that vLLM samples at"),
+    ({"temperature": float("inf")}, "--temperature inf"),
+    ({"top_p": 0.0}, "--top-p 0.0 is not in"),
+    ({"top_p": 1.1}, "--top-p 1.1 is not in"),
+    ({"top_p": float("nan")}, "--top-p nan"),
+    ({"top_k": -1}, "--top-k -1 is below 0"),
+    ({"top_p": 0.9, "importance_correction": "none"}, "^--top-p 0.9 with --importance-correction none: "),
+    ({"top_k": 20, "importance_correction": "none"}, "^--top-k 20 with --importance-correction none: "),
+    ({"top_p": 0.9, "top_k": 20, "importance_correction": "none"},
+     "^--top-p 0.9 and --top-k 20 with .* Use --top-p 1 --top-k 0, or --importance-correction token, icepop or"),
+    ({"top_p": 0.9, "importance_correction": "sequence"}, "--top-p 0.9 with --importance-correction sequence and "
+     "--importance-low 0.999: .* use --importance-low 0.9 or less"),
+    ({"top_p": 0.4, "importance_correction": "icepop"}, "weights are from 0.4 to 1, and those below 0.5 are cut"),
+    ({"top_k": 3, "importance_correction": "sequence"}, "^--top-k 3 with --importance-correction sequence: .* set "
+     "--importance-low below"),
+    ({"ref_load": "x"}, "^--ref-load x with --kl-coeff 0, which needs no reference policy"),
+    ({"ref_load_hf": "x"}, "^--ref-load-hf x with --kl-coeff 0"),
+    ({"ref_load": "x", "ref_load_hf": "y", "kl_coeff": 0.1}, "^--ref-load x and --ref-load-hf y: the reference policy"),
+    ({"completions_per_prompt": 0}, "--completions-per-prompt 0 is below 1"),
+    ({"advantage": "rloo", "completions_per_prompt": 1}, "--advantage rloo with --completions-per-prompt 1"),
+    ({"clip_ratio_low": 1.0}, "--clip-ratio-low 1.0 is not in"),
+    ({"clip_ratio_low": -0.1}, "--clip-ratio-low -0.1 is not in"),
+    ({"clip_ratio_low": 1.1, "policy_loss": "cispo"}, "--clip-ratio-low 1.1 is not in"),
+    ({"clip_ratio_high": -0.1}, "--clip-ratio-high -0.1"),
+    ({"clip_ratio_high": float("inf")}, "--clip-ratio-high inf"),
+    ({"dual_clip_ratio": 1.0}, "--dual-clip-ratio 1.0 is not a number above 1"),
+    ({"dual_clip_ratio": 3.0, "policy_loss": "cispo"}, "--dual-clip-ratio 3.0 is for --policy-loss ppo and gspo"),
+    ({"entropy_coeff": -1.0}, "--entropy-coeff -1.0"),
+    ({"kl_coeff": -1.0}, "--kl-coeff -1.0"),
+    ({"kl_coeff": float("nan")}, "--kl-coeff nan"),
+    ({"loss_aggregation": "seq-mean-token-sum-norm"}, "needs --loss-norm-length"),
+    ({"loss_norm_length": 10}, "--loss-norm-length 10 is for --loss-aggregation seq-mean-token-sum-norm"),
+    ({"loss_aggregation": "seq-mean-token-sum-norm", "loss_norm_length": 0}, "--loss-norm-length 0 is below 1"),
+    ({"importance_cap": 0.5}, "--importance-cap 0.5 is not a number from 1 on"),
+    ({"importance_low": 0.5}, "--importance-low 0.5 is for --importance-correction icepop and sequence, not for token"),
+    ({"importance_high": 2.0, "importance_correction": "none"}, "--importance-high 2.0 is for .* not for none"),
+    ({"importance_low": 1.5, "importance_correction": "icepop"}, "--importance-low 1.5 is not in"),
+    ({"importance_high": 0.9, "importance_correction": "sequence"}, "--importance-high 0.9 is not a number from 1 on"),
+    ({"max_tokens_per_microbatch": 0}, "--max-tokens-per-microbatch 0 is below 1"),
+    ({"reward": "nothing"}, "--reward nothing: unknown"),
+])
+def test_flags_that_make_no_sense_are_refused(fields, expected):
+    with pytest.raises(ValueError, match=expected):
+        config(**fields).check()
+
+
+def test_bands_of_the_corrections():
+    assert config(importance_correction="icepop").importance_band == (0.5, 5.0)
+    assert config(importance_correction="sequence").importance_band == (0.999, 1.002)
+    assert config(importance_correction="sequence", importance_low=0.9).importance_band == (0.9, 1.002)
+
+
+def test_a_policy_may_start_from_the_language_model_of_a_megatron_checkpoint():
+    flags = [*HYBRID, "--hybrid-layer-pattern", "M*", "--load-nemotron-checkpoint", "saved"]
+    config = parse_as(RlRunConfig, flags, DESCRIPTION)
+    assert validate_rl(config, 1).world_size == 1
+    source = registry.model_provider("nemotron_h").megatron_source(config.model_family)
+    assert (source.path, source.flag, set(source.prefixes)) == ("saved", "--load-nemotron-checkpoint", {"language"})
