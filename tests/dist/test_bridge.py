@@ -22,15 +22,13 @@ LAYOUTS = {
     "colocated-fan-in": (2, "--layout colocated --encoder-dp 2 --llm-tp 2 --micro-batch-size 2 --sequence-parallel"),
     "colocated-fan-out": (2, "--layout colocated --encoder-tp 2 --llm-dp 2"),
 }
-EVALUATED = {
-    **{name: layout for name, layout in LAYOUTS.items() if name != "encoder-dp1-llm-dp2"},
-    "two-samples-of-two-lanes": (3, "--llm-dp 2 --micro-batch-size 2"),
-    "encoder-dp2-llm-dp1": (3, "--encoder-dp 2 --micro-batch-size 3"),
-    "encoder-pp2-llm-pp2": (4, "--encoder-pp 2 --llm-pp 2"),
-    "run-ahead": (3, "--llm-dp 2 --encoder-run-ahead 3"),
-    "overlapped-parameter-gather": (3, "--llm-dp 2 --overlap-grad-reduce --overlap-param-gather"),
-    "llm-cp2": (3, "--llm-cp 2"),
-}
+EVALUATED = {**{name: layout for name, layout in LAYOUTS.items() if name != "encoder-dp1-llm-dp2"},
+             "two-samples-of-two-lanes": (3, "--llm-dp 2 --micro-batch-size 2"),
+             "encoder-dp2-llm-dp1": (3, "--encoder-dp 2 --micro-batch-size 3"),
+             "encoder-pp2-llm-pp2": (4, "--encoder-pp 2 --llm-pp 2"),
+             "run-ahead": (3, "--llm-dp 2 --encoder-run-ahead 3"),
+             "overlapped-parameter-gather": (3, "--llm-dp 2 --overlap-grad-reduce --overlap-param-gather"),
+             "llm-cp2": (3, "--llm-cp 2")}
 TEXT_ONLY = ("--mock-text-only-fraction", "1.0")
 
 
@@ -218,14 +216,12 @@ def test_no_image_is_no_message(pool: WorkerPool) -> None:
 
 # name -> (ranks, flags, then for a rank of the encoder and of the language model: messages that it sends for each
 # microbatch, and its part of the rows of its replica)
-LINKS = {
-    "tp2-to-tp2": (4, "--encoder-tp 2 --llm-tp 2", (1, 1.0), (1, 1.0)),
-    "tp2-to-tp2-between-hosts": (4, "--encoder-tp 2 --llm-tp 2", (1, 0.5), (1, 0.5)),
-    "tp1-to-tp2": (3, "--llm-tp 2", (2, 1.0), (1, 0.5)),
-    "tp2-to-dp2": (4, "--encoder-tp 2 --llm-dp 2", (2, 0.5), (2, 2.0)),
-    "tp2-to-dp2-between-hosts": (4, "--encoder-tp 2 --llm-dp 2", (2, 0.5), (2, 1.0)),
-    "dp2-to-tp2": (4, "--encoder-dp 2 --llm-tp 2 --micro-batch-size 2", (2, 2.0), (2, 0.5)),
-}
+LINKS = {"tp2-to-tp2": (4, "--encoder-tp 2 --llm-tp 2", (1, 1.0), (1, 1.0)),
+         "tp2-to-tp2-between-hosts": (4, "--encoder-tp 2 --llm-tp 2", (1, 0.5), (1, 0.5)),
+         "tp1-to-tp2": (3, "--llm-tp 2", (2, 1.0), (1, 0.5)),
+         "tp2-to-dp2": (4, "--encoder-tp 2 --llm-dp 2", (2, 0.5), (2, 2.0)),
+         "tp2-to-dp2-between-hosts": (4, "--encoder-tp 2 --llm-dp 2", (2, 0.5), (2, 1.0)),
+         "dp2-to-tp2": (4, "--encoder-dp 2 --llm-tp 2 --micro-batch-size 2", (2, 2.0), (2, 0.5))}
 
 
 def apart(rank: int, call: Any, *args: Any) -> Any:

@@ -456,12 +456,8 @@ def test_nothing_to_load(pool: WorkerPool, tmp_path: Path) -> None:
 
 # Started again by the command that it began with, --load and --save being two folders
 
-BEGINNINGS = {
-    "finetune": ("--finetune", 0),
-    "finetune-of-an-earlier-one": ("--finetune --ckpt-step 2", 0),
-    "going-on": ("", 4),
-    "weights-and-place": ("--no-load-optim --no-load-scheduler --no-load-rng", 4),
-}
+BEGINNINGS = {"finetune": ("--finetune", 0), "finetune-of-an-earlier-one": ("--finetune --ckpt-step 2", 0),
+              "going-on": ("", 4), "weights-and-place": ("--no-load-optim --no-load-scheduler --no-load-rng", 4)}
 
 
 @pytest.mark.slow

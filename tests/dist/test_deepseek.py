@@ -22,16 +22,12 @@ from tests.support.stored import safetensors_of
 
 pytestmark = pytest.mark.slow
 
-TRAINING = {
-    "tp2": (2, "--llm-tp 2 --sequence-parallel"),
-    "tp2-ep2": (2, "--llm-tp 2 --sequence-parallel --llm-ep 2"),
-    "pp2": (2, "--llm-pp 2"),
-    "dp2-ep2": (2, "--llm-dp 2 --llm-ep 2"),
-    "recomputed-tp2-pp2": (4, "--llm-tp 2 --llm-pp 2 --sequence-parallel --recompute full"),
-    "cp2-ep2": (2, "--llm-cp 2 --llm-ep 2"),
-    "cp2-tp2-recomputed": (4, "--llm-cp 2 --llm-tp 2 --sequence-parallel --recompute full"),
-    "recomputed-attention": (1, "--recompute selective"),
-}
+TRAINING = {"tp2": (2, "--llm-tp 2 --sequence-parallel"), "tp2-ep2": (2, "--llm-tp 2 --sequence-parallel --llm-ep 2"),
+            "pp2": (2, "--llm-pp 2"), "dp2-ep2": (2, "--llm-dp 2 --llm-ep 2"),
+            "recomputed-tp2-pp2": (4, "--llm-tp 2 --llm-pp 2 --sequence-parallel --recompute full"),
+            "cp2-ep2": (2, "--llm-cp 2 --llm-ep 2"),
+            "cp2-tp2-recomputed": (4, "--llm-cp 2 --llm-tp 2 --sequence-parallel --recompute full"),
+            "recomputed-attention": (1, "--recompute selective")}
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +61,8 @@ def test_training_equals_one_process(pool: WorkerPool, saved: Any, one_process: 
 
 # The router's bias
 
-BIAS_LAYOUTS = {
-    "tp2-dp2-ep2": (4, "--llm-tp 2 --llm-dp 2 --llm-ep 2 --sequence-parallel"),
-    "recomputed-pp2": (2, "--llm-pp 2 --recompute full"),
-}
+BIAS_LAYOUTS = {"tp2-dp2-ep2": (4, "--llm-tp 2 --llm-dp 2 --llm-ep 2 --sequence-parallel"),
+                "recomputed-pp2": (2, "--llm-pp 2 --recompute full")}
 
 
 @pytest.mark.parametrize("layout", BIAS_LAYOUTS)

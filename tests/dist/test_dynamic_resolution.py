@@ -27,19 +27,13 @@ VISION = """--model-provider mock --num-query-groups 2 --vision-patch-size 8 --v
 --vision-patch-bias --no-vision-class-token --image-token-id 95"""
 DYNAMIC = f"{VISION} --vision-dynamic-resolution --vision-image-size 32"
 # name -> (flags, height and width of the images)
-MODELS = {
-    "patches": (DYNAMIC, ((16, 16), (8, 24), (16, 8), (24, 16))),
-    "pixel-shuffle": (f"{DYNAMIC} --vision-pixel-shuffle 2", ((16, 16), (16, 48), (32, 16), (32, 48))),
-}
+MODELS = {"patches": (DYNAMIC, ((16, 16), (8, 24), (16, 8), (24, 16))),
+          "pixel-shuffle": (f"{DYNAMIC} --vision-pixel-shuffle 2", ((16, 16), (16, 48), (32, 16), (32, 48)))}
 # name -> (ranks, flags)
-LAYOUTS = {
-    "one-process": (1, "--layout colocated"),
-    "encoder-tp2": (3, "--encoder-tp 2"),
-    "encoder-pp2": (3, "--encoder-pp 2"),
-    "two-lanes-of-one-encoder": (3, "--llm-dp 2"),
-    "two-encoders": (4, "--encoder-dp 2 --llm-dp 2"),
-    "colocated-encoder-tp2": (2, "--layout colocated --encoder-tp 2 --llm-dp 2"),
-}
+LAYOUTS = {"one-process": (1, "--layout colocated"), "encoder-tp2": (3, "--encoder-tp 2"),
+           "encoder-pp2": (3, "--encoder-pp 2"), "two-lanes-of-one-encoder": (3, "--llm-dp 2"),
+           "two-encoders": (4, "--encoder-dp 2 --llm-dp 2"),
+           "colocated-encoder-tp2": (2, "--layout colocated --encoder-tp 2 --llm-dp 2")}
 
 
 @pytest.fixture(scope="module")

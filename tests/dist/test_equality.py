@@ -211,12 +211,9 @@ BALANCING = {
     "aux_loss": {"cp2": True, "two-lanes": True, "two-samples": False, "two-lanes-of-two-samples": False},
     "global_aux_loss": {"cp2": True, "two-lanes": False, "two-samples": False, "two-lanes-of-two-samples": False},
 }
-BALANCING_LAYOUTS = {
-    "two-lanes": (2, "--encoder-dp 2 --llm-dp 2"),
-    "two-samples": (1, "--micro-batch-size 2"),
-    "cp2": (2, "--encoder-dp 2 --llm-cp 2"),
-    "two-lanes-of-two-samples": (2, "--encoder-dp 2 --llm-dp 2 --micro-batch-size 2"),
-}
+BALANCING_LAYOUTS = {"two-lanes": (2, "--encoder-dp 2 --llm-dp 2"), "two-samples": (1, "--micro-batch-size 2"),
+                     "cp2": (2, "--encoder-dp 2 --llm-cp 2"),
+                     "two-lanes-of-two-samples": (2, "--encoder-dp 2 --llm-dp 2 --micro-batch-size 2")}
 
 
 def balanced_run(rank: int, kind: str, world_size: int, flags: tuple[str, ...], run_dir: str

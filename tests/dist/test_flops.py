@@ -135,28 +135,18 @@ QWEN25_VL = (*COMMON, *ONE, *"""--model-provider qwen2_5_vl --mrope-section 1 2 
 --hidden-size 32 --num-attention-heads 4 --vocab-size 96 --num-layers 2 --ffn-hidden-size 48
 --mock-image-size 32""".split())
 MTP = ("--hybrid-layer-pattern", "ME*-M/*E/*E")
-MODELS = {
-    "llava": LLAVA,
-    "llava-moe": (*LLAVA, *MOE),
-    "llava-frozen-encoder": (*LLAVA, "--freeze", "vision"),
-    "llava-frozen-language": (*LLAVA, "--freeze", "language"),
-    "llava-projector-alone": (*LLAVA, "--freeze", "vision,language"),
-    "llava-language-alone": (*LLAVA, "--freeze", "vision,projector"),
-    "llava-frozen-projector": (*LLAVA, "--freeze", "projector"),
-    "llava-recomputed": (*LLAVA, "--recompute", "full"),
-    "llava-recomputed-attention": (*LLAVA, "--recompute", "selective"),
-    "llava-frozen-is-not-recomputed": (*LLAVA, "--recompute", "full", "--freeze", "language"),
-    "qwen3-moe": QWEN3_MOE,
-    "deepseek": DEEPSEEK,
-    "deepseek-plain-queries": (*DEEPSEEK, "--q-lora-rank", "0"),
-    "qwen3-vl": QWEN3_VL,
-    "qwen2.5-vl": QWEN25_VL,
-    "qwen2.5-vl-recomputed": (*QWEN25_VL, "--recompute", "full"),
-    "nemotron": NEMOTRON,
-    "nemotron-latent": (*NEMOTRON, "--moe-latent-size", "16"),
-    "nemotron-mtp": (*NEMOTRON, *MTP),
-    "nemotron-mtp-recomputed": (*NEMOTRON, *MTP, "--recompute", "full"),
-}
+MODELS = {"llava": LLAVA, "llava-moe": (*LLAVA, *MOE), "llava-frozen-encoder": (*LLAVA, "--freeze", "vision"),
+          "llava-frozen-language": (*LLAVA, "--freeze", "language"),
+          "llava-projector-alone": (*LLAVA, "--freeze", "vision,language"),
+          "llava-language-alone": (*LLAVA, "--freeze", "vision,projector"),
+          "llava-frozen-projector": (*LLAVA, "--freeze", "projector"),
+          "llava-recomputed": (*LLAVA, "--recompute", "full"),
+          "llava-recomputed-attention": (*LLAVA, "--recompute", "selective"),
+          "llava-frozen-is-not-recomputed": (*LLAVA, "--recompute", "full", "--freeze", "language"),
+          "qwen3-moe": QWEN3_MOE, "deepseek": DEEPSEEK, "deepseek-plain-queries": (*DEEPSEEK, "--q-lora-rank", "0"),
+          "qwen3-vl": QWEN3_VL, "qwen2.5-vl": QWEN25_VL, "qwen2.5-vl-recomputed": (*QWEN25_VL, "--recompute", "full"),
+          "nemotron": NEMOTRON, "nemotron-latent": (*NEMOTRON, "--moe-latent-size", "16"),
+          "nemotron-mtp": (*NEMOTRON, *MTP), "nemotron-mtp-recomputed": (*NEMOTRON, *MTP, "--recompute", "full")}
 
 
 @pytest.mark.parametrize("name", fast_only(("llava", "nemotron"), MODELS))
@@ -175,10 +165,8 @@ def test_a_frozen_router_computes_the_gradient_of_its_weights_all_the_same(pool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "layout"), [
-    (3, "--llm-dp 2"), (3, "--llm-tp 2"), (4, "--encoder-tp 2 --llm-pp 2"),
-    (2, "--layout colocated --encoder-dp 2 --llm-dp 2"),
-])
+@pytest.mark.parametrize(("ranks", "layout"), [(3, "--llm-dp 2"), (3, "--llm-tp 2"), (4, "--encoder-tp 2 --llm-pp 2"),
+                                               (2, "--layout colocated --encoder-dp 2 --llm-dp 2")])
 def test_every_layout_has_the_work_of_one_process(pool: WorkerPool, ranks: int, layout: str) -> None:
     flags = (*COMMON[:-2], *MODEL, "--global-batch-size", "4")
     (expected,) = pool.run(work_of, (*flags, *ONE), 1, world_size=1)

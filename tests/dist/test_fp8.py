@@ -146,13 +146,10 @@ def test_linear_parts_of_layers_multiply_in_fp8_and_nothing_else(pool: WorkerPoo
     assert found and not any("modality_submodules" in name for name in found)
 
 
-LAYOUTS = {
-    "llm-dp2": (3, "--llm-dp 2"),
-    "llm-tp2": (3, "--llm-tp 2 --sequence-parallel"),
-    "llm-ep2-overlap": (3, "--llm-dp 2 --llm-ep 2 --overlap-grad-reduce"),
-    "windows-pp2": (2, "--layout colocated --encoder-dp 2 --llm-pp 2"),
-    "recomputed": (2, "--recompute full --encoder-recompute full"),
-}
+LAYOUTS = {"llm-dp2": (3, "--llm-dp 2"), "llm-tp2": (3, "--llm-tp 2 --sequence-parallel"),
+           "llm-ep2-overlap": (3, "--llm-dp 2 --llm-ep 2 --overlap-grad-reduce"),
+           "windows-pp2": (2, "--layout colocated --encoder-dp 2 --llm-pp 2"),
+           "recomputed": (2, "--recompute full --encoder-recompute full")}
 
 
 @pytest.mark.parametrize("layout", fast_only(("llm-tp2", "windows-pp2"), LAYOUTS))

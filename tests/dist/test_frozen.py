@@ -16,18 +16,13 @@ pytestmark = pytest.mark.slow
 FREEZE = ("vision", "vision,projector", "language", "language,vision")
 PARTS = {"vision", "projector", "language"}
 # name -> (ranks, flags)
-LAYOUTS = {
-    "disjoint": (3, "--llm-dp 2"),
-    "colocated": (2, "--layout colocated --encoder-dp 2 --llm-tp 2 --micro-batch-size 2 --sequence-parallel"),
-    "colocated-pp2": (2, "--layout colocated --encoder-dp 2 --llm-pp 2"),
-    "homogeneous-pp2": (2, "--layout homogeneous --llm-pp 2"),
-}
+LAYOUTS = {"disjoint": (3, "--llm-dp 2"),
+           "colocated": (2, "--layout colocated --encoder-dp 2 --llm-tp 2 --micro-batch-size 2 --sequence-parallel"),
+           "colocated-pp2": (2, "--layout colocated --encoder-dp 2 --llm-pp 2"),
+           "homogeneous-pp2": (2, "--layout homogeneous --llm-pp 2")}
 # Stages of which some or all are frozen still pass activations and gradients on.
-PIPELINES = {
-    "language,vision": (4, "--encoder-pp 2 --llm-pp 2"),
-    "vision": (3, "--encoder-pp 2"),
-    "vision,projector": (3, "--encoder-pp 2"),
-}
+PIPELINES = {"language,vision": (4, "--encoder-pp 2 --llm-pp 2"), "vision": (3, "--encoder-pp 2"),
+             "vision,projector": (3, "--encoder-pp 2")}
 
 
 @dataclass

@@ -33,29 +33,16 @@ RELOADED_ERROR = 1e-5
 GRADIENT_ERROR = 1e-4
 MOE = ("qwen3-moe", "mixtral")
 # name -> (ranks, flags)
-TEXT_LAYOUTS = {
-    "one-process": (1, ""),
-    "tp2": (2, "--llm-tp 2"),
-    "pp2": (2, "--llm-pp 2"),
-}
-MOE_LAYOUTS = {
-    "one-process": (1, ""),
-    "tp2-ep2": (2, "--llm-tp 2 --sequence-parallel --llm-ep 2"),
-    "tp2-expert-tp2": (2, "--llm-tp 2 --sequence-parallel --llm-expt-tp 2"),
-    "pp2": (2, "--llm-pp 2"),
-    "ep2": (2, "--llm-dp 2 --llm-ep 2"),
-}
-NEMOTRON_LAYOUTS = MOE_LAYOUTS | {
-    "tp2": (2, "--llm-tp 2 --sequence-parallel"),
-    "tp2-ep2-pp2": (4, "--llm-tp 2 --sequence-parallel --llm-ep 2 --llm-pp 2"),
-}
+TEXT_LAYOUTS = {"one-process": (1, ""), "tp2": (2, "--llm-tp 2"), "pp2": (2, "--llm-pp 2")}
+MOE_LAYOUTS = {"one-process": (1, ""), "tp2-ep2": (2, "--llm-tp 2 --sequence-parallel --llm-ep 2"),
+               "tp2-expert-tp2": (2, "--llm-tp 2 --sequence-parallel --llm-expt-tp 2"), "pp2": (2, "--llm-pp 2"),
+               "ep2": (2, "--llm-dp 2 --llm-ep 2")}
+NEMOTRON_LAYOUTS = MOE_LAYOUTS | {"tp2": (2, "--llm-tp 2 --sequence-parallel"),
+                                  "tp2-ep2-pp2": (4, "--llm-tp 2 --sequence-parallel --llm-ep 2 --llm-pp 2")}
 DEEPSEEK_LAYOUTS = {name: NEMOTRON_LAYOUTS[name] for name in ("one-process", "tp2", "pp2", "ep2")}
-LLAVA_LAYOUTS = {
-    "one-process": (1, "--layout colocated"),
-    "disjoint": (2, ""),
-    "disjoint-tp2-pp2": (4, "--encoder-tp 2 --llm-pp 2"),
-    "disjoint-pp2-tp2": (4, "--encoder-pp 2 --llm-tp 2 --sequence-parallel"),
-}
+LLAVA_LAYOUTS = {"one-process": (1, "--layout colocated"), "disjoint": (2, ""),
+                 "disjoint-tp2-pp2": (4, "--encoder-tp 2 --llm-pp 2"),
+                 "disjoint-pp2-tp2": (4, "--encoder-pp 2 --llm-tp 2 --sequence-parallel")}
 LAYOUTS_OF: dict[str, dict[str, tuple[int, str]]] = {
     **{name: MOE_LAYOUTS if name in MOE else TEXT_LAYOUTS for name in TEXT_MODELS},
     **dict.fromkeys(NEMOTRON_MODELS, NEMOTRON_LAYOUTS),

@@ -16,22 +16,16 @@ INNER, WRITTEN = HEADS * HEAD_DIM, GROUPS * STATE
 LENGTHS = (5, 9, 1, 7)  # of packed sequences; together a multiple of every tensor-parallel size here
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 # Parameter -> axis, and the sizes of parts that are spread over ranks each by itself.
-SPREAD: dict[str, tuple[int, list[int]]] = {
-    "mixer.in_proj.weight": (0, [INNER, INNER, WRITTEN, WRITTEN, HEADS]),
-    "mixer.conv1d_weight": (0, [INNER, WRITTEN, WRITTEN]),
-    "mixer.conv1d_bias": (0, [INNER, WRITTEN, WRITTEN]),
-    "mixer.dt_bias": (0, [HEADS]),
-    "mixer.A_log": (0, [HEADS]),
-    "mixer.D": (0, [HEADS]),
-    "mixer.norm.weight": (0, [INNER]),
-    "mixer.out_proj.weight": (1, [INNER]),
-}
-SHAPES = {
-    "norm.weight": (HIDDEN,), "mixer.in_proj.weight": (2 * INNER + 2 * WRITTEN + HEADS, HIDDEN),
-    "mixer.conv1d_weight": (INNER + 2 * WRITTEN, 1, 4), "mixer.conv1d_bias": (INNER + 2 * WRITTEN,),
-    "mixer.dt_bias": (HEADS,), "mixer.A_log": (HEADS,), "mixer.D": (HEADS,), "mixer.norm.weight": (INNER,),
-    "mixer.out_proj.weight": (HIDDEN, INNER),
-}
+SPREAD: dict[str, tuple[int, list[int]]] = {"mixer.in_proj.weight": (0, [INNER, INNER, WRITTEN, WRITTEN, HEADS]),
+                                            "mixer.conv1d_weight": (0, [INNER, WRITTEN, WRITTEN]),
+                                            "mixer.conv1d_bias": (0, [INNER, WRITTEN, WRITTEN]),
+                                            "mixer.dt_bias": (0, [HEADS]), "mixer.A_log": (0, [HEADS]),
+                                            "mixer.D": (0, [HEADS]), "mixer.norm.weight": (0, [INNER]),
+                                            "mixer.out_proj.weight": (1, [INNER])}
+SHAPES = {"norm.weight": (HIDDEN,), "mixer.in_proj.weight": (2 * INNER + 2 * WRITTEN + HEADS, HIDDEN),
+          "mixer.conv1d_weight": (INNER + 2 * WRITTEN, 1, 4), "mixer.conv1d_bias": (INNER + 2 * WRITTEN,),
+          "mixer.dt_bias": (HEADS,), "mixer.A_log": (HEADS,), "mixer.D": (HEADS,), "mixer.norm.weight": (INNER,),
+          "mixer.out_proj.weight": (HIDDEN, INNER)}
 
 
 def whole_parameters() -> dict[str, torch.Tensor]:

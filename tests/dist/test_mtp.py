@@ -320,34 +320,25 @@ def mistakes() -> dict[str, Any]:
     def with_gradient(block: MtpBlock, hidden: Tensor, inputs: MtpInputs, *rest: Any) -> list[Tensor]:
         return forward(block, hidden, replace(inputs, is_text=torch.ones_like(inputs.is_text)), *rest)
 
-    return {
-        "": nullcontext(),
-        "no loss mask": mock.patch.object(MtpInputs, "target_masks", without_loss_mask),
-        "no path": mock.patch.object(MtpInputs, "target_masks", without_path),
-        "own divisor left out": mock.patch.object(MtpBlock, "begin_step", with_one_divisor),
-        "placeholders train": mock.patch.object(MtpBlock, "forward", with_gradient),
-        "sequences joined": mock.patch.object(MtpInputs, "of", joined),
-    }
+    return {"": nullcontext(), "no loss mask": mock.patch.object(MtpInputs, "target_masks", without_loss_mask),
+            "no path": mock.patch.object(MtpInputs, "target_masks", without_path),
+            "own divisor left out": mock.patch.object(MtpBlock, "begin_step", with_one_divisor),
+            "placeholders train": mock.patch.object(MtpBlock, "forward", with_gradient),
+            "sequences joined": mock.patch.object(MtpInputs, "of", joined)}
 
 
 # name -> further flags
-MODELS = {
-    "one-depth": "--hybrid-layer-pattern M*/*E --moe-aux-loss-coeff 0.01",
-    "two-depths": "--hybrid-layer-pattern ME*-/M*E/M*E --moe-aux-loss-coeff 0.01",
-    "tied": "--hybrid-layer-pattern *-/-* --no-untie-embeddings-and-output-weights",
-    "packed": "--hybrid-layer-pattern ME*-/*M/*M --moe-aux-loss-coeff 0",
-}
+MODELS = {"one-depth": "--hybrid-layer-pattern M*/*E --moe-aux-loss-coeff 0.01",
+          "two-depths": "--hybrid-layer-pattern ME*-/M*E/M*E --moe-aux-loss-coeff 0.01",
+          "tied": "--hybrid-layer-pattern *-/-* --no-untie-embeddings-and-output-weights",
+          "packed": "--hybrid-layer-pattern ME*-/*M/*M --moe-aux-loss-coeff 0"}
 # name -> (ranks, flags)
-LAYOUTS = {
-    "one-process": (1, "--micro-batch-size 2"),
-    "pp2": (2, "--llm-pp 2 --logits-chunk-size 7"),
-    "tp2": (2, "--llm-tp 2 --sequence-parallel"),
-    "dp2-ep2": (2, "--llm-dp 2 --llm-ep 2"),
-    "cp2": (2, "--llm-cp 2"),
-    "cp2-tp2": (4, "--llm-cp 2 --llm-tp 2 --sequence-parallel --micro-batch-size 2 --logits-chunk-size 9"),
-    "recomputed-tp2-pp2": (4, "--llm-tp 2 --llm-pp 2 --sequence-parallel --recompute full"),
-    "overlapped-dp2-pp2": (4, "--llm-dp 2 --llm-pp 2 --overlap-grad-reduce --overlap-param-gather"),
-}
+LAYOUTS = {"one-process": (1, "--micro-batch-size 2"), "pp2": (2, "--llm-pp 2 --logits-chunk-size 7"),
+           "tp2": (2, "--llm-tp 2 --sequence-parallel"), "dp2-ep2": (2, "--llm-dp 2 --llm-ep 2"),
+           "cp2": (2, "--llm-cp 2"),
+           "cp2-tp2": (4, "--llm-cp 2 --llm-tp 2 --sequence-parallel --micro-batch-size 2 --logits-chunk-size 9"),
+           "recomputed-tp2-pp2": (4, "--llm-tp 2 --llm-pp 2 --sequence-parallel --recompute full"),
+           "overlapped-dp2-pp2": (4, "--llm-dp 2 --llm-pp 2 --overlap-grad-reduce --overlap-param-gather")}
 # Overlapped, the optimizer's shard of the gradients alone is reduced: parameters and norms are compared.
 SHARDED = {"overlapped-dp2-pp2"}
 CASES = [("two-depths", layout) for layout in LAYOUTS]

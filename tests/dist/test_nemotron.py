@@ -17,12 +17,9 @@ from tests.support.spawn import WorkerPool
 
 # The oracle does not move the router's bias; test_mtp.py compares it on hybrid layers, test_deepseek.py watches it.
 TINY = "--model-provider nemotron-moe-vlm-tiny --mock-image-size 32 --moe-router-bias-update-rate 0"
-MODELS = {
-    "tiny": "--moe-aux-loss-coeff 0.01",
-    "latent": "--moe-latent-size 32 --moe-aux-loss-coeff 0.01",
-    "tied": "--no-untie-embeddings-and-output-weights",
-    "wide": "--no-vision-dynamic-resolution --vision-image-size 16 --vision-image-width 48",
-}
+MODELS = {"tiny": "--moe-aux-loss-coeff 0.01", "latent": "--moe-latent-size 32 --moe-aux-loss-coeff 0.01",
+          "tied": "--no-untie-embeddings-and-output-weights",
+          "wide": "--no-vision-dynamic-resolution --vision-image-size 16 --vision-image-width 48"}
 # name -> (model, ranks, flags)
 LAYOUTS = {
     "ep2": ("tiny", 3, "--llm-dp 2 --llm-ep 2"),
@@ -51,12 +48,8 @@ LAYOUTS = {
 PACKED = """--model-provider nemotron-moe-vlm-tiny --hybrid-layer-pattern ME*-M --image-token-id 95
 --vision-num-layers 1 --moe-router-bias-update-rate 0"""
 SIZES = ((16, 16), (16, 48), (32, 16), (32, 48))
-PACKED_LAYOUTS = {
-    "tp2": (3, "--llm-tp 2 --sequence-parallel"),
-    "ep2": (3, "--llm-dp 2 --llm-ep 2"),
-    "recomputed": (2, "--recompute full"),
-    "cp2": (3, "--llm-cp 2 --seq-length 64"),
-}
+PACKED_LAYOUTS = {"tp2": (3, "--llm-tp 2 --sequence-parallel"), "ep2": (3, "--llm-dp 2 --llm-ep 2"),
+                  "recomputed": (2, "--recompute full"), "cp2": (3, "--llm-cp 2 --seq-length 64")}
 
 
 @pytest.fixture(scope="module")

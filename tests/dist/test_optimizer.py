@@ -10,11 +10,9 @@ from tests.support.marks import fast_only
 from tests.support.resuming import Run, train
 from tests.support.spawn import WorkerPool
 
-LAYOUTS = {
-    "experts-bf16": (3, f"--llm-dp 2 --llm-ep 2 --bf16 {' '.join(MOE)}"),
-    "unclipped": (3, "--llm-dp 2 --clip-grad 1000"),
-    "overlapped-bf16": (3, "--llm-dp 2 --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 3 --bf16"),
-}
+LAYOUTS = {"experts-bf16": (3, f"--llm-dp 2 --llm-ep 2 --bf16 {' '.join(MOE)}"),
+           "unclipped": (3, "--llm-dp 2 --clip-grad 1000"),
+           "overlapped-bf16": (3, "--llm-dp 2 --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 3 --bf16")}
 
 
 def train_with_megatrons_class(rank: int, flags: tuple[str, ...], world_size: int, until: int) -> Run:

@@ -30,18 +30,13 @@ MODELS = {
         --rotary-scaling-factor 4""",
 }
 # name -> (ranks without and with an encoder, flags)
-LAYOUTS = {
-    "one-process": (1, 1, "--layout colocated"),
-    "tp2": (2, 3, "--llm-tp 2 --sequence-parallel"),
-    "pp2": (2, 3, "--llm-pp 2"),
-    "dp2": (2, 3, "--llm-dp 2"),
-    "recomputed": (2, 3, "--llm-tp 2 --sequence-parallel --recompute full"),
-    "cp2": (2, 3, "--llm-cp 2"),
-    "cp2-tp2": (4, 4, "--layout homogeneous --llm-cp 2 --llm-tp 2 --sequence-parallel --recompute full"),
-    "cp2-pp2": (4, 4, "--layout homogeneous --llm-cp 2 --llm-pp 2"),
-    "cp4": (4, 4, "--layout homogeneous --llm-cp 4 --seq-length 64"),
-    "recomputed-attention": (2, 3, "--llm-tp 2 --sequence-parallel --recompute selective"),
-}
+LAYOUTS = {"one-process": (1, 1, "--layout colocated"), "tp2": (2, 3, "--llm-tp 2 --sequence-parallel"),
+           "pp2": (2, 3, "--llm-pp 2"), "dp2": (2, 3, "--llm-dp 2"),
+           "recomputed": (2, 3, "--llm-tp 2 --sequence-parallel --recompute full"), "cp2": (2, 3, "--llm-cp 2"),
+           "cp2-tp2": (4, 4, "--layout homogeneous --llm-cp 2 --llm-tp 2 --sequence-parallel --recompute full"),
+           "cp2-pp2": (4, 4, "--layout homogeneous --llm-cp 2 --llm-pp 2"),
+           "cp4": (4, 4, "--layout homogeneous --llm-cp 4 --seq-length 64"),
+           "recomputed-attention": (2, 3, "--llm-tp 2 --sequence-parallel --recompute selective")}
 
 
 

@@ -82,10 +82,8 @@ def probe_submodule(rank: int, config: llava.Config) -> dict[str, Any]:
         vision = cases.build_module_of(grids, config, VISION, SEQ_LENGTH)
         empty = vision({})
         found["empty"] = (tuple(empty.shape), empty.requires_grad, vision(None).requires_grad)
-        for name, call in {
-            "size": lambda: vision({"pixel_values": torch.zeros(1, 3, 24, 16)}),
-            "hidden on first": lambda: vision(None, hidden_states=torch.zeros(5, 1, 32)),
-        }.items():
+        for name, call in {"size": lambda: vision({"pixel_values": torch.zeros(1, 3, 24, 16)}),
+                           "hidden on first": lambda: vision(None, hidden_states=torch.zeros(5, 1, 32))}.items():
             try:
                 call()
             except ValueError as error:

@@ -40,24 +40,19 @@ EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-au
 OF_TILES = "--mock-image-size 24 --mock-image-size-cv 0.8 --seq-length 128"
 MODELS = {"qwen2.5-vl": TOWER_25, "qwen3-vl": TOWER_3, "llava-next": TILES}
 # name -> (ranks, flags)
-LAYOUTS = {
-    "disjoint": (2, ""),
-    "disjoint-tp2": (4, "--encoder-tp 2 --llm-tp 2 --sequence-parallel"),
-    "disjoint-tp2-without-sequence-parallelism": (3, "--llm-tp 2"),
-    "disjoint-pp2": (4, "--encoder-pp 2 --llm-pp 2"),
-    "disjoint-fan-out": (3, "--llm-dp 2"),
-    "disjoint-fan-in": (3, "--encoder-dp 2 --micro-batch-size 2"),
-    "colocated": (2, "--layout colocated --encoder-tp 2 --llm-dp 2"),
-    "colocated-windows": (2, "--layout colocated --encoder-dp 2 --llm-pp 2"),
-    "homogeneous-pp2": (2, "--layout homogeneous --llm-pp 2"),
-    "disjoint-cp2": (3, "--llm-cp 2"),
-    "colocated-cp2-tp2": (4, "--layout colocated --encoder-dp 4 --llm-cp 2 --llm-tp 2 --sequence-parallel"),
-    "homogeneous-cp2-pp2": (4, "--layout homogeneous --llm-cp 2 --llm-pp 2"),
-    "recomputed": (2, "--recompute full --encoder-recompute full"),
-    "recomputed-selectively": (2, "--recompute selective"),
-    "graphs-tp2": (3, "--llm-tp 2 --sequence-parallel --cuda-graphs"),
-    "graphs-windows-pp2": (2, "--layout colocated --encoder-dp 2 --llm-pp 2 --cuda-graphs"),
-}
+LAYOUTS = {"disjoint": (2, ""), "disjoint-tp2": (4, "--encoder-tp 2 --llm-tp 2 --sequence-parallel"),
+           "disjoint-tp2-without-sequence-parallelism": (3, "--llm-tp 2"),
+           "disjoint-pp2": (4, "--encoder-pp 2 --llm-pp 2"), "disjoint-fan-out": (3, "--llm-dp 2"),
+           "disjoint-fan-in": (3, "--encoder-dp 2 --micro-batch-size 2"),
+           "colocated": (2, "--layout colocated --encoder-tp 2 --llm-dp 2"),
+           "colocated-windows": (2, "--layout colocated --encoder-dp 2 --llm-pp 2"),
+           "homogeneous-pp2": (2, "--layout homogeneous --llm-pp 2"), "disjoint-cp2": (3, "--llm-cp 2"),
+           "colocated-cp2-tp2": (4, "--layout colocated --encoder-dp 4 --llm-cp 2 --llm-tp 2 --sequence-parallel"),
+           "homogeneous-cp2-pp2": (4, "--layout homogeneous --llm-cp 2 --llm-pp 2"),
+           "recomputed": (2, "--recompute full --encoder-recompute full"),
+           "recomputed-selectively": (2, "--recompute selective"),
+           "graphs-tp2": (3, "--llm-tp 2 --sequence-parallel --cuda-graphs"),
+           "graphs-windows-pp2": (2, "--layout colocated --encoder-dp 2 --llm-pp 2 --cuda-graphs")}
 FAST = [("qwen2.5-vl", "graphs-tp2"), ("qwen2.5-vl", "disjoint-tp2"), ("qwen2.5-vl", "disjoint-pp2"),
         ("qwen3-vl", "colocated-windows"), ("llava-next", "disjoint-tp2"), ("llava-next", "colocated-windows")]
 SIZES: dict[str, tuple[ImageSize, ...]] = {

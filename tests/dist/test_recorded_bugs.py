@@ -249,12 +249,9 @@ def test_bug_22_every_tensor_of_a_batch_moves() -> None:
 # 23: the load-balancing loss was never recorded
 
 LOAD_BALANCING = "seq_load_balancing_loss"
-MOE_LAYOUTS = {
-    "llm-ep2": (3, "--llm-dp 2 --llm-ep 2"),
-    "llm-pp2": (3, "--llm-pp 2"),
-    "llm-tp2": (4, "--encoder-tp 2 --llm-tp 2 --sequence-parallel"),
-    "two-samples-a-microbatch": (3, "--encoder-dp 2 --micro-batch-size 2"),
-}
+MOE_LAYOUTS = {"llm-ep2": (3, "--llm-dp 2 --llm-ep 2"), "llm-pp2": (3, "--llm-pp 2"),
+               "llm-tp2": (4, "--encoder-tp 2 --llm-tp 2 --sequence-parallel"),
+               "two-samples-a-microbatch": (3, "--encoder-dp 2 --micro-batch-size 2")}
 
 
 def record_moe_losses(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str) -> list[dict[str, float]]:

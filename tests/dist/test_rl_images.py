@@ -47,11 +47,9 @@ def expected(pool: WorkerPool) -> Outcome:
 
 
 # family -> layouts
-FAMILIES = {
-    "qwen2_5_vl": ("fan-out", "pipelines", "colocated-fan-in", "more-microbatches"),
-    "qwen3_vl": ("fan-out", "pipelines", "colocated-fan-in", "more-microbatches", "colocated-cp2-pp2"),
-    "nemotron-moe-vlm-tiny": ("fan-out", "more-microbatches"),
-}
+FAMILIES = {"qwen2_5_vl": ("fan-out", "pipelines", "colocated-fan-in", "more-microbatches"),
+            "qwen3_vl": ("fan-out", "pipelines", "colocated-fan-in", "more-microbatches", "colocated-cp2-pp2"),
+            "nemotron-moe-vlm-tiny": ("fan-out", "more-microbatches")}
 
 
 @pytest.mark.slow

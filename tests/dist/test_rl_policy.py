@@ -24,17 +24,12 @@ from tests.support.spawn import WorkerPool
 CONFIG = RlConfig(completions_per_prompt=2, temperature=0.7, entropy_coeff=0.01, importance_cap=1.1, kl_coeff=0.5)
 IN_REWARD = dataclasses.replace(CONFIG, kl_in="reward", kl_type="k1")
 # name -> ranks, flags, tokens of a microbatch, microbatches of each rank
-LAYOUTS = {
-    "more-microbatches": (1, "", 20, 4),
-    "dp2-ep2": (2, "--llm-dp 2 --llm-ep 2 --logits-chunk-size 5", 24, 2),
-    "tp2": (2, "--llm-tp 2 --sequence-parallel --logits-chunk-size 7", 24, 4),
-    "pp2": (2, "--llm-pp 2", 24, 4),
-    "cp2-ep2": (2, "--llm-cp 2 --llm-ep 2", 24, 4),
-    "cp2-tp2": (4, "--llm-cp 2 --llm-tp 2 --sequence-parallel", 48, 2),
-    "cp2-pp2": (4, "--llm-cp 2 --llm-pp 2 --logits-chunk-size 4", 24, 4),
-    "cp2-dp2": (4, "--llm-cp 2 --llm-dp 2", 24, 2),
-    "cp4": (4, "--llm-cp 4", 24, 5),
-}
+LAYOUTS = {"more-microbatches": (1, "", 20, 4), "dp2-ep2": (2, "--llm-dp 2 --llm-ep 2 --logits-chunk-size 5", 24, 2),
+           "tp2": (2, "--llm-tp 2 --sequence-parallel --logits-chunk-size 7", 24, 4), "pp2": (2, "--llm-pp 2", 24, 4),
+           "cp2-ep2": (2, "--llm-cp 2 --llm-ep 2", 24, 4),
+           "cp2-tp2": (4, "--llm-cp 2 --llm-tp 2 --sequence-parallel", 48, 2),
+           "cp2-pp2": (4, "--llm-cp 2 --llm-pp 2 --logits-chunk-size 4", 24, 4),
+           "cp2-dp2": (4, "--llm-cp 2 --llm-dp 2", 24, 2), "cp4": (4, "--llm-cp 4", 24, 5)}
 # In the second update of a rollout, ratios are clipped. The first of these has every term of whole sequences.
 TWICE = dataclasses.replace(CONFIG, updates_per_rollout=2)
 LOSSES = {

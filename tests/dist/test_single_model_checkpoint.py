@@ -45,11 +45,9 @@ from tests.support.spawn import WorkerPool
 
 PADDING = ("--vocab-size", "90", "--image-token-id", "89", "--make-vocab-size-divisible-by")
 # Model -> flags of the run that wrote it, and of `write`.
-MODELS: dict[str, tuple[tuple[str, ...], bool, str]] = {
-    "dense": ((*MOCK, *PADDING, "32"), True, ""),
-    "moe-unstacked": ((*MOCK, *MOE), False, "module."),
-    "nemotron": (NEMOTRON, True, ""),
-}
+MODELS: dict[str, tuple[tuple[str, ...], bool, str]] = {"dense": ((*MOCK, *PADDING, "32"), True, ""),
+                                                        "moe-unstacked": ((*MOCK, *MOE), False, "module."),
+                                                        "nemotron": (NEMOTRON, True, "")}
 # name -> (model, ranks, flags); of a vocabulary of 90, 96 rows are stored.
 LAYOUTS = {
     "one": ("dense", 1, (*PADDING, "1", "--layout", "colocated")),

@@ -16,13 +16,9 @@ from tests.support.weights import Sources
 pytestmark = pytest.mark.slow
 
 # name -> (ranks, flags)
-LAYOUTS = {
-    "tp2": (4, "--encoder-tp 2 --llm-tp 2 --sequence-parallel"),
-    "pp2": (4, "--encoder-pp 2 --llm-pp 2"),
-    "dp2": (3, "--llm-dp 2"),
-    "cp2": (3, "--llm-cp 2"),
-    "colocated": (2, "--layout colocated --encoder-dp 2 --llm-tp 2 --micro-batch-size 2 --sequence-parallel"),
-}
+LAYOUTS = {"tp2": (4, "--encoder-tp 2 --llm-tp 2 --sequence-parallel"), "pp2": (4, "--encoder-pp 2 --llm-pp 2"),
+           "dp2": (3, "--llm-dp 2"), "cp2": (3, "--llm-cp 2"),
+           "colocated": (2, "--layout colocated --encoder-dp 2 --llm-tp 2 --micro-batch-size 2 --sequence-parallel")}
 MOE_LAYOUTS = {"ep2": (3, "--llm-dp 2 --llm-ep 2"),
                "expert-tp2": (3, "--llm-tp 2 --sequence-parallel --llm-expt-tp 2"),
                "expert-data-parallel": (3, "--llm-tp 2 --sequence-parallel")}

@@ -39,13 +39,11 @@ def test_mistakes_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"")
     (tmp_path / "cat.png").write_bytes(b"")
-    for words, expected in (
-        ([tmp_path / "gone", "why?"], "no checkpoint: there is no such folder"),
-        ([tmp_path], "the question is missing"),
-        ([tmp_path, tmp_path / "cat.png"], "is a file; the question comes last"),
-        ([tmp_path, "dog.png", "why?"], "there is no image dog.png"),
-        ([tmp_path, "why?", "--max-tokens", "0"], "--max-tokens 0: must be at least 1"),
-    ):
+    for words, expected in (([tmp_path / "gone", "why?"], "no checkpoint: there is no such folder"),
+                            ([tmp_path], "the question is missing"),
+                            ([tmp_path, tmp_path / "cat.png"], "is a file; the question comes last"),
+                            ([tmp_path, "dog.png", "why?"], "there is no image dog.png"),
+                            ([tmp_path, "why?", "--max-tokens", "0"], "--max-tokens 0: must be at least 1")):
         assert main(["ask", *map(str, words)]) == 2
         assert expected in capsys.readouterr().err
     run = tmp_path / "run"

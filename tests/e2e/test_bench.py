@@ -72,10 +72,8 @@ LOADER_FIGURES = {"shard_opens", "distinct_shards", "opens_per_shard", "bytes_re
           "samples_used", "samples_decoded", "images_decoded", "decoded_per_used", "resident_bytes", "processes",
           "samples_per_s", "first_batch_s"}
 # Flags, ranks that need each lane, rows of all lanes in a step, workers of all lanes.
-LANES = {
-    "two-lanes": (("--lanes", "2", "--llm-tp", "1", "--micro-batch-size", "5", "--steps", "10"), 2, 10, 2),
-    "packed": (("--lanes", "1", "--llm-tp", "2", "--packing-buffer-size", "16", "--steps", "12"), 3, 1, 1),
-}
+LANES = {"two-lanes": (("--lanes", "2", "--llm-tp", "1", "--micro-batch-size", "5", "--steps", "10"), 2, 10, 2),
+         "packed": (("--lanes", "1", "--llm-tp", "2", "--packing-buffer-size", "16", "--steps", "12"), 3, 1, 1)}
 
 
 @pytest.mark.parametrize("case", LANES)

@@ -131,12 +131,9 @@ def test_a_second_run_on_the_same_folder_is_refused(tmp_path: Path) -> None:
 
 # A disk without space
 
-FULL = [
-    pytest.param("__1_0.distcp", ("--async-save",), 1, id="shard-async"),
-    pytest.param("__1_0.distcp", (), 1, id="shard"),
-    pytest.param(".metadata", (), 0, id="index"),
-    pytest.param("common.pt", ("--async-save",), 0, id="common-async"),
-]
+FULL = [pytest.param("__1_0.distcp", ("--async-save",), 1, id="shard-async"),
+        pytest.param("__1_0.distcp", (), 1, id="shard"), pytest.param(".metadata", (), 0, id="index"),
+        pytest.param("common.pt", ("--async-save",), 0, id="common-async")]
 
 
 @pytest.mark.parametrize(("file", "mode", "rank"), FULL)

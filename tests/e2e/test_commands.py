@@ -283,13 +283,11 @@ def test_inspect_names_what_differs_from_a_run(save: Path) -> None:
     for words in ("--num-experts 8 (checkpoint: 4)", "--bf16 False", "--vision-patch-bias True"):
         assert words in flags_that_differ
     found = report["differences"]["tensors"]
-    expected = {
-        "missing: vision.encoders.vit.conv1.bias": "not in the checkpoint",
-        "not used: vision.encoders.vit.ln_pre.weight": "[64]",
-        "shape: language.decoder.layers.mlp.experts.experts.linear_fc1.weight": "[2, 4]",
-        "shape: language.decoder.layers.{0-1}.mlp.router.weight": "[8, 128]",
-        "dtype: weights of vision": "--no-bf16",
-    }
+    expected = {"missing: vision.encoders.vit.conv1.bias": "not in the checkpoint",
+                "not used: vision.encoders.vit.ln_pre.weight": "[64]",
+                "shape: language.decoder.layers.mlp.experts.experts.linear_fc1.weight": "[2, 4]",
+                "shape: language.decoder.layers.{0-1}.mlp.router.weight": "[8, 128]",
+                "dtype: weights of vision": "--no-bf16"}
     for start, part in expected.items():
         assert [line for line in found if line.startswith(start) and part in line], f"{start}: {found}"
     assert not [line for line in found if "linear_proj" in line]

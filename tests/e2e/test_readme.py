@@ -94,10 +94,8 @@ OTHER_FLAGS = {
     "--ntasks-per-node": None,
 }
 # Messages of other programs in the page on troubleshooting.
-OTHER_MESSAGES = (
-    "EADDRINUSE", "mimo: command not found", "ModuleNotFoundError: No module named 'numpy'",
-    "Available memory on node 0 (... GiB) on startup is less than desired CPU memory utilization ...",
-)
+OTHER_MESSAGES = ("EADDRINUSE", "mimo: command not found", "ModuleNotFoundError: No module named 'numpy'",
+                  "Available memory on node 0 (... GiB) on startup is less than desired CPU memory utilization ...")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -233,16 +231,13 @@ def test_lists_of_what_is_built_in_are_complete() -> None:
 
     architectures = [name for provider in registry.MODEL_PROVIDERS
                      for name in getattr(registry.model_provider(provider), "hf_architectures", ())]
-    assert not [
-        *missing(registry.MODEL_PROVIDERS, "docs/providers.md"),
-        *missing(registry.DATASET_PROVIDERS, "docs/data.md"),
-        *missing(registry.REWARDS, "docs/rl_engine.md"),
-        *missing(architectures, "docs/weights.md"),
-        *missing([", ".join(sorted(registry.DATASET_PROVIDERS))], "mimo/config/trainer.py", "({})"),
-        *missing([", ".join(sorted(registry.PROMPT_PROVIDERS))], "mimo/config/rl_run.py", "({})"),
-        *missing([", ".join(sorted(registry.REWARDS))], "mimo/config/rl.py", "({})"),
-        *missing({name.split()[0] for name, _ in PEAK_TFLOPS}, "mimo/config/trainer.py", " {}"),
-    ]
+    assert not [*missing(registry.MODEL_PROVIDERS, "docs/providers.md"),
+                *missing(registry.DATASET_PROVIDERS, "docs/data.md"), *missing(registry.REWARDS, "docs/rl_engine.md"),
+                *missing(architectures, "docs/weights.md"),
+                *missing([", ".join(sorted(registry.DATASET_PROVIDERS))], "mimo/config/trainer.py", "({})"),
+                *missing([", ".join(sorted(registry.PROMPT_PROVIDERS))], "mimo/config/rl_run.py", "({})"),
+                *missing([", ".join(sorted(registry.REWARDS))], "mimo/config/rl.py", "({})"),
+                *missing({name.split()[0] for name, _ in PEAK_TFLOPS}, "mimo/config/trainer.py", " {}")]
 
 
 def test_links_lead_somewhere() -> None:
@@ -296,31 +291,11 @@ def test_the_examples_train(processes: int, flags: list[str], tmp_path: Path) ->
         (tmp_path / "qa" / f"{split}.jsonl").write_text("\n".join(json.dumps(sample) for sample in samples))
         for sample in samples:
             np.save(tmp_path / "qa" / sample["image"], rng.standard_normal((3, 32, 32), dtype=np.float32))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(processes),
-        str(ROOT / "train_hetero.py"),
-        *flags,
-        "--device",
-        "cpu",
-        "--run-dir",
-        "run",
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
+               str(ROOT / "train_hetero.py"), *flags, "--device", "cpu", "--run-dir", "run"]
     settings = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=os.environ | settings,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=280,
-        check=False,
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | settings, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "Warning" not in done.stdout
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

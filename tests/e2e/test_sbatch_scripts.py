@@ -26,13 +26,11 @@ SHARED = {"common.sh", "node.sh", "nemotron_54l.sh"}
 SCRIPTS = sorted(path for path in SBATCH.glob("*.sh") if path.name not in SHARED)
 
 # script: nodes, encoder dp, language dp, ep, global batch, microbatches, train samples, iterations
-LAYOUTS = {
-    "homogeneous_8n_gbs192.sh": (8, 32, 32, 16, 192, 6, 36_621_094, 190_735),
-    "parity_9n_gbs192.sh": (9, 8, 32, 16, 192, 6, 36_621_094, 190_735),
-    "prod_33n_gbs768_ep8.sh": (33, 8, 128, 8, 768, 6, 122_070_313, 158_946),
-    "prod_68n_gbs768_ep8.sh": (68, 32, 256, 8, 768, 3, 122_070_313, 158_946),
-    "prod_100n_gbs768.sh": (100, 32, 384, 8, 768, 2, 122_070_313, 158_946),
-}
+LAYOUTS = {"homogeneous_8n_gbs192.sh": (8, 32, 32, 16, 192, 6, 36_621_094, 190_735),
+           "parity_9n_gbs192.sh": (9, 8, 32, 16, 192, 6, 36_621_094, 190_735),
+           "prod_33n_gbs768_ep8.sh": (33, 8, 128, 8, 768, 6, 122_070_313, 158_946),
+           "prod_68n_gbs768_ep8.sh": (68, 32, 256, 8, 768, 3, 122_070_313, 158_946),
+           "prod_100n_gbs768.sh": (100, 32, 384, 8, 768, 2, 122_070_313, 158_946)}
 
 
 def preflight(*words: str) -> subprocess.CompletedProcess[str]:

@@ -138,10 +138,9 @@ def test_second_set_up_installs_nothing(set_up, machine, name):
     assert f"up to date ({name}): nothing to install" in done.stderr
 
 
-@pytest.mark.parametrize(("name", "within"), [
-    ("cpu-dev", {"cpu-dev", "rl-cpu", "cpu"}), ("rl-cpu", {"rl-cpu", "cpu"}), ("cpu", {"cpu"}),
-    ("rl-gpu", {"rl-gpu", "gpu", "cpu"}), ("gpu", {"gpu", "cpu"}),
-])
+@pytest.mark.parametrize(("name", "within"), [("cpu-dev", {"cpu-dev", "rl-cpu", "cpu"}), ("rl-cpu", {"rl-cpu", "cpu"}),
+                                              ("cpu", {"cpu"}), ("rl-gpu", {"rl-gpu", "gpu", "cpu"}),
+                                              ("gpu", {"gpu", "cpu"})])
 def test_a_set_stands_for_those_within_it_and_no_other(set_up, machine, name, within):
     assert source(set_up, f"record_set_up {name}", machine).returncode == 0
     names = [path.stem for path in (set_up / "scripts" / "requirements").glob("*.txt")]

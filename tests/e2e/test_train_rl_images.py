@@ -51,11 +51,8 @@ MODELS = {
     "nemotron-fixed": [*NEMOTRON, *"--no-vision-dynamic-resolution --vision-image-size 16".split()],
 }
 # Numbers of one to four digits are as many images, or with a strip one; pictures have several sizes in one prompt.
-PROMPTS = {
-    "digits": "--digits-image-size 16",
-    "strips": "--digits-image-size 8 --digits-strip",
-    "pictures": "--dataset-provider tests.support.picture_prompts:provider",
-}
+PROMPTS = {"digits": "--digits-image-size 16", "strips": "--digits-image-size 8 --digits-strip",
+           "pictures": "--dataset-provider tests.support.picture_prompts:provider"}
 CASES = [
     ("qwen2.5-vl", "strips", "fan-out"), ("qwen2.5-vl", "pictures", "colocated"), ("qwen3-vl", "digits", "fan-out"),
     ("qwen3-vl", "pictures", "colocated"), ("qwen3-vl-moe", "pictures", "fan-out"), ("nemotron", "digits", "fan-out"),

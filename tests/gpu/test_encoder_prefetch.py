@@ -22,15 +22,12 @@ MODEL = """--freeze vision --bf16 --deterministic-mode --hidden-size 256 --num-a
 --vision-ffn-hidden-size 2048 --vision-image-size 64 --vision-patch-size 8 --mock-image-size 64 --seq-length 256
 --mock-text-only-fraction 0.2""".split()
 # name -> (GPUs, flags)
-LAYOUTS = {
-    "encoder-tp1": (2, "--global-batch-size 4"),
-    "one-microbatch": (2, "--global-batch-size 1"),
-    "nothing-to-train": (2, "--global-batch-size 4 --freeze vision,projector"),
-    "encoder-tp2": (3, "--global-batch-size 4 --encoder-tp 2"),
-    "encoder-tp2-one-microbatch": (3, "--global-batch-size 1 --encoder-tp 2"),
-    "encoder-tp2-llm-tp2": (4, "--global-batch-size 4 --encoder-tp 2 --llm-tp 2 --sequence-parallel"),
-    "encoder-dp2-llm-pp2": (4, "--global-batch-size 8 --encoder-dp 2 --llm-pp 2 --micro-batch-size 2"),
-}
+LAYOUTS = {"encoder-tp1": (2, "--global-batch-size 4"), "one-microbatch": (2, "--global-batch-size 1"),
+           "nothing-to-train": (2, "--global-batch-size 4 --freeze vision,projector"),
+           "encoder-tp2": (3, "--global-batch-size 4 --encoder-tp 2"),
+           "encoder-tp2-one-microbatch": (3, "--global-batch-size 1 --encoder-tp 2"),
+           "encoder-tp2-llm-tp2": (4, "--global-batch-size 4 --encoder-tp 2 --llm-tp 2 --sequence-parallel"),
+           "encoder-dp2-llm-pp2": (4, "--global-batch-size 8 --encoder-dp 2 --llm-pp 2 --micro-batch-size 2")}
 
 
 def train(folder: Path, num_processes: int, *flags: str) -> list[list[Trained]]:

@@ -36,18 +36,8 @@ LAYOUTS = {
 
 def launch(folder: Path, num_processes: int, what: str, *flags: str) -> list[Outcome]:
     folder.mkdir()
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(num_processes),
-        str(ROOT / "tests/gpu/equality_worker.py"),
-        str(folder),
-        what,
-        *flags,
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes),
+               str(ROOT / "tests/gpu/equality_worker.py"), str(folder), what, *flags]
     # Megatron's router multiplies by Transformer Engine where it is installed, in TF32 unless it may not.
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "NCCL_NVLS_ENABLE": "0",
                                 "NVIDIA_TF32_OVERRIDE": "0"}

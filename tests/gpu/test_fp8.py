@@ -14,11 +14,8 @@ import torch
 from mimo.protocols import Fp8
 from tests.support.launch import losses, torchrun
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
-    pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
+              pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine")]
 SHARED = """--device cuda --transformer-impl transformer_engine --llm-dp 1 --vocab-size 512 --hidden-size 256
 --num-layers 2 --num-attention-heads 4 --num-query-groups 2 --max-position-embeddings 256 --dataset-provider mock
 --mock-min-length 100 --mock-max-length 250 --seq-length 256 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3

@@ -12,11 +12,8 @@ import torch
 from tests.gpu.test_precision_aware import SHARED
 from tests.support.launch import records, torchrun
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
-    pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
+              pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine")]
 
 
 def test_updates_are_those_of_fused_adam_with_clipped_gradients() -> None:

@@ -12,11 +12,8 @@ import torch
 
 from tests.support.launch import records, torchrun
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
-    pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
+              pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine")]
 
 SHARED = """--device cuda --transformer-impl transformer_engine --llm-dp 1 --vocab-size 512 --hidden-size 256
 --num-attention-heads 4 --num-query-groups 2 --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 128
@@ -60,13 +57,10 @@ def test_bfloat16_steps_agree_with_unfused_kernels(tmp_path: Path, family: str) 
     assert_close(packed, unfused, 2e-3, 2e-2)
 
 
-@pytest.mark.parametrize("flags", [
-    ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-num-buckets", "3"),
-    ("--no-use-distributed-optimizer",),
-    ("--recompute", "full"),
-    ("--recompute", "selective", "--recompute-modules", "moe_act,layernorm"),
-    ("--moe-router-load-balancing-type", "global_aux_loss"),
-], ids=" ".join)
+@pytest.mark.parametrize("flags", [("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-num-buckets", "3"),
+                                   ("--no-use-distributed-optimizer",), ("--recompute", "full"),
+                                   ("--recompute", "selective", "--recompute-modules", "moe_act,layernorm"),
+                                   ("--moe-router-load-balancing-type", "global_aux_loss")], ids=" ".join)
 def test_packed_experts_agree_with_separate_ones(tmp_path: Path, flags: tuple[str, ...]) -> None:
     separate = run(tmp_path / "separate", *FAMILIES["causal_lm"], "--bf16", *flags, "--moe-gemm", "separate")
     packed = run(tmp_path / "packed", *FAMILIES["causal_lm"], "--bf16", *flags, "--moe-gemm", "packed")

@@ -11,11 +11,8 @@ import torch
 
 from tests.support.launch import records, torchrun
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
-    pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
+              pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine")]
 SHARED = """--device cuda --transformer-impl transformer_engine --llm-dp 1 --model-provider causal_lm --num-layers 2
 --vocab-size 512 --hidden-size 256 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 512
 --max-position-embeddings 256 --dataset-provider mock --mock-text-only-fraction 1 --mock-min-length 100

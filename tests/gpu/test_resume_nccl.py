@@ -17,15 +17,12 @@ BASE = ("--config", str(ROOT / "scripts/configs/quickstart.toml"), "--device", "
         "--lr-warmup-iters", "2", "--eval-interval", "0", "--eval-iters", "0", "--num-generations", "0")
 STEP, LAST = 2, 7
 DISJOINT = "--encoder-dp 1 --llm-tp 1"
-LAYOUTS = {
-    "disjoint": (2, DISJOINT),
-    "colocated-dp2": (2, "--layout colocated --encoder-dp 2 --llm-tp 1 --llm-dp 2"),
-    "colocated-tp2": (2, "--layout colocated --encoder-dp 2 --llm-tp 2 --sequence-parallel"),
-    "one": (1, "--layout colocated --encoder-dp 1 --llm-tp 1"),
-    "encoder-dp2-llm-pp2": (4, "--encoder-dp 2 --llm-tp 1 --llm-pp 2"),
-    "encoder-tp2-llm-tp2": (4, "--encoder-dp 1 --encoder-tp 2 --llm-tp 2 --sequence-parallel"),
-    "overlap": (4, "--encoder-dp 2 --llm-tp 1 --llm-dp 2 --overlap-grad-reduce --overlap-param-gather"),
-}
+LAYOUTS = {"disjoint": (2, DISJOINT), "colocated-dp2": (2, "--layout colocated --encoder-dp 2 --llm-tp 1 --llm-dp 2"),
+           "colocated-tp2": (2, "--layout colocated --encoder-dp 2 --llm-tp 2 --sequence-parallel"),
+           "one": (1, "--layout colocated --encoder-dp 1 --llm-tp 1"),
+           "encoder-dp2-llm-pp2": (4, "--encoder-dp 2 --llm-tp 1 --llm-pp 2"),
+           "encoder-tp2-llm-tp2": (4, "--encoder-dp 1 --encoder-tp 2 --llm-tp 2 --sequence-parallel"),
+           "overlap": (4, "--encoder-dp 2 --llm-tp 1 --llm-dp 2 --overlap-grad-reduce --overlap-param-gather")}
 
 
 def run(folder: Path, layout: str, *flags: str) -> list[float]:

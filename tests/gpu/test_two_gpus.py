@@ -11,20 +11,8 @@ import torch
 from tests.support.launch import ROOT, losses, torchrun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
-BASE = (
-    "--config",
-    str(ROOT / "scripts/configs/quickstart.toml"),
-    "--device",
-    "cuda",
-    "--train-iters",
-    "6",
-    "--lr-warmup-iters",
-    "2",
-    "--eval-interval",
-    "0",
-    "--num-generations",
-    "0",
-)
+BASE = ("--config", str(ROOT / "scripts/configs/quickstart.toml"), "--device", "cuda", "--train-iters", "6",
+        "--lr-warmup-iters", "2", "--eval-interval", "0", "--num-generations", "0")
 ONE = ("--layout", "colocated", "--encoder-dp", "1", "--llm-tp", "1")
 DISJOINT = ("--encoder-dp", "1", "--llm-tp", "1")
 DATA_PARALLEL = ("--layout", "colocated", "--encoder-dp", "2", "--llm-tp", "1", "--llm-dp", "2")
@@ -47,18 +35,8 @@ def test_layouts_agree_with_one_gpu(tmp_path: Path, precision: str) -> None:
 
 
 def test_tensor_parallel_language_model_learns(tmp_path: Path) -> None:
-    found = run(
-        tmp_path / "tp",
-        2,
-        "--layout",
-        "colocated",
-        "--encoder-dp",
-        "2",
-        "--llm-tp",
-        "2",
-        "--sequence-parallel",
-        "--bf16",
-    )
+    found = run(tmp_path / "tp", 2, "--layout", "colocated", "--encoder-dp", "2", "--llm-tp", "2",
+                "--sequence-parallel", "--bf16")
     assert found[-1] < 0.85 * found[0]
 
 

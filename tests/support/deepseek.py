@@ -21,13 +21,12 @@ BASE = f"""--model-provider deepseek_v3 --dataset-provider mock --device cpu --n
 --num-generations 0 --watchdog-timeout-s 60 --moe-aux-loss-coeff 0.01""".split()
 YARN = {"type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 1.0,
         "original_max_position_embeddings": 16}
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "n_shared_experts": 2,
-    "n_routed_experts": 8, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 12,
-    "qk_nope_head_dim": 16, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-3,
-}
+SIZES: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48,
+                         "moe_intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+                         "num_key_value_heads": 4, "n_shared_experts": 2, "n_routed_experts": 8, "kv_lora_rank": 16,
+                         "q_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 12, "qk_nope_head_dim": 16,
+                         "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+                         "max_position_embeddings": 64, "rms_norm_eps": 1e-3}
 # Two layers, so that on two pipeline stages one has the dense layer and the other the MoE layer.
 VARIANTS: dict[str, dict[str, Any]] = {
     "yarn": {**SIZES, "rope_scaling": YARN},

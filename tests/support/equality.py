@@ -72,22 +72,12 @@ def make_loader(config: RunConfig, layout: Layout, rank: int, split: str = "trai
     from mimo.data.loader import open_loader
     from mimo.registry import dataset_provider, model_provider
 
-    return open_loader(
-        layout,
-        rank,
-        model_provider=model_provider(config.model.model_provider),
-        model_config=config.model_family,
-        data_provider=dataset_provider(config.data.dataset_provider),
-        data_config=config.dataset,
-        micro_batch_size=config.train.micro_batch_size,
-        num_microbatches=num_microbatches(config),
-        seq_length=config.train.seq_length,
-        row_multiple=None if whole_rows else row_multiple(config, layout),
-        seed=config.train.seed,
-        split=split,
-        microbatch_order=config.data.microbatch_order,
-        prefetch=False,
-    )
+    return open_loader(layout, rank, model_provider=model_provider(config.model.model_provider),
+                       model_config=config.model_family, data_provider=dataset_provider(config.data.dataset_provider),
+                       data_config=config.dataset, micro_batch_size=config.train.micro_batch_size,
+                       num_microbatches=num_microbatches(config), seq_length=config.train.seq_length,
+                       row_multiple=None if whole_rows else row_multiple(config, layout), seed=config.train.seed,
+                       split=split, microbatch_order=config.data.microbatch_order, prefetch=False)
 
 
 def make_trainer(config: RunConfig, layout: Layout) -> Any:

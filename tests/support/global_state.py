@@ -76,12 +76,8 @@ def set_parameters(model: Any) -> None:
 def read_parameters(model: Any) -> list[Piece]:
     """This rank's slices of all parameters."""
     return [
-        Piece(
-            _canonical(entry.key),
-            tuple(entry.global_shape),
-            tuple(entry.global_offset),
-            entry.data.detach().float().cpu().numpy().reshape(_local_shape(entry)).copy(),
-        )
+        Piece(_canonical(entry.key), tuple(entry.global_shape), tuple(entry.global_offset),
+              entry.data.detach().float().cpu().numpy().reshape(_local_shape(entry)).copy())
         for entry in sharded_tensors(model)
     ]
 

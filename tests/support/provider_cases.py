@@ -28,17 +28,10 @@ def context_of(grids: Grids, module: str, seq_length: int) -> BuildContext:
     """Return the context that the trainer gives the provider on this rank, with sequence parallelism if tp > 1."""
     spec = grids.layout.grids[module]
     stage = spec.coordinates(grids.rank)["pp"]
-    return BuildContext(
-        grid=spec,
-        groups=grids.collections[module],
-        params_dtype=torch.float32,
-        transformer_impl="local",
-        sequence_parallel=module == LANGUAGE and spec.tp > 1,
-        recompute="none",
-        pre_process=stage == 0,
-        post_process=stage == spec.pp - 1,
-        seq_length=seq_length,
-    )
+    return BuildContext(grid=spec, groups=grids.collections[module], params_dtype=torch.float32,
+                        transformer_impl="local", sequence_parallel=module == LANGUAGE and spec.tp > 1,
+                        recompute="none", pre_process=stage == 0, post_process=stage == spec.pp - 1,
+                        seq_length=seq_length)
 
 
 def build_module_of(grids: Grids, config: Config, module: str, seq_length: int) -> Any:

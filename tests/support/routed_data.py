@@ -45,15 +45,12 @@ class LevelsMock(MockProvider):
 
 def pack(samples: Sequence[Sample]) -> Sample:
     """Several samples as one row."""
-    return Sample(
-        key=" ".join(sample.key for sample in samples),
-        tokens=np.concatenate([sample.tokens for sample in samples]),
-        target_mask=np.concatenate([sample.target_mask for sample in samples]),
-        image_sizes=[size for sample in samples for size in sample.image_sizes],
-        images=[image for sample in samples for image in sample.images or ()],
-        lengths=tuple(len(sample.tokens) for sample in samples),
-        normalisation=samples[0].normalisation,
-    )
+    return Sample(key=" ".join(sample.key for sample in samples),
+                  tokens=np.concatenate([sample.tokens for sample in samples]),
+                  target_mask=np.concatenate([sample.target_mask for sample in samples]),
+                  image_sizes=[size for sample in samples for size in sample.image_sizes],
+                  images=[image for sample in samples for image in sample.images or ()],
+                  lengths=tuple(len(sample.tokens) for sample in samples), normalisation=samples[0].normalisation)
 
 
 class MockReader:

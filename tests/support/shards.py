@@ -118,10 +118,8 @@ class PackingEncoder(TextEncoder):
     @stateless
     def pack_selected_samples(self, rows: list[TextRow]) -> TextRow:
         joined = torch.cat([row.tokens for row in rows])
-        return TextRow(
-            __key__=" ".join(row.__key__ for row in rows), __restore_key__=(), tokens=joined,
-            skipped=tuple(message for row in rows for message in row.skipped), worker=rows[0].worker,
-        )
+        return TextRow(__key__=" ".join(row.__key__ for row in rows), __restore_key__=(), tokens=joined,
+                       skipped=tuple(message for row in rows for message in row.skipped), worker=rows[0].worker)
 
 
 def to_sample(row: TextRow) -> TrainerSample:

@@ -24,23 +24,14 @@ def write_tokenizer(
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=["<pad>", "<s>", "</s>", *special],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<pad>", "<s>", "</s>", *special],
+                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
     # Saved with limits, which are those of whoever trained it and must not reach the data set.
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=8)
-    saved = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<s>" if bos else None,
-        eos_token="</s>" if eos else None,
-        additional_special_tokens=list(special),
-    )
+    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>" if bos else None,
+                                    eos_token="</s>" if eos else None, additional_special_tokens=list(special))
     saved.chat_template = chat_template
     saved.save_pretrained(folder)
     return folder

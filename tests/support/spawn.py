@@ -317,14 +317,8 @@ def _run_task(rank: int, world_size: int, port: int, timeout_s: float, task: byt
 
     from mimo.platform import current_platform
 
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
+                      LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     current_platform().init_process_group(rank, world_size, timeout_s)
     fn, args = pickle.loads(task)
     with _closed_watchdogs():

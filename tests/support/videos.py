@@ -12,10 +12,9 @@ import av
 import numpy as np
 
 
-def write_video(
-    num_frames: int, height: int, width: int, rate: Fraction | int = 24, *, codec: str = "libx264", kind: str = "mp4",
-    group: int = 12, turn: int = 0, sound: bool = False, seed: int = 0, options: dict[str, str] | None = None,
-) -> bytes:
+def write_video(num_frames: int, height: int, width: int, rate: Fraction | int = 24, *, codec: str = "libx264",
+                kind: str = "mp4", group: int = 12, turn: int = 0, sound: bool = False, seed: int = 0,
+                options: dict[str, str] | None = None) -> bytes:
     """Return the content of a video file.
 
     Args:

@@ -12,21 +12,16 @@ from data.energon.task_encoder import ErrorLog, VlmTaskEncoder
 from mimo.protocols import DataRequest
 
 
-def open_loader(
-    path: Path, config: Config, asks: DataRequest, *, train: bool = False, rank: int = 0, world: int = 1,
-    workers: int = 0, split: str = "",
-) -> Any:
+def open_loader(path: Path, config: Config, asks: DataRequest, *, train: bool = False, rank: int = 0, world: int = 1,
+                workers: int = 0, split: str = "") -> Any:
     """Return the rows of a prepared data set: in training order, or one pass in the order in which samples lie."""
     errors = ErrorLog(config.max_bad_samples)
     worker = WorkerConfig(
         rank=rank, world_size=world, num_workers=workers, seed_offset=asks.seed, global_error_handler=errors.handler
     )
-    common: dict[str, Any] = {
-        "worker_config": worker,
-        "batch_size": None,
-        "packing_buffer_size": config.packing_buffer_size or None,
-        "task_encoder": VlmTaskEncoder(config, asks, errors),
-    }
+    common: dict[str, Any] = {"worker_config": worker, "batch_size": None,
+                              "packing_buffer_size": config.packing_buffer_size or None,
+                              "task_encoder": VlmTaskEncoder(config, asks, errors)}
     if split:
         common["split_part"] = split
     if train:

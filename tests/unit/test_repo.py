@@ -24,10 +24,8 @@ REQUIREMENTS = sorted((ROOT / "scripts" / "requirements").glob("*.txt"))
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 100
 
-TOP_LEVEL = {
-    "pyproject.toml", "train_hetero.py", "train_rl.py", "mimo", "providers", "data", "scripts", "tests", "docs",
-    "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md",
-}
+TOP_LEVEL = {"pyproject.toml", "train_hetero.py", "train_rl.py", "mimo", "providers", "data", "scripts", "tests",
+             "docs", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"}
 
 # name==version, then perhaps a marker; pyproject.toml decides about extras.
 PIN = re.compile(r"[a-z0-9][a-z0-9._-]*==[0-9][0-9a-z.!+]*( ; [a-z_]+ .+| ; \(.+)?")

@@ -62,12 +62,10 @@ class FakeModel:
         width, layers = config.hidden_size, config.num_layers
         if module != LANGUAGE:
             return [ParameterShape("projection", (4, width), split="none", stage="first")]
-        shapes = [
-            ParameterShape("embedding", (16, width), split="tp", stage="first"),
-            ParameterShape("layers.attention", (width, width), layers, "tp"),
-            ParameterShape("layers.norm", (width,), layers),
-            ParameterShape("output", (16, width), split="tp", stage="last"),
-        ]
+        shapes = [ParameterShape("embedding", (16, width), split="tp", stage="first"),
+                  ParameterShape("layers.attention", (width, width), layers, "tp"),
+                  ParameterShape("layers.norm", (width,), layers),
+                  ParameterShape("output", (16, width), split="tp", stage="last")]
         if config.num_experts:
             shapes.append(ParameterShape("layers.experts", (width, width), layers * config.num_experts, "expert"))
         return shapes

@@ -15,15 +15,11 @@ def checked(flags: str, world_size: int = 2):
     return validate(parse([*BASE, *flags.split()]), world_size)
 
 
-@pytest.mark.parametrize(("flags", "world_size"), [
-    (f"{FROZEN} 0", 2),
-    (f"{FROZEN} 1", 2),
-    (f"{FROZEN} 8", 2),
-    (f"{FROZEN} 3 --encoder-tp 2 --llm-pp 2", 4),
-    (f"{FROZEN} 3 --freeze vision,projector", 2),
-    (f"{FROZEN} 3 --freeze language,vision", 2),
-    ("--layout colocated --encoder-prefetch-depth 0", 1),
-])
+@pytest.mark.parametrize(("flags", "world_size"), [(f"{FROZEN} 0", 2), (f"{FROZEN} 1", 2), (f"{FROZEN} 8", 2),
+                                                   (f"{FROZEN} 3 --encoder-tp 2 --llm-pp 2", 4),
+                                                   (f"{FROZEN} 3 --freeze vision,projector", 2),
+                                                   (f"{FROZEN} 3 --freeze language,vision", 2),
+                                                   ("--layout colocated --encoder-prefetch-depth 0", 1)])
 def test_runs_that_can_prefetch_are_accepted(flags, world_size):
     assert checked(flags, world_size).encoders
 
@@ -51,13 +47,11 @@ def test_a_queue_reaches_over_as_many_iterations_as_it_is_long(depth, num_microb
 
 # --encoder-run-ahead: a trained encoder may be ahead inside an iteration
 
-@pytest.mark.parametrize(("flags", "world_size"), [
-    ("--encoder-run-ahead 3", 2),
-    ("--encoder-run-ahead 100 --encoder-tp 2 --llm-pp 2", 4),
-    ("--encoder-run-ahead 1 --encoder-pp 2", 3),
-    ("--encoder-run-ahead 1 --freeze vision,projector", 2),
-    ("--encoder-run-ahead 0 --layout colocated", 1),
-])
+@pytest.mark.parametrize(("flags", "world_size"), [("--encoder-run-ahead 3", 2),
+                                                   ("--encoder-run-ahead 100 --encoder-tp 2 --llm-pp 2", 4),
+                                                   ("--encoder-run-ahead 1 --encoder-pp 2", 3),
+                                                   ("--encoder-run-ahead 1 --freeze vision,projector", 2),
+                                                   ("--encoder-run-ahead 0 --layout colocated", 1)])
 def test_an_encoder_may_run_ahead(flags, world_size):
     assert checked(flags, world_size).encoders
 

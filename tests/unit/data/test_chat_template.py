@@ -64,11 +64,9 @@ def test_answers_are_those_of_renderings_of_each_turn(tmp_path, monkeypatch, cas
 
     def outcomes() -> list[object]:
         results: list[object] = []
-        for talk in (
-            conversation(2), conversation(5), conversation(12, system=True), conversation(24), conversation(4)[1:],
-            conversation(7)[2:],
-            [*conversation(2), Turn("assistant", ["more"])], TOOL_PROBE, [*TOOL_PROBE[:3], *TOOL_PROBE[2:]],
-        ):
+        for talk in (conversation(2), conversation(5), conversation(12, system=True), conversation(24),
+                     conversation(4)[1:], conversation(7)[2:], [*conversation(2), Turn("assistant", ["more"])],
+                     TOOL_PROBE, [*TOOL_PROBE[:3], *TOOL_PROBE[2:]]):
             try:
                 results.append(writer.render(talk))
             except ValueError as error:

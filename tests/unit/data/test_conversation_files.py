@@ -416,38 +416,32 @@ def test_files_are_mixed_by_weights_or_repetitions(tmp_path, config):
     assert provider.num_samples(repeated, "valid") == 30
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("train: [a.jsonl]\nvalid: []", "expected the keys train and val, each with .*; found train, valid"),
-        ("- a.jsonl", "found list"),
-        ("val: [a.jsonl]", "has no list of files under train"),
-        ("train: [x.jsonl]", "entry 1: .*x.jsonl: does not exist"),
-        ("train: [{path: a.jsonl, ratio: 1}]", "entry 1: expected path and, if needed, images, columns, weight"),
-        ("train: [{path: a.jsonl, weight: 0}]", "entry 1: weight 0: expected a number above 0"),
-        ("train: [{path: a.jsonl, weight: .nan}]", "entry 1: weight nan: expected a number above 0"),
-        ("train: [{path: a.jsonl, repetitions: .inf}]", "entry 1: repetitions inf: expected a number above 0"),
-        ("train: [{path: a.jsonl, weight: 1}, a.jsonl]", "train: give a weight to every file"),
-        ("train: [{path: a.jsonl, weight: 1}, {path: a.jsonl, weight: 1, repetitions: 2}]", "give a weight to every"),
-        ("train: [{path: a.jsonl, images: x}]", "images .*/x: is not a folder"),
-        ("train: [", "is not YAML"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("train: [a.jsonl]\nvalid: []", "expected the keys train and val, each with .*; found train, valid"),
+    ("- a.jsonl", "found list"),
+    ("val: [a.jsonl]", "has no list of files under train"),
+    ("train: [x.jsonl]", "entry 1: .*x.jsonl: does not exist"),
+    ("train: [{path: a.jsonl, ratio: 1}]", "entry 1: expected path and, if needed, images, columns, weight"),
+    ("train: [{path: a.jsonl, weight: 0}]", "entry 1: weight 0: expected a number above 0"),
+    ("train: [{path: a.jsonl, weight: .nan}]", "entry 1: weight nan: expected a number above 0"),
+    ("train: [{path: a.jsonl, repetitions: .inf}]", "entry 1: repetitions inf: expected a number above 0"),
+    ("train: [{path: a.jsonl, weight: 1}, a.jsonl]", "train: give a weight to every file"),
+    ("train: [{path: a.jsonl, weight: 1}, {path: a.jsonl, weight: 1, repetitions: 2}]", "give a weight to every"),
+    ("train: [{path: a.jsonl, images: x}]", "images .*/x: is not a folder"),
+    ("train: [", "is not YAML"),
+])
 def test_a_mix_that_cannot_be_read_is_refused(tmp_path, config, text, message):
     write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
     with pytest.raises(ValueError, match=rf"--data-path {tmp_path}/mix.yaml: .*{message}"):
         provider.validate(mix(config, text), request())
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"data_path": ""}, "--data-path: name the file or folder of --dataset-provider conversations"),
-        ({"data_path": "x.jsonl"}, "--data-path x.jsonl: does not exist"),
-        ({"tokenizer": ""}, "--tokenizer: give the folder"),
-        ({"packing_balance": True}, "--packing-balance: it chooses packs"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    ({"data_path": ""}, "--data-path: name the file or folder of --dataset-provider conversations"),
+    ({"data_path": "x.jsonl"}, "--data-path x.jsonl: does not exist"),
+    ({"tokenizer": ""}, "--tokenizer: give the folder"),
+    ({"packing_balance": True}, "--packing-balance: it chooses packs"),
+])
 def test_flags_that_cannot_work_are_refused_by_name(tmp_path, config, flags, message):
     write_lines(tmp_path / "train.jsonl", [{"text": "a"}])
     with pytest.raises(ValueError, match=message):

@@ -79,12 +79,10 @@ def test_older_checkpoints_do_not_know_newer_flags(tmp_path: Path) -> None:
     assert data_differences({name: own[name] for name in OLDER["mock"]}, own) == {}
 
 
-@pytest.mark.parametrize(("file", "text", "flag"), [
-    ("tokenizer/tokenizer.json", '{"a": 1}', "tokenizer"),
-    ("tokenizer/chat_template.jinja", "{{ messages }}", "tokenizer"),
-    ("blend.yaml", BLEND.format(1), "data_path"),
-    ("tokenizer/config.json", "[]", None),
-])
+@pytest.mark.parametrize(("file", "text", "flag"), [("tokenizer/tokenizer.json", '{"a": 1}', "tokenizer"),
+                                                    ("tokenizer/chat_template.jinja", "{{ messages }}", "tokenizer"),
+                                                    ("blend.yaml", BLEND.format(1), "data_path"),
+                                                    ("tokenizer/config.json", "[]", None)])
 def test_content_counts_and_not_the_path(tmp_path: Path, file: str, text: str, flag: str | None) -> None:
     before = energon(write_data(tmp_path / "here"))
     there = write_data(tmp_path / "there")

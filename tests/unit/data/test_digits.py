@@ -205,28 +205,22 @@ def test_decode():
     assert provider.decode(Config(), [60, 7]) == "<60> 3"
 
 
-@pytest.mark.parametrize(
-    ("config", "tokens", "message"),
-    [
-        (Config(digits_min=0), TOKENS, "--digits-min 0"),
-        (Config(digits_min=3, digits_max=2), TOKENS, "--digits-min 3 --digits-max 2"),
-        (Config(digits_text_only_fraction=1.5), TOKENS, "--digits-text-only-fraction 1.5"),
-        (Config(digits_valid_fraction=1.0), TOKENS, "--digits-valid-fraction 1.0"),
-        (Config(digits_valid_fraction=0.0), TOKENS, "no scan is held out"),
-        (Config(), replace(TOKENS, vocab_size=NUM_WORDS - 1), "--vocab-size 26: .* 27 token ids"),
-        (Config(), replace(TOKENS, image_token_id=5), "--image-token-id 5: .*free: 3 or 27 to 63"),
-        (Config(), replace(TOKENS, image_token_id=64), "--image-token-id 64"),
-        (Config(), replace(TOKENS, image_size=20), "--vision-image-size 20: must be a multiple of 8"),
-        (Config(digits_image_size=12), replace(TOKENS, image_size=0), "--digits-image-size 12: must be"),
-        (Config(digits_strip=True), TOKENS, "--digits-strip with --digits-max 4 .* at least 32, got 16"),
-        (Config(), replace(TOKENS, image_width=20), "--vision-image-width 20: must be a multiple of 8"),
-        (
-            Config(digits_strip=True),
-            replace(TOKENS, image_size=32, image_width=24),
-            "needs --vision-image-width of at least 32, got 24",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("config", "tokens", "message"), [
+    (Config(digits_min=0), TOKENS, "--digits-min 0"),
+    (Config(digits_min=3, digits_max=2), TOKENS, "--digits-min 3 --digits-max 2"),
+    (Config(digits_text_only_fraction=1.5), TOKENS, "--digits-text-only-fraction 1.5"),
+    (Config(digits_valid_fraction=1.0), TOKENS, "--digits-valid-fraction 1.0"),
+    (Config(digits_valid_fraction=0.0), TOKENS, "no scan is held out"),
+    (Config(), replace(TOKENS, vocab_size=NUM_WORDS - 1), "--vocab-size 26: .* 27 token ids"),
+    (Config(), replace(TOKENS, image_token_id=5), "--image-token-id 5: .*free: 3 or 27 to 63"),
+    (Config(), replace(TOKENS, image_token_id=64), "--image-token-id 64"),
+    (Config(), replace(TOKENS, image_size=20), "--vision-image-size 20: must be a multiple of 8"),
+    (Config(digits_image_size=12), replace(TOKENS, image_size=0), "--digits-image-size 12: must be"),
+    (Config(digits_strip=True), TOKENS, "--digits-strip with --digits-max 4 .* at least 32, got 16"),
+    (Config(), replace(TOKENS, image_width=20), "--vision-image-width 20: must be a multiple of 8"),
+    (Config(digits_strip=True), replace(TOKENS, image_size=32, image_width=24),
+     "needs --vision-image-width of at least 32, got 24"),
+])
 def test_impossible_values_are_refused_with_their_flag(config, tokens, message):
     with pytest.raises(ValueError, match=message):
         read(config, 1, split="valid", tokens=tokens)

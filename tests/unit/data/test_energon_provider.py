@@ -56,15 +56,9 @@ def opened(config, states=None, lanes=(0, 1)):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("workers", "flags"),
-    [
-        (0, {}),
-        (0, {"packing_buffer_size": 12, "shuffle_buffer_size": 6}),
-        (1, {"packing_buffer_size": 12, "packing_balance": True}),
-    ],
-    ids=["single", "packed", "balanced"],
-)
+@pytest.mark.parametrize(("workers", "flags"),[
+    (0, {}), (0, {"packing_buffer_size": 12, "shuffle_buffer_size": 6}),
+    (1, {"packing_buffer_size": 12, "packing_balance": True})], ids=["single", "packed", "balanced"])
 def test_rows_of_a_blend_continue_bit_for_bit(digits, workers, flags):
     config = replace(digits, num_workers=workers, **flags)
     provider.validate(config, request())
@@ -97,20 +91,17 @@ def test_validation_counts_single_samples_even_where_training_packs(digits):
     assert text.split() == [character for character in text if character.isdigit()] != []
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"num_workers": -1}, "--num-workers -1: must be at least 0"),
-        ({"shuffle_buffer_size": -3}, "--shuffle-buffer-size -3: must be at least 0"),
-        ({"max_samples_per_sequence": 0}, "--max-samples-per-sequence 0: must be at least 1"),
-        ({"max_bad_samples": -1}, "--max-bad-samples -1"),
-        ({"packing_balance": True}, "--packing-balance: it chooses packs, so it needs --packing-buffer-size"),
-        ({"tokenizer": ""}, "--tokenizer: give the folder"),
-        ({"prompt_format": "x"}, "--prompt-format x: unknown"),
-        ({"image_tiling": "dynamic"}, "--image-tiling dynamic: the encoder takes"),
-        ({"data_path": ""}, "--data-path: name the folder"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    ({"num_workers": -1}, "--num-workers -1: must be at least 0"),
+    ({"shuffle_buffer_size": -3}, "--shuffle-buffer-size -3: must be at least 0"),
+    ({"max_samples_per_sequence": 0}, "--max-samples-per-sequence 0: must be at least 1"),
+    ({"max_bad_samples": -1}, "--max-bad-samples -1"),
+    ({"packing_balance": True}, "--packing-balance: it chooses packs, so it needs --packing-buffer-size"),
+    ({"tokenizer": ""}, "--tokenizer: give the folder"),
+    ({"prompt_format": "x"}, "--prompt-format x: unknown"),
+    ({"image_tiling": "dynamic"}, "--image-tiling dynamic: the encoder takes"),
+    ({"data_path": ""}, "--data-path: name the folder"),
+])
 def test_flags_that_cannot_work_are_refused_by_name(digits, flags, message):
     with pytest.raises(ValueError, match=message):
         provider.validate(replace(digits, **flags), request())
@@ -138,16 +129,13 @@ def test_packing_wants_one_row_a_microbatch(digits):
         provider.validate(config, request(micro_batch_size=2))
 
 
-@pytest.mark.parametrize(
-    ("text", "split", "message"),
-    [
-        (META + "splits:\n  train:\n    path: ./nothing\n", "train", "cannot open the 'train' split: .*nothing"),
-        (META + "splits:\n  train:\n    path: ./set\n", "valid", "cannot open the 'val' split: there is no 'val'"),
-        (META + "splits:\n  train:\n    pth: ./set\n", "train", "cannot open the 'train' split: Missing value at"),
-        ("splits: [\n", "train", "cannot open the 'train' split: not a YAML file"),
-        ("", "train", "cannot open the 'train' split"),
-    ],
-)
+@pytest.mark.parametrize(("text", "split", "message"), [
+    (META + "splits:\n  train:\n    path: ./nothing\n", "train", "cannot open the 'train' split: .*nothing"),
+    (META + "splits:\n  train:\n    path: ./set\n", "valid", "cannot open the 'val' split: there is no 'val'"),
+    (META + "splits:\n  train:\n    pth: ./set\n", "train", "cannot open the 'train' split: Missing value at"),
+    ("splits: [\n", "train", "cannot open the 'train' split: not a YAML file"),
+    ("", "train", "cannot open the 'train' split"),
+])
 def test_a_metadataset_that_cannot_be_opened_is_named(digits, tmp_path, text, split, message):
     text_shards(tmp_path / "set", train=(2,))
     (tmp_path / "meta.yaml").write_text(text)

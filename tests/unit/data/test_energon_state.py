@@ -20,12 +20,9 @@ from tests.support.shards import keys, open_reader, text_shards
 
 # Rows before, at and after the places where a worker sends its state.
 STOPS = (0, 1, 5, CHECKPOINT_EVERY - 1, CHECKPOINT_EVERY, CHECKPOINT_EVERY + 1, 3 * CHECKPOINT_EVERY + 5)
-ORDERS = {
-    "plain": {},
-    "unshuffled": {"shuffle": False},
-    "shuffle buffer": {"shuffle_buffer_size": 7, "max_samples_per_sequence": 3},
-    "packing": {"packing_buffer_size": 6, "shuffle_buffer_size": 5},
-}
+ORDERS = {"plain": {}, "unshuffled": {"shuffle": False},
+          "shuffle buffer": {"shuffle_buffer_size": 7, "max_samples_per_sequence": 3},
+          "packing": {"packing_buffer_size": 6, "shuffle_buffer_size": 5}}
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:multiprocessing", "ignore:This DataLoader will create:UserWarning"
 )

@@ -44,14 +44,9 @@ def config(tokenizer) -> Config:
 
 
 def request(seq_length: int = 64, seed: int = 3, image_token_id: int = IMAGE, lanes: int = 1) -> DataRequest:
-    return DataRequest(
-        tokens=TokenSpec(vocab_size=400, image_token_id=image_token_id, image_size=SIDE, num_channels=3),
-        num_image_tokens=lambda height, width: TOKENS_PER_IMAGE,
-        num_lanes=lanes,
-        micro_batch_size=1,
-        seq_length=seq_length,
-        seed=seed,
-    )
+    return DataRequest(tokens=TokenSpec(vocab_size=400, image_token_id=image_token_id, image_size=SIDE, num_channels=3),
+                       num_image_tokens=lambda height, width: TOKENS_PER_IMAGE, num_lanes=lanes, micro_batch_size=1,
+                       seq_length=seq_length, seed=seed)
 
 
 def png(grey: int = 0, side: int = SIDE) -> bytes:
@@ -112,20 +107,16 @@ def greys(row: Row) -> list[int]:
 
 
 def content(row: Row) -> tuple[Any, ...]:
-    return (
-        row.__key__, row.tokens.tolist(), row.target_mask.tolist(), row.image_sizes, greys(row), row.lengths,
-        row.unbalanced_encoded_tokens, row.worker,
-    )
+    return (row.__key__, row.tokens.tolist(), row.target_mask.tolist(), row.image_sizes, greys(row), row.lengths,
+            row.unbalanced_encoded_tokens, row.worker)
 
 
 LLAVA = json.dumps(
     {"conversations": [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "dog"}]}
 ).encode()
 PARTS = json.dumps(
-    {"messages": [
-        {"role": "user", "content": [{"type": "text", "text": "<image>"}, {"type": "image"}]},
-        {"role": "assistant", "content": "yes"},
-    ]}
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "<image>"}, {"type": "image"}]},
+                  {"role": "assistant", "content": "yes"}]}
 ).encode()
 
 
@@ -142,45 +133,42 @@ TWO = {"0.png": png(1), "1.png": png(2)}
 TEXT = {"type": "text", "text": "or"}
 
 
-@pytest.mark.parametrize(
-    ("parts", "text", "levels"),
-    [
-        (TWO | {"json": talk([url("1.png"), TEXT, url("0.png", alone=True)])}, "<s>#or#\n[cat</s>]", [2, 1]),
-        (TWO | {"json": talk([{"type": "image", "image": "1.png"}, TEXT, {"type": "image", "path": "key.0.png"}])},
-         "<s>#or#\n[cat</s>]", [2, 1]),
-        (TWO | {"json": talk([{"type": "image", "url": "1.png", "image": None}])}, "<s>#\n[cat</s>]", [2]),
-        (TWO | {"json": talk([url("1.png"), url("0.png"), url("1.png")])}, "<s>###\n[cat</s>]", [2, 1, 2]),
-        (TWO | {"json": talk([url("1.png"), url("0.png")], images=["1.png", "0.png"])}, "<s>##\n[cat</s>]", [2, 1]),
-        ({"json": talk([url(data_url(7)), {"type": "image", "base64": base64.b64encode(png(8)).decode()}])},
-         "<s>##\n[cat</s>]", [7, 8]),
-        ({"scan": png(3), "json": talk([url("scan")])}, "<s>#\n[cat</s>]", [3]),
-        (TWO | {"json": json.dumps({"text": [url("1.png"), TEXT]}).encode()}, "<s>#[or</s>]", [2]),
-        ({"png": png(4), "cls": b"3", "meta.json": b"{", "json": talk("<image>")}, "<s>#\n[cat</s>]", [4]),
-        ({"jpg": png(4), "cls": b"3", "txt": b"a cat"}, "<s>#\n[a cat</s>]", [4]),
-        ({"cls": b"3", "npy": b"\x93NUMPY", "txt": b"a cat"}, "<s>[a cat</s>]", []),
-        ({"frame": png(6), "cls": b"3", "txt": b"a cat"}, "<s>#\n[a cat</s>]", [6]),
-        ({"b.png": png(9), "a.png": png(8), "json": talk("<image> or <image>?")}, "<s># or #?\n[cat</s>]", [8, 9]),
-        ({f"{n}.png": png(n) for n in (10, 9, 1)} | {"json": talk("<image>" * 3)}, "<s>###\n[cat</s>]", [1, 9, 10]),
-        ({"a.png": png(1), "b.png": png(2), "json": talk("<image><image>", images=["b.png", "a.png"])},
-         "<s>##\n[cat</s>]", [2, 1]),
-        ({"a.png": png(1), "b.png": png(2), "json": talk("<image>", images=["key.b.png"])}, "<s>#\n[cat</s>]", [2]),
-        ({"png": png(3), "json": LLAVA}, "<s>#\nwhat?\n[dog</s>]", [3]),
-        ({"png": png(3), "json": PARTS}, "<s><image>#\n[yes</s>]", [3]),
-        ({"png": png(3), "json": talk([{"type": "image", "text": None}], images=None)}, "<s>#\n[cat</s>]", [3]),
-        ({"json": talk("what?")}, "<s>what?\n[cat</s>]", []),
-        ({"json": b'{"text": "a cat"}'}, "<s>[a cat</s>]", []),
-        ({"png": png(4), "json": b'{"text": "a<image> cat"}'}, "<s>[a]#[ cat</s>]", [4]),
-        ({"png": png(5), "json": b'{"caption": "a <image>"}'}, "<s>#\n[a <image></s>]", [5]),
-        ({"png": png(6), "txt": b"a cat"}, "<s>#\n[a cat</s>]", [6]),
-        # What a shard means stays as it is: text comes before the other forms, and `system` is not read.
-        ({"png": png(6), "json": b'{"text": "a<image>", "caption": "b", "question": "c?", "answer": "d"}'},
-         "<s>[a]#[</s>]", [6]),
-        ({"json": json.dumps({"system": "be brief", "messages": [
-            {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}).encode()},
-         "<s>a\n[b</s>]", []),
-        ({"txt": b"a cat"}, "<s>[a cat</s>]", []),
-    ],
-)
+@pytest.mark.parametrize(("parts", "text", "levels"), [
+    (TWO | {"json": talk([url("1.png"), TEXT, url("0.png", alone=True)])}, "<s>#or#\n[cat</s>]", [2, 1]),
+    (TWO | {"json": talk([{"type": "image", "image": "1.png"}, TEXT, {"type": "image", "path": "key.0.png"}])},
+     "<s>#or#\n[cat</s>]", [2, 1]),
+    (TWO | {"json": talk([{"type": "image", "url": "1.png", "image": None}])}, "<s>#\n[cat</s>]", [2]),
+    (TWO | {"json": talk([url("1.png"), url("0.png"), url("1.png")])}, "<s>###\n[cat</s>]", [2, 1, 2]),
+    (TWO | {"json": talk([url("1.png"), url("0.png")], images=["1.png", "0.png"])}, "<s>##\n[cat</s>]", [2, 1]),
+    ({"json": talk([url(data_url(7)), {"type": "image", "base64": base64.b64encode(png(8)).decode()}])},
+     "<s>##\n[cat</s>]", [7, 8]),
+    ({"scan": png(3), "json": talk([url("scan")])}, "<s>#\n[cat</s>]", [3]),
+    (TWO | {"json": json.dumps({"text": [url("1.png"), TEXT]}).encode()}, "<s>#[or</s>]", [2]),
+    ({"png": png(4), "cls": b"3", "meta.json": b"{", "json": talk("<image>")}, "<s>#\n[cat</s>]", [4]),
+    ({"jpg": png(4), "cls": b"3", "txt": b"a cat"}, "<s>#\n[a cat</s>]", [4]),
+    ({"cls": b"3", "npy": b"\x93NUMPY", "txt": b"a cat"}, "<s>[a cat</s>]", []),
+    ({"frame": png(6), "cls": b"3", "txt": b"a cat"}, "<s>#\n[a cat</s>]", [6]),
+    ({"b.png": png(9), "a.png": png(8), "json": talk("<image> or <image>?")}, "<s># or #?\n[cat</s>]", [8, 9]),
+    ({f"{n}.png": png(n) for n in (10, 9, 1)} | {"json": talk("<image>" * 3)}, "<s>###\n[cat</s>]", [1, 9, 10]),
+    ({"a.png": png(1), "b.png": png(2), "json": talk("<image><image>", images=["b.png", "a.png"])},
+     "<s>##\n[cat</s>]", [2, 1]),
+    ({"a.png": png(1), "b.png": png(2), "json": talk("<image>", images=["key.b.png"])}, "<s>#\n[cat</s>]", [2]),
+    ({"png": png(3), "json": LLAVA}, "<s>#\nwhat?\n[dog</s>]", [3]),
+    ({"png": png(3), "json": PARTS}, "<s><image>#\n[yes</s>]", [3]),
+    ({"png": png(3), "json": talk([{"type": "image", "text": None}], images=None)}, "<s>#\n[cat</s>]", [3]),
+    ({"json": talk("what?")}, "<s>what?\n[cat</s>]", []),
+    ({"json": b'{"text": "a cat"}'}, "<s>[a cat</s>]", []),
+    ({"png": png(4), "json": b'{"text": "a<image> cat"}'}, "<s>[a]#[ cat</s>]", [4]),
+    ({"png": png(5), "json": b'{"caption": "a <image>"}'}, "<s>#\n[a <image></s>]", [5]),
+    ({"png": png(6), "txt": b"a cat"}, "<s>#\n[a cat</s>]", [6]),
+    # What a shard means stays as it is: text comes before the other forms, and `system` is not read.
+    ({"png": png(6), "json": b'{"text": "a<image>", "caption": "b", "question": "c?", "answer": "d"}'},
+     "<s>[a]#[</s>]", [6]),
+    ({"json": json.dumps({"system": "be brief", "messages": [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}).encode()},
+     "<s>a\n[b</s>]", []),
+    ({"txt": b"a cat"}, "<s>[a cat</s>]", []),
+])
 def test_crude_samples_of_every_form_become_rows(tmp_path, config, parts, text, levels):
     (row,) = read_all(shards(tmp_path, {"key": parts}), config)
     assert (text_of(config, row), greys(row)) == (text, levels)
@@ -213,18 +201,15 @@ def cooked(kind: type, **fields: Any) -> Any:
     return kind(__key__="key", __restore_key__=("Webdataset", 0), __subflavors__={}, __sources__=(), **fields)
 
 
-@pytest.mark.parametrize(
-    ("sample", "text"),
-    [
-        (cooked(CaptioningSample, image=png(), caption="a <image>"), "<s>#\n[a <image></s>]"),
-        (cooked(VQASample, image=png(), context="what?", answers=["cat", "dog"]), "<s>#what?\n[cat</s>]"),
-        (cooked(VQASample, image=png(), context="is <image> it?", answers="dog"), "<s>is # it?\n[dog</s>]"),
-        (cooked(VQASample, image=png(), context="what?", answers=["cat", "dog"], answer_weights=torch.tensor([0.2, 1])),
-         "<s>#what?\n[dog</s>]"),
-        (cooked(InterleavedSample, sequence=["a <image>", png(), " cat", png()]), "<s>[a <image>]#[ cat]#[</s>]"),
-        (cooked(TextSample, text="the cat"), "<s>[the cat</s>]"),
-    ],
-)
+@pytest.mark.parametrize(("sample", "text"), [
+    (cooked(CaptioningSample, image=png(), caption="a <image>"), "<s>#\n[a <image></s>]"),
+    (cooked(VQASample, image=png(), context="what?", answers=["cat", "dog"]), "<s>#what?\n[cat</s>]"),
+    (cooked(VQASample, image=png(), context="is <image> it?", answers="dog"), "<s>is # it?\n[dog</s>]"),
+    (cooked(VQASample, image=png(), context="what?", answers=["cat", "dog"], answer_weights=torch.tensor([0.2, 1])),
+     "<s>#what?\n[dog</s>]"),
+    (cooked(InterleavedSample, sequence=["a <image>", png(), " cat", png()]), "<s>[a <image>]#[ cat]#[</s>]"),
+    (cooked(TextSample, text="the cat"), "<s>[the cat</s>]"),
+])
 def test_cooked_samples_become_tokens(config, sample, text):
     row = VlmTaskEncoder(config, request(), ErrorLog(0)).preencode_sample(sample)
     assert text_of(config, row) == text

@@ -31,14 +31,12 @@ SQUARE = {"height": SIDE, "width": SIDE}
 MODEL = ["--model-provider", "llava", "--dataset-provider", "energon", "--vision-image-size", str(SIDE)]
 SIGLIP = [*MODEL, "--no-vision-class-token"]
 ODD = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.6, 0.7]}
-PROCESSORS = {
-    "crop": CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size=SIDE),
-    "crop-bilinear": CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size=SIDE, resample=2, **ODD),
-    "stretch": SiglipImageProcessor(size=SQUARE),
-    "stretch-by-clip": CLIPImageProcessor(size=SQUARE, crop_size=SIDE, do_normalize=False),
-    "pad": LlavaImageProcessor(size={"shortest_edge": SIDE}, crop_size=SIDE, do_pad=True, **ODD),
-    "llava-crop": LlavaImageProcessor(size={"shortest_edge": SIDE}, crop_size=SIDE),
-}
+PROCESSORS = {"crop": CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size=SIDE),
+              "crop-bilinear": CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size=SIDE, resample=2, **ODD),
+              "stretch": SiglipImageProcessor(size=SQUARE),
+              "stretch-by-clip": CLIPImageProcessor(size=SQUARE, crop_size=SIDE, do_normalize=False),
+              "pad": LlavaImageProcessor(size={"shortest_edge": SIDE}, crop_size=SIDE, do_pad=True, **ODD),
+              "llava-crop": LlavaImageProcessor(size={"shortest_edge": SIDE}, crop_size=SIDE)}
 
 
 def images() -> list[Image.Image]:

@@ -95,18 +95,15 @@ def test_dynamic_tiles_are_whole_multiples(height, width, sizes):
     assert new_height * new_width <= 2500 * patch**2 or min(new_height, new_width) == multiple
 
 
-@pytest.mark.parametrize(
-    ("size", "min_side", "expected"),
-    [
-        ((64, 96), 0, (64, 96)),
-        ((64, 96), 64, (64, 96)),
-        ((64, 96), 128, (128, 192)),
-        ((32, 320), 96, (96, 960)),
-        ((100, 60), 200, (352, 224)),
-        ((30, 900), 256, (256, 1024)),  # the longer side as long as --max-patches allows
-        ((900, 30), 256, (1024, 256)),
-    ],
-)
+@pytest.mark.parametrize(("size", "min_side", "expected"), [
+    ((64, 96), 0, (64, 96)),
+    ((64, 96), 64, (64, 96)),
+    ((64, 96), 128, (128, 192)),
+    ((32, 320), 96, (96, 960)),
+    ((100, 60), 200, (352, 224)),
+    ((30, 900), 256, (256, 1024)),  # the longer side as long as --max-patches allows
+    ((900, 30), 256, (1024, 256)),
+])
 def test_a_least_side_enlarges_narrow_images(size, min_side, expected):
     tiling = replace(DYNAMIC, max_patches=1024, min_side=min_side)
     assert tile_sizes(*size, tiling) == [expected]
@@ -120,21 +117,18 @@ def test_dynamic_images_have_one_tile_each_and_no_thumbnail(thumbnail):
     assert sum(len(tile_image(image, tiling)) for image in images) == len(images)
 
 
-@pytest.mark.parametrize(
-    ("height", "width", "max_tiles", "rows", "cols"),
-    [
-        (32, 32, 6, 1, 1),
-        (40, 40, 6, 1, 1),  # 1 x 1 and 2 x 2 are equally near: 40 x 40 does not fill half of 64 x 64
-        (46, 46, 6, 2, 2),  # and 46 x 46 does
-        (500, 500, 12, 3, 3),
-        (500, 500, 1, 1, 1),
-        (64, 32, 6, 2, 1),
-        (150, 100, 6, 3, 2),
-        (1, 1000, 6, 1, 6),
-        (1000, 1, 6, 6, 1),
-        (300, 400, 12, 3, 4),
-    ],
-)
+@pytest.mark.parametrize(("height", "width", "max_tiles", "rows", "cols"), [
+    (32, 32, 6, 1, 1),
+    (40, 40, 6, 1, 1),  # 1 x 1 and 2 x 2 are equally near: 40 x 40 does not fill half of 64 x 64
+    (46, 46, 6, 2, 2),  # and 46 x 46 does
+    (500, 500, 12, 3, 3),
+    (500, 500, 1, 1, 1),
+    (64, 32, 6, 2, 1),
+    (150, 100, 6, 3, 2),
+    (1, 1000, 6, 1, 6),
+    (1000, 1, 6, 6, 1),
+    (300, 400, 12, 3, 4),
+])
 def test_fixed_tiles_are_the_grid_nearest_in_aspect_ratio(height, width, max_tiles, rows, cols):
     tiling = replace(FIXED, max_tiles=max_tiles)
     assert tile_sizes(height, width, tiling) == [(32, 32)] * (rows * cols)
@@ -167,17 +161,14 @@ def test_the_thumbnail_is_the_whole_image_and_comes_last():
     assert all(tile.base is None and tile.flags.c_contiguous for tile in tiles)
 
 
-@pytest.mark.parametrize(
-    ("height", "width", "rows", "cols"),
-    [
-        (32, 64, 1, 1),  # one tile of that shape
-        (320, 640, 2, 2),  # of equally near grids the one that it fills
-        (40, 80, 1, 1),  # four of them it would fill less than half
-        (64, 64, 2, 1),
-        (32, 256, 1, 4),
-        (300, 100, 6, 1),
-    ],
-)
+@pytest.mark.parametrize(("height", "width", "rows", "cols"), [
+    (32, 64, 1, 1),  # one tile of that shape
+    (320, 640, 2, 2),  # of equally near grids the one that it fills
+    (40, 80, 1, 1),  # four of them it would fill less than half
+    (64, 64, 2, 1),
+    (32, 256, 1, 4),
+    (300, 100, 6, 1),
+])
 def test_tiles_need_not_be_square(height, width, rows, cols):
     tiling = replace(WIDE, **RAW)
     image = gradient(height, width)
@@ -309,29 +300,26 @@ def wide(value, kind="PNG"):
     return reopened(Image.fromarray(np.full((32, 32), value, np.uint16)), kind)
 
 
-@pytest.mark.parametrize(
-    ("make", "rgb"),
-    [
-        (lambda: Image.new("RGB", (32, 32), (10, 20, 30)), (10, 20, 30)),
-        (lambda: Image.new("L", (32, 32), 77), (77, 77, 77)),
-        (lambda: Image.new("1", (32, 32), 1), (255, 255, 255)),
-        (palette, (255, 0, 0)),
-        (palette_with_transparency, (255, 255, 255)),
-        (lambda: Image.new("RGBA", (32, 32), (10, 20, 30, 0)), (255, 255, 255)),
-        (lambda: Image.new("RGBA", (32, 32), (0, 100, 255, 51)), (204, 224, 255)),
-        (lambda: Image.new("LA", (32, 32), (0, 51)), (204, 204, 204)),
-        (lambda: Image.new("CMYK", (32, 32), (0, 255, 255, 0)), (255, 0, 0)),
-        (lambda: reopened(Image.new("CMYK", (32, 32), (0, 0, 0, 255)), "JPEG"), (0, 0, 0)),
-        (lambda: Image.new("YCbCr", (32, 32), (90, 128, 128)), (90, 90, 90)),
-        (lambda: reopened(Image.new("RGB", (32, 32), (9, 8, 7)), "PNG", transparency=(9, 8, 7)), (255, 255, 255)),
-        (lambda: wide(0), (0, 0, 0)),
-        (lambda: wide(257 * 100 + 128), (100, 100, 100)),
-        (lambda: wide(257 * 100 + 129), (101, 101, 101)),
-        (lambda: wide(65535), (255, 255, 255)),
-        (lambda: wide(257 * 9, "PPM"), (9, 9, 9)),
-        (lambda: reopened(wide(500), "PNG", transparency=500), (255, 255, 255)),
-    ],
-)
+@pytest.mark.parametrize(("make", "rgb"), [
+    (lambda: Image.new("RGB", (32, 32), (10, 20, 30)), (10, 20, 30)),
+    (lambda: Image.new("L", (32, 32), 77), (77, 77, 77)),
+    (lambda: Image.new("1", (32, 32), 1), (255, 255, 255)),
+    (palette, (255, 0, 0)),
+    (palette_with_transparency, (255, 255, 255)),
+    (lambda: Image.new("RGBA", (32, 32), (10, 20, 30, 0)), (255, 255, 255)),
+    (lambda: Image.new("RGBA", (32, 32), (0, 100, 255, 51)), (204, 224, 255)),
+    (lambda: Image.new("LA", (32, 32), (0, 51)), (204, 204, 204)),
+    (lambda: Image.new("CMYK", (32, 32), (0, 255, 255, 0)), (255, 0, 0)),
+    (lambda: reopened(Image.new("CMYK", (32, 32), (0, 0, 0, 255)), "JPEG"), (0, 0, 0)),
+    (lambda: Image.new("YCbCr", (32, 32), (90, 128, 128)), (90, 90, 90)),
+    (lambda: reopened(Image.new("RGB", (32, 32), (9, 8, 7)), "PNG", transparency=(9, 8, 7)), (255, 255, 255)),
+    (lambda: wide(0), (0, 0, 0)),
+    (lambda: wide(257 * 100 + 128), (100, 100, 100)),
+    (lambda: wide(257 * 100 + 129), (101, 101, 101)),
+    (lambda: wide(65535), (255, 255, 255)),
+    (lambda: wide(257 * 9, "PPM"), (9, 9, 9)),
+    (lambda: reopened(wide(500), "PNG", transparency=500), (255, 255, 255)),
+])
 def test_every_kind_of_pixel_is_converted(make, rgb):
     tiling = replace(STRETCH, mean=(0.0,) * 3, std=(1.0,) * 3)
     (tile,) = tile_image(make(), tiling)
@@ -341,14 +329,9 @@ def test_every_kind_of_pixel_is_converted(make, rgb):
     assert np.abs(bytes_of(grey) - np.dot(rgb, (0.299, 0.587, 0.114))).max() <= 0.6
 
 
-@pytest.mark.parametrize(
-    ("image", "message"),
-    [
-        (Image.new("F", (32, 32), 0.5), "floating-point pixels"),
-        (Image.new("I", (32, 32), 70_000), "70000: expected 8 or 16 bits"),
-        (Image.new("I", (32, 32), -1), "from -1 to"),
-    ],
-)
+@pytest.mark.parametrize(("image", "message"), [(Image.new("F", (32, 32), 0.5), "floating-point pixels"),
+                                                (Image.new("I", (32, 32), 70_000), "70000: expected 8 or 16 bits"),
+                                                (Image.new("I", (32, 32), -1), "from -1 to")])
 def test_pixels_without_a_known_range_are_refused(image, message):
     with pytest.raises(ValueError, match=message):
         tile_image(image, STRETCH)
@@ -374,51 +357,33 @@ def test_tiling_of_takes_what_each_kind_needs():
     assert tiling_of(flags(max_tiles=0, min_patches=9, max_patches=1), SQUARES).kind == "stretch"
 
 
-@pytest.mark.parametrize(
-    ("config", "tokens", "message"),
-    [
-        ({}, {"image_token_id": -1}, "--image-tiling: the model takes no images"),
-        (
-            {"image_tiling": "dynamic"},
-            {"image_size": 32},
-            "takes images of 32 pixels a side; use --image-tiling crop",
-        ),
-        (
-            {"image_tiling": "dynamic"},
-            {"image_size": 32, "image_width": 48},
-            "takes images of 32 x 48 pixels; use --image-tiling crop",
-        ),
-        ({"image_tiling": "dynamic"}, {"patch_size": 0}, "takes whole images, not patches"),
-        ({}, {}, "--image-tiling stretch: .* any size, .*; use --image-tiling dynamic"),
-        ({"image_tiling": "fixed"}, {}, "--image-tiling fixed: .* any size, .*; use --image-tiling dynamic"),
-        ({}, {"patch_size": 0}, "--image-tiling stretch: .* any size, .*; give the model an image size"),
-        ({"image_tiling": "dynamic", "use_thumbnail": True}, {}, "--use-thumbnail: only with .* fixed, not dynamic"),
-        ({"use_thumbnail": True}, {"image_size": 32}, "--use-thumbnail: only with --image-tiling fixed, not stretch"),
-        ({"image_tiling": "fixed", "max_tiles": 0}, {"image_size": 32}, "--max-tiles 0: must be at least 1"),
-        ({}, {"image_size": 32, "num_channels": 2}, "grey .1 channel. or RGB .3., the encoder takes 2"),
-        ({"image_mean": (0.5, 0.5)}, {"image_size": 32}, "--image-mean 0.5 0.5: .* 3 channels: need 1 or 3 values"),
-        ({}, {"image_size": 32, "num_channels": 1}, "--image-mean 0.48145466 .* 1 channels: need 1 value$"),
-        ({"image_tiling": "crop"}, {"image_size": 32, "image_width": 48}, "crop: makes squares, .* 32 x 48 pixels"),
-        ({"min_side": 64}, {"image_size": 32}, "--min-side 64: only with --image-tiling dynamic, not stretch"),
-        ({"image_tiling": "dynamic", "min_side": 520}, {}, "--min-side 520 --max-patches 1024: .* has 1089 patches"),
-        ({"image_mean": (math.nan,)}, {"image_size": 32}, "--image-mean nan: must be finite"),
-        ({"image_std": (math.inf,)}, {"image_size": 32}, "--image-std inf: must be finite"),
-        ({"image_std": (1, 0, 1)}, {"image_size": 32}, "--image-std 1 0 1: must be positive"),
-        ({"image_std": (-1,)}, {"image_size": 32}, "--image-std -1: must be positive"),
-        ({"image_tiling": "dynamic", "min_patches": 0}, {}, "--min-patches 0 --max-patches 1024: need 1 <= min <= max"),
-        ({"image_tiling": "dynamic", "min_patches": 9, "max_patches": 8}, {}, "--min-patches 9 --max-patches 8: need"),
-        (
-            {"image_tiling": "dynamic", "min_patches": 1, "max_patches": 3},
-            {},
-            "--max-patches 3: .* squares of 4 .32 pix",
-        ),
-        (
-            {"image_tiling": "dynamic"},
-            {"size_multiple": 40},
-            "size multiple 40 must be a multiple of its patch size 16",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("config", "tokens", "message"), [
+    ({}, {"image_token_id": -1}, "--image-tiling: the model takes no images"),
+    ({"image_tiling": "dynamic"}, {"image_size": 32}, "takes images of 32 pixels a side; use --image-tiling crop"),
+    ({"image_tiling": "dynamic"}, {"image_size": 32, "image_width": 48},
+     "takes images of 32 x 48 pixels; use --image-tiling crop"),
+    ({"image_tiling": "dynamic"}, {"patch_size": 0}, "takes whole images, not patches"),
+    ({}, {}, "--image-tiling stretch: .* any size, .*; use --image-tiling dynamic"),
+    ({"image_tiling": "fixed"}, {}, "--image-tiling fixed: .* any size, .*; use --image-tiling dynamic"),
+    ({}, {"patch_size": 0}, "--image-tiling stretch: .* any size, .*; give the model an image size"),
+    ({"image_tiling": "dynamic", "use_thumbnail": True}, {}, "--use-thumbnail: only with .* fixed, not dynamic"),
+    ({"use_thumbnail": True}, {"image_size": 32}, "--use-thumbnail: only with --image-tiling fixed, not stretch"),
+    ({"image_tiling": "fixed", "max_tiles": 0}, {"image_size": 32}, "--max-tiles 0: must be at least 1"),
+    ({}, {"image_size": 32, "num_channels": 2}, "grey .1 channel. or RGB .3., the encoder takes 2"),
+    ({"image_mean": (0.5, 0.5)}, {"image_size": 32}, "--image-mean 0.5 0.5: .* 3 channels: need 1 or 3 values"),
+    ({}, {"image_size": 32, "num_channels": 1}, "--image-mean 0.48145466 .* 1 channels: need 1 value$"),
+    ({"image_tiling": "crop"}, {"image_size": 32, "image_width": 48}, "crop: makes squares, .* 32 x 48 pixels"),
+    ({"min_side": 64}, {"image_size": 32}, "--min-side 64: only with --image-tiling dynamic, not stretch"),
+    ({"image_tiling": "dynamic", "min_side": 520}, {}, "--min-side 520 --max-patches 1024: .* has 1089 patches"),
+    ({"image_mean": (math.nan,)}, {"image_size": 32}, "--image-mean nan: must be finite"),
+    ({"image_std": (math.inf,)}, {"image_size": 32}, "--image-std inf: must be finite"),
+    ({"image_std": (1, 0, 1)}, {"image_size": 32}, "--image-std 1 0 1: must be positive"),
+    ({"image_std": (-1,)}, {"image_size": 32}, "--image-std -1: must be positive"),
+    ({"image_tiling": "dynamic", "min_patches": 0}, {}, "--min-patches 0 --max-patches 1024: need 1 <= min <= max"),
+    ({"image_tiling": "dynamic", "min_patches": 9, "max_patches": 8}, {}, "--min-patches 9 --max-patches 8: need"),
+    ({"image_tiling": "dynamic", "min_patches": 1, "max_patches": 3}, {}, "--max-patches 3: .* squares of 4 .32 pix"),
+    ({"image_tiling": "dynamic"}, {"size_multiple": 40}, "size multiple 40 must be a multiple of its patch size 16"),
+])
 def test_impossible_values_are_refused_with_their_flag(config, tokens, message):
     with pytest.raises(ValueError, match=message):
         tiling_of(flags(**config), replace(PATCHES, **tokens))

@@ -126,30 +126,27 @@ def test_images_are_replaced_by_videos():
     assert text.images is None and text.image_sizes == whole[0].image_sizes
 
 
-@pytest.mark.parametrize(
-    ("config", "tokens", "message"),
-    [
-        (Config(mock_min_length=1), TOKENS, "--mock-min-length 1"),
-        (Config(mock_min_length=9, mock_max_length=8), TOKENS, "--mock-min-length 9 --mock-max-length 8"),
-        (Config(mock_images_max=-1), TOKENS, "--mock-images-max -1"),
-        (Config(mock_images_cv=0.5), TOKENS, "--mock-images-cv 0.5 needs --mock-images-mean"),
-        (Config(mock_images_mean=4), TOKENS, "--mock-images-mean 4: must be from 1 to --mock-images-max 3"),
-        (Config(mock_image_size_cv=-1), TOKENS, "--mock-image-size-cv -1"),
-        (Config(mock_image_size_cv=0.5), TOKENS, "--mock-image-size-cv 0.5: the encoder takes images of one size, 8x8"),
-        (Config(mock_text_only_fraction=2), TOKENS, "--mock-text-only-fraction 2"),
-        (Config(mock_image_size=0), replace(TOKENS, image_size=0), "--mock-image-size 0"),
-        (Config(), replace(TOKENS, vocab_size=2), "--vocab-size 2"),
-        (Config(mock_video_fraction=0.5), TOKENS, "--mock-video-fraction 0.5: the model takes no videos"),
-        (Config(mock_video_fraction=2), FREE, "--mock-video-fraction 2: must be between 0 and 1"),
-        (Config(mock_video_fraction=1), replace(FREE, video_token_id=16),
-         "--mock-video-fraction 1: --video-token-id 16 is not below --vocab-size 16"),
-        (Config(mock_video_fraction=1, mock_video_frames=1), FREE, "--mock-video-frames 1: must be at least"),
-        (Config(mock_packed_length=99), TOKENS, "--mock-packed-length 99: the tokens of an image are known only for"),
-        (Config(mock_packed_length=99), replace(TOKENS, image_size=0, patch_size=4, size_multiple=4),
-         "--mock-packed-length 99: the largest sample may have 224 tokens"),
-        (Config(mock_packed_length=31, mock_images_max=0), TOKENS, "--mock-packed-length 31: the largest sample"),
-    ],
-)
+@pytest.mark.parametrize(("config", "tokens", "message"), [
+    (Config(mock_min_length=1), TOKENS, "--mock-min-length 1"),
+    (Config(mock_min_length=9, mock_max_length=8), TOKENS, "--mock-min-length 9 --mock-max-length 8"),
+    (Config(mock_images_max=-1), TOKENS, "--mock-images-max -1"),
+    (Config(mock_images_cv=0.5), TOKENS, "--mock-images-cv 0.5 needs --mock-images-mean"),
+    (Config(mock_images_mean=4), TOKENS, "--mock-images-mean 4: must be from 1 to --mock-images-max 3"),
+    (Config(mock_image_size_cv=-1), TOKENS, "--mock-image-size-cv -1"),
+    (Config(mock_image_size_cv=0.5), TOKENS, "--mock-image-size-cv 0.5: the encoder takes images of one size, 8x8"),
+    (Config(mock_text_only_fraction=2), TOKENS, "--mock-text-only-fraction 2"),
+    (Config(mock_image_size=0), replace(TOKENS, image_size=0), "--mock-image-size 0"),
+    (Config(), replace(TOKENS, vocab_size=2), "--vocab-size 2"),
+    (Config(mock_video_fraction=0.5), TOKENS, "--mock-video-fraction 0.5: the model takes no videos"),
+    (Config(mock_video_fraction=2), FREE, "--mock-video-fraction 2: must be between 0 and 1"),
+    (Config(mock_video_fraction=1), replace(FREE, video_token_id=16),
+     "--mock-video-fraction 1: --video-token-id 16 is not below --vocab-size 16"),
+    (Config(mock_video_fraction=1, mock_video_frames=1), FREE, "--mock-video-frames 1: must be at least"),
+    (Config(mock_packed_length=99), TOKENS, "--mock-packed-length 99: the tokens of an image are known only for"),
+    (Config(mock_packed_length=99), replace(TOKENS, image_size=0, patch_size=4, size_multiple=4),
+     "--mock-packed-length 99: the largest sample may have 224 tokens"),
+    (Config(mock_packed_length=31, mock_images_max=0), TOKENS, "--mock-packed-length 31: the largest sample"),
+])
 def test_impossible_values_are_refused_with_their_flag(config, tokens, message):
     with pytest.raises(ValueError, match=message):
         read(config, 1, tokens=tokens)

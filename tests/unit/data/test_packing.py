@@ -104,17 +104,14 @@ def test_balanced_packs_are_as_many_and_never_less_even(samples, seed):
 
 # Buffers of 512 samples: share without images, most tiles of 256 tokens, median text, row, and what must be reached
 # (in brackets: without balancing, and without the step that the case is about).
-@pytest.mark.parametrize(
-    ("text_only", "tiles", "text", "capacity", "reached"),
-    [
-        (0.0, 1, 60, 4096, 1.10),  # (1.35; 1.26 without spreading)
-        (0.0, 4, 250, 8192, 1.02),  # (1.36; 1.06 without spreading, 1.16 without exchanges)
-        (0.0, 4, 250, 4096, 1.22),  # (1.40; 1.30 without exchanges)
-        (0.0, 4, 500, 4096, 1.15),  # (1.59; 1.22 where a pack that nothing helps ends it, or from bounds alone)
-        (0.4, 12, 250, 4096, 1.15),  # (1.30; 1.30 without bounds: there is hardly any room)
-        (0.4, 12, 500, 4096, 1.25),  # (1.36; 1.31 with one bound instead of the lowest)
-    ],
-)
+@pytest.mark.parametrize(("text_only", "tiles", "text", "capacity", "reached"), [
+    (0.0, 1, 60, 4096, 1.10),  # (1.35; 1.26 without spreading)
+    (0.0, 4, 250, 8192, 1.02),  # (1.36; 1.06 without spreading, 1.16 without exchanges)
+    (0.0, 4, 250, 4096, 1.22),  # (1.40; 1.30 without exchanges)
+    (0.0, 4, 500, 4096, 1.15),  # (1.59; 1.22 where a pack that nothing helps ends it, or from bounds alone)
+    (0.4, 12, 250, 4096, 1.15),  # (1.30; 1.30 without bounds: there is hardly any room)
+    (0.4, 12, 500, 4096, 1.25),  # (1.36; 1.31 with one bound instead of the lowest)
+])
 def test_balanced_packs_are_nearly_even(text_only, tiles, text, capacity, reached):
     rng = np.random.default_rng(3)
     image_tokens = 256 * np.where(rng.random(512) < text_only, 0, rng.integers(1, tiles + 1, 512))

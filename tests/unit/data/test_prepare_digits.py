@@ -65,10 +65,8 @@ def config_of(out: Path, printed: str) -> Config:
 @pytest.fixture
 def config(script, written) -> Config:
     scale = 16 * script.GREY_STEP / 255
-    return Config(
-        tokenizer=str(written / "tokenizer"), image_mean=(digits.PIXEL_MEAN * scale,),
-        image_std=(digits.PIXEL_STD * scale,), image_tiling="crop", image_resample="bicubic",
-    )
+    return Config(tokenizer=str(written / "tokenizer"), image_mean=(digits.PIXEL_MEAN * scale,),
+                  image_std=(digits.PIXEL_STD * scale,), image_tiling="crop", image_resample="bicubic")
 
 
 def in_shards(path: Path, config: Config, split: str, tokens: TokenSpec = TOKENS) -> list[Sample]:
@@ -92,15 +90,12 @@ def assert_equal(mine: list[Sample], expected: list[Sample]) -> None:
             assert np.abs(image - reference).max() <= 1e-6
 
 
-@pytest.mark.parametrize(
-    ("folder", "split", "text_only", "indices"),
-    [
-        ("digits", "train", 0.0, range(SAMPLES)),
-        ("digits", "val", 0.0, None),
-        ("text", "train", 1.0, range(SAMPLES, SAMPLES + round(SAMPLES * 0.3 / 0.7))),
-        ("text", "val", 1.0, None),
-    ],
-)
+@pytest.mark.parametrize(("folder", "split", "text_only", "indices"), [
+    ("digits", "train", 0.0, range(SAMPLES)),
+    ("digits", "val", 0.0, None),
+    ("text", "train", 1.0, range(SAMPLES, SAMPLES + round(SAMPLES * 0.3 / 0.7))),
+    ("text", "val", 1.0, None),
+])
 def test_shards_hold_what_the_in_memory_set_makes(written, config, folder, split, text_only, indices):
     memory = digits.Config(digits_text_only_fraction=text_only, digits_augment=False)
     if indices is None:
@@ -116,18 +111,12 @@ def test_keys_tell_the_scans(written, config):
         assert labels[[int(scan) for scan in sample.key.rpartition("/")[2].split("-")[2:]]].tolist() == answer.tolist()
 
 
-@pytest.mark.parametrize(
-    ("flags", "memory", "tokens"),
-    [
-        (["--image-size", "64"], {}, replace(TOKENS, image_size=64, num_channels=1)),
-        (["--image-size", "64", "--strip"], {"digits_strip": True}, replace(TOKENS, image_size=64)),
-        (
-            ["--any-size", "--strip", "--digits-max", "3"],
-            {"digits_strip": True, "digits_max": 3},
-            replace(TOKENS, image_size=0, patch_size=8, size_multiple=16),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("flags", "memory", "tokens"), [
+    (["--image-size", "64"], {}, replace(TOKENS, image_size=64, num_channels=1)),
+    (["--image-size", "64", "--strip"], {"digits_strip": True}, replace(TOKENS, image_size=64)),
+    (["--any-size", "--strip", "--digits-max", "3"], {"digits_strip": True, "digits_max": 3},
+     replace(TOKENS, image_size=0, patch_size=8, size_multiple=16)),
+])
 def test_the_printed_flags_read_the_same_pixels(script, tmp_path, capsys, flags, memory, tokens):
     out = tmp_path / "out"
     script.main([str(out), "--samples", "6", "--shards", "2", "--seed", str(SEED), *flags])
@@ -156,15 +145,12 @@ def test_the_same_arguments_write_the_same_bytes(script, tmp_path):
     assert contents(tmp_path / "a") != contents(tmp_path / "c")
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--image-size", "30"], " --image-size 30: must be a multiple of 8"),
-        (["--strip", "--image-size", "16"], " --strip with --digits-max 4 needs --image-size of at least 32"),
-        (["--samples", "2", "--shards", "3"], "--samples 2 --shards 3"),
-        (["--seed", "-1"], "--seed -1"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--image-size", "30"], " --image-size 30: must be a multiple of 8"),
+    (["--strip", "--image-size", "16"], " --strip with --digits-max 4 needs --image-size of at least 32"),
+    (["--samples", "2", "--shards", "3"], "--samples 2 --shards 3"),
+    (["--seed", "-1"], "--seed -1"),
+])
 def test_impossible_arguments_are_refused_before_anything_is_written(script, tmp_path, capsys, flags, message):
     with pytest.raises(SystemExit) as stopped:
         script.main([str(tmp_path / "out"), *flags])

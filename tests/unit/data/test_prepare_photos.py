@@ -68,11 +68,10 @@ def test_answers_name_the_photograph_and_the_part(written, config):
     assert answers == set(script.PHOTOGRAPHS)
 
 
-@pytest.mark.parametrize(("place", "words"), [
-    ((0, 0, 256, 256), "upper left"), ((256, 256, 256, 256), "lower right"), ((128, 128, 256, 256), "center"),
-    ((0, 128, 256, 256), "upper"), ((128, 0, 256, 256), "left"), ((100, 102, 256, 256), "upper left"),
-    ((110, 150, 256, 256), "center"), ((0, 0, 512, 512), "center"),
-])
+@pytest.mark.parametrize(("place", "words"), [((0, 0, 256, 256), "upper left"), ((256, 256, 256, 256), "lower right"),
+                                              ((128, 128, 256, 256), "center"), ((0, 128, 256, 256), "upper"),
+                                              ((128, 0, 256, 256), "left"), ((100, 102, 256, 256), "upper left"),
+                                              ((110, 150, 256, 256), "center"), ((0, 0, 512, 512), "center")])
 def test_the_part_follows_from_the_centre(place, words):
     assert script.caption(script.Crop("astronaut", *place)) == f"astronaut, {words}"
 

@@ -18,17 +18,11 @@ from tests.support.chat_templates import CHATML, LLAVA, MISTRAL_V3, NEMOTRON3, Q
 from tests.support.small_tokenizer import CHATML_TOKENS, CORPUS, IMAGE, shown, write_tokenizer
 
 TOKENS = TokenSpec(vocab_size=400, image_token_id=IMAGE, image_size=16, num_channels=3)
-SPECIAL = (
-    *CHATML_TOKENS, "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<SPECIAL_10>", "<SPECIAL_11>",
-    "<SPECIAL_12>", "<SPECIAL_14>", "<SPECIAL_15>", "[PREFIX]",
-)
-TALK = [
-    {"role": "system", "content": "be brief"},
-    {"role": "user", "content": "a <image> b"},
-    {"role": "assistant", "content": "red cat"},
-    {"role": "user", "content": "and <image>?"},
-    {"role": "assistant", "content": "blue dog"},
-]
+SPECIAL = (*CHATML_TOKENS, "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<SPECIAL_10>", "<SPECIAL_11>",
+           "<SPECIAL_12>", "<SPECIAL_14>", "<SPECIAL_15>", "[PREFIX]")
+TALK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a <image> b"},
+        {"role": "assistant", "content": "red cat"}, {"role": "user", "content": "and <image>?"},
+        {"role": "assistant", "content": "blue dog"}]
 # What each format writes for TALK, answers between brackets, an image as #.
 WRITTEN = {
     "chatml": (
@@ -158,21 +152,18 @@ VISION = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|
 GEMMA = ["<image>", "<start_of_turn>", "<end_of_turn>"]
 
 
-@pytest.mark.parametrize(
-    ("template", "special", "written"),
-    [
-        # The images first, each on a line of its own; </s> in place of the space behind an answer.
-        (LLAVA, ["<image>"], "USER: #\na   b ASSISTANT:[ red cat</s>]USER: #\nand  ? ASSISTANT:[ blue dog</s>]"),
-        (QWEN2_VL, VISION,
-         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
-         "a <|vision_start|>#<|vision_end|> b<|im_end|>\n<|im_start|>assistant\n[red cat<|im_end|>]\n"
-         "<|im_start|>user\nand <|vision_start|>#<|vision_end|>?<|im_end|>\n<|im_start|>assistant\n"
-         "[blue dog<|im_end|>]\n"),
-        (TRIMMING.replace("<start_of_image>", "<image>"), GEMMA,
-         "<s><start_of_turn>user\na#b<end_of_turn>\n<start_of_turn>model\n[red cat<end_of_turn>]\n"
-         "<start_of_turn>user\nand#?<end_of_turn>\n<start_of_turn>model\n[blue dog<end_of_turn>]\n"),
-    ],
-)
+@pytest.mark.parametrize(("template", "special", "written"), [
+    # The images first, each on a line of its own; </s> in place of the space behind an answer.
+    (LLAVA, ["<image>"], "USER: #\na   b ASSISTANT:[ red cat</s>]USER: #\nand  ? ASSISTANT:[ blue dog</s>]"),
+    (QWEN2_VL, VISION,
+     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+     "a <|vision_start|>#<|vision_end|> b<|im_end|>\n<|im_start|>assistant\n[red cat<|im_end|>]\n"
+     "<|im_start|>user\nand <|vision_start|>#<|vision_end|>?<|im_end|>\n<|im_start|>assistant\n"
+     "[blue dog<|im_end|>]\n"),
+    (TRIMMING.replace("<start_of_image>", "<image>"), GEMMA,
+     "<s><start_of_turn>user\na#b<end_of_turn>\n<start_of_turn>model\n[red cat<end_of_turn>]\n"
+     "<start_of_turn>user\nand#?<end_of_turn>\n<start_of_turn>model\n[blue dog<end_of_turn>]\n"),
+])
 def test_a_template_that_writes_images_places_them_itself(tmp_path, template, special, written):
     tokenizer = templated(tmp_path, template, special=special, append_eos=template is LLAVA)
     tokens, mask = tokenizer.encode(TALK[1:], [1, 1])
@@ -251,17 +242,14 @@ def test_a_token_that_is_half_an_answer_is_a_bad_sample(tmp_path):
         tokenizer.encode([TALK[1], {"role": "assistant", "content": "e cat"}], [1])
 
 
-@pytest.mark.parametrize(
-    ("template", "special", "image_id", "tags", "message"),
-    [
-        (LLAVA, ["<image>"], 390, "none", "--image-token-id 390: is no token of .*image token is 3 \\('<image>'\\)"),
-        (QWEN2_VL, VISION, 5, "none",
-         r"--image-token-id 5: is '<\|vision_start\|>' of .*image token is 6 \('<\|image_pad\|>'\)"),
-        (CHATML, [*CHATML_TOKENS, "<image>"], 390, "none", "--image-token-id 390: .*image token is 5"),
-        (LLAVA, ["<pixels>"], 3, "none", r"--image-token-id 3: is '<pixels>' of .*writes an image as '<image>\\n'"),
-        (QWEN2_VL, VISION, 6, "qwen2-vl", "--image-tag-type qwen2-vl: .*leave --image-tag-type at none"),
-    ],
-)
+@pytest.mark.parametrize(("template", "special", "image_id", "tags", "message"), [
+    (LLAVA, ["<image>"], 390, "none", "--image-token-id 390: is no token of .*image token is 3 \\('<image>'\\)"),
+    (QWEN2_VL, VISION, 5, "none",
+     r"--image-token-id 5: is '<\|vision_start\|>' of .*image token is 6 \('<\|image_pad\|>'\)"),
+    (CHATML, [*CHATML_TOKENS, "<image>"], 390, "none", "--image-token-id 390: .*image token is 5"),
+    (LLAVA, ["<pixels>"], 3, "none", r"--image-token-id 3: is '<pixels>' of .*writes an image as '<image>\\n'"),
+    (QWEN2_VL, VISION, 6, "qwen2-vl", "--image-tag-type qwen2-vl: .*leave --image-tag-type at none"),
+])
 def test_an_image_token_that_is_not_the_tokenizers_is_refused(tmp_path, template, special, image_id, tags, message):
     write_tokenizer(tmp_path, special=special, chat_template=template)
     with pytest.raises(ValueError, match=message):
@@ -421,25 +409,22 @@ def test_a_document_without_special_tokens_still_has_a_first_token_that_is_no_ta
     assert AutoTokenizer.from_pretrained(tmp_path).decode(tokens) == "the cat"
 
 
-@pytest.mark.parametrize(
-    ("talk", "tiles", "message"),
-    [
-        ([], [], "empty conversation"),
-        (TALK[:2], [1], "no assistant turn"),
-        (TALK[1:3], [], "1 image marker but 0 images"),
-        (TALK[1:3], [1, 1], "1 image marker but 2 images"),
-        ([TALK[1], {"role": "assistant", "content": "<image>"}], [1, 1], "turn 2: image in an answer"),
-        ([{"role": "user", "content": " "}, TALK[2]], [], r"turn 1 \(user\) is empty"),
-        ([TALK[0], {"role": "assistant", "content": ""}], [], r"turn 2 \(assistant\) is empty"),
-        ([{"role": "tool", "content": "a"}, TALK[2]], [], "turns of role tool, which the chat template of .* not"),
-        ([{"role": "function", "content": "a"}, TALK[2]], [], "role 'function' is none of system, user, assistant, to"),
-        (["hello", TALK[2]], [], "turn 1 is str"),
-        ([{"role": "user", "content": None}, TALK[2]], [], "content is NoneType"),
-        ([{"role": "user", "content": [{"type": "audio"}]}, TALK[2]], [], "neither text nor image"),
-        ([{"role": "user", "content": [{"type": "image", "image": "/etc/x.png"}]}, TALK[2]], [1], "may only have type"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, TALK[2]], [1], "may only have type"),
-    ],
-)
+@pytest.mark.parametrize(("talk", "tiles", "message"), [
+    ([], [], "empty conversation"),
+    (TALK[:2], [1], "no assistant turn"),
+    (TALK[1:3], [], "1 image marker but 0 images"),
+    (TALK[1:3], [1, 1], "1 image marker but 2 images"),
+    ([TALK[1], {"role": "assistant", "content": "<image>"}], [1, 1], "turn 2: image in an answer"),
+    ([{"role": "user", "content": " "}, TALK[2]], [], r"turn 1 \(user\) is empty"),
+    ([TALK[0], {"role": "assistant", "content": ""}], [], r"turn 2 \(assistant\) is empty"),
+    ([{"role": "tool", "content": "a"}, TALK[2]], [], "turns of role tool, which the chat template of .* not"),
+    ([{"role": "function", "content": "a"}, TALK[2]], [], "role 'function' is none of system, user, assistant, to"),
+    (["hello", TALK[2]], [], "turn 1 is str"),
+    ([{"role": "user", "content": None}, TALK[2]], [], "content is NoneType"),
+    ([{"role": "user", "content": [{"type": "audio"}]}, TALK[2]], [], "neither text nor image"),
+    ([{"role": "user", "content": [{"type": "image", "image": "/etc/x.png"}]}, TALK[2]], [1], "may only have type"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, TALK[2]], [1], "may only have type"),
+])
 def test_the_fault_of_a_conversation_is_named(folder, talk, tiles, message):
     with pytest.raises(ValueError, match=message):
         Tokenizer(str(folder), "chatml", "none", TOKENS).encode(talk, tiles)
@@ -466,18 +451,15 @@ def test_string_content_is_cut_at_its_markers():
     assert content_parts("<image>a<image><image>b") == ["", image, "a", image, "", image, "b"]
 
 
-@pytest.mark.parametrize(
-    ("prompt_format", "tags", "tokens", "message"),
-    [
-        ("tokenizer", "none", {}, "--tokenizer .*no chat template; give --prompt-format, one of chatml"),
-        ("chatlm", "none", {}, "--prompt-format chatlm: unknown; known are tokenizer, chatml"),
-        ("chatml", "intern", {}, "--image-tag-type intern: unknown; known are none, internvl, nvlm"),
-        ("chatml", "none", {"vocab_size": 300}, "--tokenizer .*token ids up to 318.*--vocab-size is 300"),
-        ("chatml", "none", {"image_token_id": 100}, "--image-token-id 100: is .*take an id that.*such as 319"),
-        ("chatml", "none", {"image_token_id": 2}, "--image-token-id 2: is '</s>'"),
-        ("chatml", "none", {"image_token_id": 4}, r"--image-token-id 4: is '<\|im_end\|>', which .* in every"),
-    ],
-)
+@pytest.mark.parametrize(("prompt_format", "tags", "tokens", "message"), [
+    ("tokenizer", "none", {}, "--tokenizer .*no chat template; give --prompt-format, one of chatml"),
+    ("chatlm", "none", {}, "--prompt-format chatlm: unknown; known are tokenizer, chatml"),
+    ("chatml", "intern", {}, "--image-tag-type intern: unknown; known are none, internvl, nvlm"),
+    ("chatml", "none", {"vocab_size": 300}, "--tokenizer .*token ids up to 318.*--vocab-size is 300"),
+    ("chatml", "none", {"image_token_id": 100}, "--image-token-id 100: is .*take an id that.*such as 319"),
+    ("chatml", "none", {"image_token_id": 2}, "--image-token-id 2: is '</s>'"),
+    ("chatml", "none", {"image_token_id": 4}, r"--image-token-id 4: is '<\|im_end\|>', which .* in every"),
+])
 def test_an_impossible_setting_names_its_flag(folder, prompt_format, tags, tokens, message):
     spec = {"vocab_size": 400, "image_token_id": IMAGE, "image_size": 16, "num_channels": 3} | tokens
     with pytest.raises(ValueError, match=message):
@@ -507,13 +489,10 @@ def call(arguments: object, name: object = "look") -> dict:
         {"id": "call_0001", "type": "function", "function": {"name": name, "arguments": arguments}}]}
 
 
-TOOL_TALK = [
-    {"role": "user", "content": "which cat?"},
-    call('{"at": "cat"}'),
-    {"role": "tool", "tool_call_id": "call_0001", "content": "a red cat"},
-    {"role": "tool", "tool_call_id": "call_0002", "content": "a blue cat"},
-    {"role": "assistant", "content": "the red cat"},
-]
+TOOL_TALK = [{"role": "user", "content": "which cat?"}, call('{"at": "cat"}'),
+             {"role": "tool", "tool_call_id": "call_0001", "content": "a red cat"},
+             {"role": "tool", "tool_call_id": "call_0002", "content": "a blue cat"},
+             {"role": "assistant", "content": "the red cat"}]
 
 
 def test_tool_turns_are_written_as_transformers_does_and_results_are_not_learned(tmp_path):

@@ -28,15 +28,12 @@ PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-LLAMA3_SPECIAL = [
-    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
-    "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>",
-]
-QWEN_SPECIAL = [
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
-    "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
-    "<|image_pad|>", "<|video_pad|>",
-]
+LLAMA3_SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>",
+                  "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>",
+                  "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>"]
+QWEN_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
+                "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>",
+                "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
 
 
 def shipped(package: str, path: str) -> Path:
@@ -117,16 +114,12 @@ PROCESSED = {
     "llava-deepseek": ("deepseek", templates.LLAVA, "<image>", []),
     "pixtral-mistral-v3": ("mistral-v3", templates.PIXTRAL, "[IMG]", []),
 }
-TEXT = {
-    "mistral-v1": ("mistral-v1", templates.MISTRAL, []),
-    "mistral-v2-space-always": ("mistral-v2-space-always", templates.MISTRAL, []),
-    "mistral-v3": ("mistral-v3", templates.MISTRAL, []),
-    "mistral-v7-space-never": ("mistral-v7-space-never", templates.MISTRAL, []),
-    "nemo": ("nemo", templates.MISTRAL, []),
-    "llama3": ("llama3", templates.LLAMA3, []),
-    "qwen": ("qwen", templates.CHATML, []),
-    "deepseek": ("deepseek", templates.DEEPSEEK, []),
-}
+TEXT = {"mistral-v1": ("mistral-v1", templates.MISTRAL, []),
+        "mistral-v2-space-always": ("mistral-v2-space-always", templates.MISTRAL, []),
+        "mistral-v3": ("mistral-v3", templates.MISTRAL, []),
+        "mistral-v7-space-never": ("mistral-v7-space-never", templates.MISTRAL, []),
+        "nemo": ("nemo", templates.MISTRAL, []), "llama3": ("llama3", templates.LLAMA3, []),
+        "qwen": ("qwen", templates.CHATML, []), "deepseek": ("deepseek", templates.DEEPSEEK, [])}
 
 
 @pytest.fixture(scope="module")
@@ -170,10 +163,8 @@ def test_a_sample_with_images_is_what_the_processor_of_transformers_makes_of_it(
     name, template, image_token, special = PROCESSED[case]
     folder = folder_of(name, template, [image_token, *special])
     hf = AutoTokenizer.from_pretrained(folder)
-    processor = LlavaProcessor(
-        CLIPImageProcessor(do_resize=False, do_center_crop=False), hf, patch_size=14, chat_template=template,
-        vision_feature_select_strategy="full", image_token=image_token,
-    )
+    processor = LlavaProcessor(CLIPImageProcessor(do_resize=False, do_center_crop=False), hf, patch_size=14,
+                               chat_template=template, vision_feature_select_strategy="full", image_token=image_token)
     sizes = [(14 * side, 14 * side) for side in (2, 3, 2)]
     messages = talk(as_parts=True)
     pictures = iter([{"type": "image", "image": Image.new("RGB", size)} for size in sizes])
@@ -187,10 +178,9 @@ def test_a_sample_with_images_is_what_the_processor_of_transformers_makes_of_it(
                                  "{{ content['text'] + eos_token }}{% endgeneration %}")
         assert ended != template
         processor.chat_template = ended
-    wanted = processor.apply_chat_template(
-        shown, tokenize=True, return_dict=True, return_assistant_tokens_mask="endgeneration" in template,
-        processor_kwargs={"return_offsets_mapping": True},
-    )
+    wanted = processor.apply_chat_template(shown, tokenize=True, return_dict=True,
+                                           return_assistant_tokens_mask="endgeneration" in template,
+                                           processor_kwargs={"return_offsets_mapping": True})
     ours = Tokenizer(str(folder), "tokenizer", "none", spec(folder, image_token), append_eos=append_eos)
     tokens, mask = ours.encode(messages, [4, 9, 4])
     assert tokens.tolist() == list(wanted["input_ids"][0])

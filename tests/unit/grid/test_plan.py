@@ -8,13 +8,10 @@ from mimo.grid.dry_run import bridge_bytes, parameters_per_rank, total_parameter
 from mimo.grid.spec import GridSpec
 from mimo.protocols import ParameterShape
 
-SHAPES = [
-    ParameterShape("embedding", (100, 8), split="tp", stage="first"),
-    ParameterShape("attention", (8, 8), 4, "tp"),
-    ParameterShape("norm", (8,), 4),
-    ParameterShape("experts", (8, 16), 4 * 8, "expert"),
-    ParameterShape("output", (100, 8), split="tp", stage="last"),
-]
+SHAPES = [ParameterShape("embedding", (100, 8), split="tp", stage="first"),
+          ParameterShape("attention", (8, 8), 4, "tp"), ParameterShape("norm", (8,), 4),
+          ParameterShape("experts", (8, 16), 4 * 8, "expert"),
+          ParameterShape("output", (100, 8), split="tp", stage="last")]
 
 
 def test_one_rank_holds_everything():

@@ -129,10 +129,9 @@ def test_rows_are_computed_with_their_padding_and_the_scan_runs_through_them():
     assert (short.scan_tokens, short.scan_squares) == (100, 100**2)
 
 
-@pytest.mark.parametrize(("name", "peak"), [
-    ("NVIDIA H100 80GB HBM3", 989.5), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA H100 NVL", 835.5), ("NVIDIA H200", 989.5),
-    ("NVIDIA B200", 2250.0), ("NVIDIA GB200", 2500.0), ("NVIDIA H200 MIG 1g.18gb", None), ("", None),
-    ("NVIDIA GeForce RTX 4090", None),
-])
+@pytest.mark.parametrize(("name", "peak"), [("NVIDIA H100 80GB HBM3", 989.5), ("NVIDIA H100 PCIe", 756.0),
+                                            ("NVIDIA H100 NVL", 835.5), ("NVIDIA H200", 989.5), ("NVIDIA B200", 2250.0),
+                                            ("NVIDIA GB200", 2500.0), ("NVIDIA H200 MIG 1g.18gb", None), ("", None),
+                                            ("NVIDIA GeForce RTX 4090", None)])
 def test_peaks_go_by_the_name_of_the_device(name, peak):
     assert peak_tflops(name) == peak

@@ -41,13 +41,11 @@ def handle_in(folder: Path, source: str) -> Callable[[], None]:
     return scope["blocked"]
 
 
-@pytest.mark.parametrize(("call", "name"), [
-    ("handle.wait()", "wait"),
-    ("handles[str('a')].wait(True, len('abc') * 10)", "wait"),
-    ("x = [handle.wait(\n        timeout=int('30'))]", "wait"),
-    ("print(handle.item())", "item"),
-    ("(lambda: 1)() and handle.wait()", "wait"),
-])
+@pytest.mark.parametrize(("call", "name"), [("handle.wait()", "wait"),
+                                            ("handles[str('a')].wait(True, len('abc') * 10)", "wait"),
+                                            ("x = [handle.wait(\n        timeout=int('30'))]", "wait"),
+                                            ("print(handle.item())", "item"),
+                                            ("(lambda: 1)() and handle.wait()", "wait")])
 def test_the_name_of_a_call_is_found_without_its_source(tmp_path: Path, call: str, name: str) -> None:
     with frame_of(handle_in(tmp_path, f"def blocked():\n    {call}\n")) as frame:
         assert called_name(frame) == name

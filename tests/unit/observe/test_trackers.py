@@ -88,18 +88,12 @@ def test_tensorboard_has_groups_and_on_request_both_axes(tmp_path, by_samples):
                                      "timeline/vision/forward-s": 0.5})
     tracker.close()
     tracker.close()
-    by_iteration = {
-        "train/lm loss": [(1, 3.0), (2, 1.5)],
-        "optim/grad-norm": [(2, 1.5)],
-        "moe/seq_load_balancing_loss": [(1, 1.0), (2, 1.0)],
-        "optim/skipped-iterations": [(1, 1.0), (2, 0.0)],
-        "perf/timeline/vision/forward-s": [(1, 0.5), (2, 0.5)],
-    }
-    more = {
-        "train/lm loss vs samples": [(8, 3.0), (16, 1.5)],
-        "optim/grad-norm vs samples": [(16, 1.5)],
-        "moe/seq_load_balancing_loss vs samples": [(8, 1.0), (16, 1.0)],
-    }
+    by_iteration = {"train/lm loss": [(1, 3.0), (2, 1.5)], "optim/grad-norm": [(2, 1.5)],
+                    "moe/seq_load_balancing_loss": [(1, 1.0), (2, 1.0)],
+                    "optim/skipped-iterations": [(1, 1.0), (2, 0.0)],
+                    "perf/timeline/vision/forward-s": [(1, 0.5), (2, 0.5)]}
+    more = {"train/lm loss vs samples": [(8, 3.0), (16, 1.5)], "optim/grad-norm vs samples": [(16, 1.5)],
+            "moe/seq_load_balancing_loss vs samples": [(8, 1.0), (16, 1.0)]}
     assert shown_by_tensorboard(tmp_path) == by_iteration | (more if by_samples else {})
 
 

@@ -83,10 +83,8 @@ SHORT_ROWS = {
      f"{GRAPHS} --encoder-window 2 --encoder-activation-gib 23", 1): (4087, 124.9),
 }
 # These peaks leave out what replays of graphs use, so pipelines need more: another microbatch.
-PIPELINES_WITH_GRAPHS = {
-    ("10b-even", f"{PP2} --encoder-window 1 {GRAPHS}", 1): (2385, 108.3),
-    ("10b-share35-even", f"{HOMOGENEOUS_PP2} 10,30 {GRAPHS}", 1): (4263, 126.0),
-}
+PIPELINES_WITH_GRAPHS = {("10b-even", f"{PP2} --encoder-window 1 {GRAPHS}", 1): (2385, 108.3),
+                         ("10b-share35-even", f"{HOMOGENEOUS_PP2} 10,30 {GRAPHS}", 1): (4263, 126.0)}
 
 
 @pytest.fixture(autouse=True)

@@ -7,34 +7,13 @@ import pytest
 
 from mimo.platform.emulation import MAPPED_CALLS
 
-FACTORY_ARGUMENTS = {
-    "arange": (4,),
-    "as_tensor": ([1, 2],),
-    "asarray": ([1, 2],),
-    "empty": (2, 3),
-    "empty_strided": ((2, 3), (3, 1)),
-    "eye": (3,),
-    "full": ((2,), 7),
-    "linspace": (0, 1, 5),
-    "ones": (2,),
-    "rand": (2,),
-    "randint": (5, (3,)),
-    "randn": (2,),
-    "randperm": (4,),
-    "scalar_tensor": (1.5,),
-    "tensor": ([1.0, 2.0],),
-    "tril_indices": (3, 3),
-    "triu_indices": (3, 3),
-    "zeros": (2,),
-}
-NEW_METHOD_ARGUMENTS = {
-    "new_empty": ((2,),),
-    "new_empty_strided": ((2, 2), (2, 1)),
-    "new_full": ((2,), 3.0),
-    "new_ones": ((2,),),
-    "new_tensor": ([1.0],),
-    "new_zeros": ((2,),),
-}
+FACTORY_ARGUMENTS = {"arange": (4,), "as_tensor": ([1, 2],), "asarray": ([1, 2],), "empty": (2, 3),
+                     "empty_strided": ((2, 3), (3, 1)), "eye": (3,), "full": ((2,), 7), "linspace": (0, 1, 5),
+                     "ones": (2,), "rand": (2,), "randint": (5, (3,)), "randn": (2,), "randperm": (4,),
+                     "scalar_tensor": (1.5,), "tensor": ([1.0, 2.0],), "tril_indices": (3, 3), "triu_indices": (3, 3),
+                     "zeros": (2,)}
+NEW_METHOD_ARGUMENTS = {"new_empty": ((2,),), "new_empty_strided": ((2, 2), (2, 1)), "new_full": ((2,), 3.0),
+                        "new_ones": ((2,),), "new_tensor": ([1.0],), "new_zeros": ((2,),)}
 
 
 def check_factory(name):
@@ -198,13 +177,9 @@ def check_groups():
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    for group in (
-        dist.new_group([0], backend="nccl"),
-        dist.new_group([0], None, "cpu:gloo,cuda:nccl", object()),
-        distributed_c10d.new_group([0], backend="nccl"),
-        dist.new_group([0]),
-        dist.new_subgroups_by_enumeration([[0]], backend="nccl")[0],
-    ):
+    for group in (dist.new_group([0], backend="nccl"), dist.new_group([0], None, "cpu:gloo,cuda:nccl", object()),
+                  distributed_c10d.new_group([0], backend="nccl"), dist.new_group([0]),
+                  dist.new_subgroups_by_enumeration([[0]], backend="nccl")[0]):
         assert dist.get_backend(group) == "gloo"
     dist.destroy_process_group()
     dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
@@ -278,12 +253,8 @@ CHECKS = {
     "torch.distributed.all_gather": check_uneven_rows,
     "torch.distributed.reduce_scatter": check_uneven_rows,
     **dict.fromkeys(
-        [
-            "torch.distributed.init_process_group",
-            "torch.distributed.new_group",
-            "torch.distributed.distributed_c10d.new_group",
-            "torch.distributed.new_subgroups_by_enumeration",
-        ],
+        ["torch.distributed.init_process_group", "torch.distributed.new_group",
+         "torch.distributed.distributed_c10d.new_group", "torch.distributed.new_subgroups_by_enumeration"],
         check_groups,
     ),
 }

@@ -16,40 +16,17 @@ def build(collection, dtype, **changes):
 
     current_platform().seed(1, tp_rank=collection.tp.rank(), ep_rank=collection.ep.rank(), expt_tp_rank=0)
     bf16 = dtype == torch.bfloat16
-    settings = {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "ffn_hidden_size": 64,
-        "num_moe_experts": 4,
-        "moe_router_topk": 2,
-        "moe_aux_loss_coeff": 0.01,
-        "moe_token_dispatcher_type": "alltoall",
-        "normalization": "RMSNorm",
-        "qk_layernorm": True,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "params_dtype": dtype,
-        "bf16": bf16,
-        "tensor_model_parallel_size": collection.tp.size(),
-        "expert_model_parallel_size": collection.ep.size(),
-        "expert_tensor_parallel_size": 1,
-        "sequence_parallel": collection.tp.size() > 1,
-        "calculate_per_token_loss": True,
-    }
+    settings = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2,
+                "ffn_hidden_size": 64, "num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01,
+                "moe_token_dispatcher_type": "alltoall", "normalization": "RMSNorm", "qk_layernorm": True,
+                "gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False,
+                "hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": dtype, "bf16": bf16,
+                "tensor_model_parallel_size": collection.tp.size(), "expert_model_parallel_size": collection.ep.size(),
+                "expert_tensor_parallel_size": 1, "sequence_parallel": collection.tp.size() > 1,
+                "calculate_per_token_loss": True}
     config = TransformerConfig(**{**settings, **changes})
-    model = GPTModel(
-        config,
-        decoder_layer_spec(config, "local"),
-        vocab_size=64,
-        max_sequence_length=16,
-        position_embedding_type="rope",
-        pg_collection=collection,
-    )
+    model = GPTModel(config, decoder_layer_spec(config, "local"), vocab_size=64, max_sequence_length=16,
+                     position_embedding_type="rope", pg_collection=collection)
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, grad_reduce_in_fp32=True
     )

@@ -14,13 +14,9 @@ from tests.support.spawn import WorkerPool
 
 def run_python(code, **environment):
     """Standard output and error of a fresh interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code],
+                          env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, capture_output=True, text=True,
+                          timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

@@ -48,11 +48,10 @@ def recurrence(x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, 
 def inputs(length, rows=2, groups=2, options=(), dtype=torch.float64):
     """Random arguments of the scan, those named in `options` among them."""
     torch.manual_seed(0)
-    shapes = {
-        "x": (rows, length, HEADS, CHANNELS), "dt": (rows, length, HEADS), "A": (HEADS,),
-        "B": (rows, length, groups, STATE), "C": (rows, length, groups, STATE), "D": (HEADS,),
-        "z": (rows, length, HEADS, CHANNELS), "dt_bias": (HEADS,), "initial_states": (rows, HEADS, CHANNELS, STATE),
-    }
+    shapes = {"x": (rows, length, HEADS, CHANNELS), "dt": (rows, length, HEADS), "A": (HEADS,),
+              "B": (rows, length, groups, STATE), "C": (rows, length, groups, STATE), "D": (HEADS,),
+              "z": (rows, length, HEADS, CHANNELS), "dt_bias": (HEADS,),
+              "initial_states": (rows, HEADS, CHANNELS, STATE)}
     made = {name: torch.randn(shape, dtype=dtype) for name, shape in shapes.items()}
     made["A"] = -made["A"].exp()
     if "dt_bias" not in options:
@@ -183,14 +182,11 @@ def layer_inputs(length):
     """Input and parameters of convolution, scan and gate: two groups, width 4."""
     torch.manual_seed(0)
     inner, written = HEADS * CHANNELS, 2 * STATE
-    return {
-        "zxbcdt": torch.randn(1, length, 2 * inner + 2 * written + HEADS, dtype=torch.float64),
-        "conv1d_weight": torch.randn(inner + 2 * written, 4, dtype=torch.float64),
-        "conv1d_bias": torch.randn(inner + 2 * written, dtype=torch.float64),
-        "dt_bias": torch.randn(HEADS, dtype=torch.float64),
-        "A": -torch.randn(HEADS, dtype=torch.float64).exp(),
-        "D": torch.randn(HEADS, dtype=torch.float64),
-    }
+    return {"zxbcdt": torch.randn(1, length, 2 * inner + 2 * written + HEADS, dtype=torch.float64),
+            "conv1d_weight": torch.randn(inner + 2 * written, 4, dtype=torch.float64),
+            "conv1d_bias": torch.randn(inner + 2 * written, dtype=torch.float64),
+            "dt_bias": torch.randn(HEADS, dtype=torch.float64), "A": -torch.randn(HEADS, dtype=torch.float64).exp(),
+            "D": torch.randn(HEADS, dtype=torch.float64)}
 
 
 def test_packed_row_equals_samples_in_rows_of_their_own():

@@ -237,11 +237,10 @@ def test_number_of_class_tokens(args: dict[str, Any], count: int) -> None:
 
 
 @pytest.mark.parametrize("provider", ["nemotron-moe-vlm-20l", "nemotron-moe-vlm-54l", "nemotron-moe-vlm-tiny"])
-@pytest.mark.parametrize("change", [
-    {"vision_dynamic_resolution": True}, {"vision_dynamic_resolution": False}, {"vision_final_layernorm": False},
-    {"vision_class_token_len": 1}, {"vision_pixel_shuffle": 1}, {"hybrid_layer_pattern": "ME*/*E"},
-    {"moe_latent_size": 16},
-])
+@pytest.mark.parametrize("change", [{"vision_dynamic_resolution": True}, {"vision_dynamic_resolution": False},
+                                    {"vision_final_layernorm": False}, {"vision_class_token_len": 1},
+                                    {"vision_pixel_shuffle": 1}, {"hybrid_layer_pattern": "ME*/*E"},
+                                    {"moe_latent_size": 16}])
 def test_a_vlms_sizes_survive_a_hugging_face_configuration(provider: str, change: dict[str, Any]) -> None:
     family = model_provider(provider)
     config = dataclasses.replace(family.Config(), **change)
@@ -265,12 +264,10 @@ def test_an_encoder_without_its_model_is_named() -> None:
         vlm_sizes(PUBLISHED_VLM | {"vision_config": PUBLISHED_VLM["vision_config"] | {"args": {}}})
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"vision_hidden_act": "gelu_tanh"}, "--vision-hidden-act gelu_tanh"),
-    ({"vision_norm_epsilon": 1e-5}, "--vision-norm-epsilon 1e-05"),
-    ({"projector_norm_epsilon": 1e-6}, "--projector-norm-epsilon 1e-06"),
-    ({"vision_class_token_len": 0}, "--vision-class-token-len 0"),
-])
+@pytest.mark.parametrize(("change", "message"), [({"vision_hidden_act": "gelu_tanh"}, "--vision-hidden-act gelu_tanh"),
+                                                 ({"vision_norm_epsilon": 1e-5}, "--vision-norm-epsilon 1e-05"),
+                                                 ({"projector_norm_epsilon": 1e-6}, "--projector-norm-epsilon 1e-06"),
+                                                 ({"vision_class_token_len": 0}, "--vision-class-token-len 0")])
 def test_flags_that_a_published_encoder_cannot_hold_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         vlm_config(dataclasses.replace(VLM.Config(), **change))

@@ -102,11 +102,9 @@ def test_views_are_kept_and_follow_their_tensor() -> None:
         assert found.tolist() == [8., 10.] and found.dtype == other.dtype
 
 
-@pytest.mark.parametrize(("address", "sizes"), [
-    (Address("weight", 34, (6, 1)), (1, 3)),
-    (Address("weight", -1, (6, 1)), (1, 3)),
-    (Address("weight", 0, (6, 1)), (7, 6)),
-])
+@pytest.mark.parametrize(("address", "sizes"), [(Address("weight", 34, (6, 1)), (1, 3)),
+                                                (Address("weight", -1, (6, 1)), (1, 3)),
+                                                (Address("weight", 0, (6, 1)), (7, 6))])
 def test_a_box_outside_of_its_tensor_is_refused(address: Address, sizes: tuple[int, ...]) -> None:
     with pytest.raises(RuntimeError, match=r"weight \[6, 6\] .* has no box of"):
         check_inside(torch.zeros(6, 6), address, sizes)

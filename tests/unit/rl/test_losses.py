@@ -255,11 +255,9 @@ def test_every_split_into_microbatches_gives_the_same(kind, aggregation):
             torch.testing.assert_close(other_totals.sums[name], value, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "expected"), [
-    ("k1", [0.0, 0.5, -0.5, 10.0, -10.0]),
-    ("k2", [0.0, 0.125, 0.125, 10.0, 10.0]),
-    ("k3", [0.0, math.exp(-0.5) - 0.5, math.exp(0.5) - 1.5, 10.0, 10.0]),
-])
+@pytest.mark.parametrize(("kind", "expected"), [("k1", [0.0, 0.5, -0.5, 10.0, -10.0]),
+                                                ("k2", [0.0, 0.125, 0.125, 10.0, 10.0]),
+                                                ("k3", [0.0, math.exp(-0.5) - 0.5, math.exp(0.5) - 1.5, 10.0, 10.0])])
 def test_kl_by_hand(kind, expected):
     difference = torch.tensor([0.0, 0.5, -0.5, 30.0, -30.0])
     estimates = kl_estimates(difference - 1, torch.tensor(-1.0), kind)

@@ -88,10 +88,8 @@ def test_sampled_tokens():
     assert sampled.sequence_means(torch.arange(16.0)).tolist() == [0.5, 0, 6, 9, 0]
 
 
-@pytest.mark.parametrize(("row", "message"), [
-    ([0] * WIDTH, "row 1 of 2 has no token"),
-    ([0, 1, 0, 1, 1, 0, 0], "row 1 of 2 has padding between its tokens"),
-])
+@pytest.mark.parametrize(("row", "message"), [([0] * WIDTH, "row 1 of 2 has no token"),
+                                              ([0, 1, 0, 1, 1, 0, 0], "row 1 of 2 has padding between its tokens")])
 def test_rows_that_cannot_be_packed(row, message):
     mask = torch.tensor([[1] * WIDTH, row]).bool()
     with pytest.raises(ValueError, match=message):

@@ -38,12 +38,10 @@ MODEL = {"model_type": "qwen3", "vocab_size": VOCAB_SIZE, "hidden_size": 32, "in
 PROMPTS = [[1, 2, 3], [50], [7, 7, 7, 7, 90, 3], [98, 11]]
 FLAGS = """--model-provider causal_lm --device cpu --no-bf16 --transformer-impl local --seq-length 64 --train-iters 1
 --engine-kv-cache-mib 64""".split()
-SAMPLINGS = {
-    "top-p": Sampling(8, TEMPERATURE, top_p=TOP_P, n=6, ignore_eos=True),
-    "top-k": Sampling(8, TEMPERATURE, top_k=TOP_K, n=6, ignore_eos=True),
-    "both": Sampling(8, TEMPERATURE, top_p=TOP_P, top_k=TOP_K, n=6, ignore_eos=True),
-    "all": Sampling(8, TEMPERATURE, n=6, ignore_eos=True),
-}
+SAMPLINGS = {"top-p": Sampling(8, TEMPERATURE, top_p=TOP_P, n=6, ignore_eos=True),
+             "top-k": Sampling(8, TEMPERATURE, top_k=TOP_K, n=6, ignore_eos=True),
+             "both": Sampling(8, TEMPERATURE, top_p=TOP_P, top_k=TOP_K, n=6, ignore_eos=True),
+             "all": Sampling(8, TEMPERATURE, n=6, ignore_eos=True)}
 
 
 @pytest.fixture(scope="module")

@@ -39,15 +39,12 @@ def span(name: str, begin: float, length: float) -> dict[str, Any]:
 
 
 # Launched in a forward pass inside a step, in the next microbatch's, and outside both; two overlap on other streams.
-EVENTS = [
-    span("step", 0, 400), span("language stage 0 forward microbatch 0", 100, 50),
-    span("language stage 0 forward microbatch 1", 200, 50),
-    launch(1, 110), launch(2, 210), launch(3, 450),
-    kernel("nvjet_x", 1000, 300, 1), kernel("nvjet_x", 1200, 400, 2),
-    kernel("Memset (Device)", 2000, 100, 3, "gpu_memset"),
-    {"cat": "cpu_op", "name": "aten::mm", "ts": 109, "dur": 6, "pid": 1, "tid": 2},
-    {"cat": "cpu_op", "name": "aten::item", "ts": 100, "dur": 900, "pid": 1, "tid": 3},
-]
+EVENTS = [span("step", 0, 400), span("language stage 0 forward microbatch 0", 100, 50),
+          span("language stage 0 forward microbatch 1", 200, 50), launch(1, 110), launch(2, 210), launch(3, 450),
+          kernel("nvjet_x", 1000, 300, 1), kernel("nvjet_x", 1200, 400, 2),
+          kernel("Memset (Device)", 2000, 100, 3, "gpu_memset"),
+          {"cat": "cpu_op", "name": "aten::mm", "ts": 109, "dur": 6, "pid": 1, "tid": 2},
+          {"cat": "cpu_op", "name": "aten::item", "ts": 100, "dur": 900, "pid": 1, "tid": 3}]
 
 
 def write(path: Path, events: list[dict[str, Any]]) -> Path:
@@ -91,11 +88,9 @@ def test_a_table_and_then_json(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert json.loads(last)["busy_ms"] == pytest.approx(0.7)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    (None, "No such file"), ("{", "is not a trace of torch's profiler"),
-    ('{"a": 1}', "is not a trace of torch's profiler"),
-    ('{"traceEvents": []}', "the trace has no kernels of a GPU"),
-])
+@pytest.mark.parametrize(("text", "message"), [(None, "No such file"), ("{", "is not a trace of torch's profiler"),
+                                               ('{"a": 1}', "is not a trace of torch's profiler"),
+                                               ('{"traceEvents": []}', "the trace has no kernels of a GPU")])
 def test_a_file_without_a_gpu_trace_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None,
                                                  message: str) -> None:
     path = tmp_path / "rank-0.json"

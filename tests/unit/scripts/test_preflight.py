@@ -258,12 +258,9 @@ def test_a_line_of_all_nodes_is_reported_once(monkeypatch, capsys):
     assert "over all" not in report, "nothing is started on nodes that are not ready"
 
 
-@pytest.mark.parametrize(("count", "cut_off", "expected"), [
-    (4, {2}, "suspected: host2 "),
-    (5, {0}, "suspected: host0 "),
-    (5, {1, 4}, "host1, "),
-    (3, {0, 1, 2}, "no node reaches a neighbour"),
-])
+@pytest.mark.parametrize(("count", "cut_off", "expected"), [(4, {2}, "suspected: host2 "),
+                                                            (5, {0}, "suspected: host0 "), (5, {1, 4}, "host1, "),
+                                                            (3, {0, 1, 2}, "no node reaches a neighbour")])
 def test_the_node_behind_a_broken_network_is_named(monkeypatch, capsys, count, cut_off, expected):
     codes, report = run_nodes(monkeypatch, capsys, count, cut_off=frozenset(cut_off))
     assert codes == [1] * count

@@ -32,25 +32,14 @@ def sample(key="set/1", tokens=(1, IMAGE, 5, 6, 2), targets=2, sizes=((8, 8),), 
 
 
 def text(*samples, modules=None, seq_length=10, pad_token_id=PAD, row_multiple=None):
-    return collate_text(
-        samples,
-        images=Placeholders({"vision": IMAGE} if modules is None else modules, num_image_tokens, 1),
-        seq_length=seq_length,
-        vocab_size=20,
-        pad_token_id=pad_token_id,
-        row_multiple=row_multiple,
-    )
+    return collate_text(samples,
+                        images=Placeholders({"vision": IMAGE} if modules is None else modules, num_image_tokens, 1),
+                        seq_length=seq_length, vocab_size=20, pad_token_id=pad_token_id, row_multiple=row_multiple)
 
 
 def encoder(*samples, lane_sizes=None, dtype=torch.float32, pixels=True):
-    return collate_encoder(
-        samples,
-        module="vision",
-        images=Placeholders({"vision": IMAGE}, num_image_tokens, 1),
-        lane_sizes=lane_sizes or [len(samples)],
-        dtype=dtype,
-        pixels=pixels,
-    )
+    return collate_encoder(samples, module="vision", images=Placeholders({"vision": IMAGE}, num_image_tokens, 1),
+                           lane_sizes=lane_sizes or [len(samples)], dtype=dtype, pixels=pixels)
 
 
 def test_text_is_expanded_shifted_and_padded():
@@ -84,10 +73,8 @@ def test_rows_are_as_long_as_the_longest_sample_rounded_up():
 
 
 def test_placeholders_index_the_sequence_first_tensor_in_sample_order():
-    batch = text(
-        sample(tokens=(1, IMAGE, 5, IMAGE, 2), targets=1, sizes=((4, 4), (4, 8))),
-        sample("set/2", tokens=(IMAGE, 2), targets=1, sizes=((4, 4),)),
-    )
+    batch = text(sample(tokens=(1, IMAGE, 5, IMAGE, 2), targets=1, sizes=((4, 4), (4, 8))),
+                 sample("set/2", tokens=(IMAGE, 2), targets=1, sizes=((4, 4),)))
     flat_sb = batch.input_ids.T.reshape(-1)
     positions = batch.placeholders["vision"]
     assert (flat_sb[positions] == IMAGE).all()
@@ -113,21 +100,18 @@ def test_no_samples_at_all():
     assert (batch.keys, batch.token_counts, batch.lane_sizes, batch.inputs) == ((), (), (0,), {})
 
 
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        (sample(sizes=()), r"set/1: 1 image placeholder \(token id 3\) but 0 images"),
-        (sample(tokens=(1, 5, 2), sizes=((8, 8),)), r"set/1: 0 image placeholders \(token id 3\) but 1 image"),
-        (sample(sizes=((8, 6),)), "set/1: image 0 of 8x6 pixels: --vision-patch-size 4 does not divide 8x6"),
-        (sample(sizes=((16, 8),)), r"set/1: 12 tokens, 8 of them from images, are 2 more than --seq-length 10"),
-        (sample(tokens=(1, IMAGE, 20, 2)), "set/1: token id 20 is not below --vocab-size 20"),
-        (sample(tokens=(1, IMAGE, -1, 2)), "set/1: token id -1"),
-        (sample(tokens=(1, 5, IMAGE, 2)), "set/1: an image placeholder .* is marked as a target"),
-        (sample(target_mask=np.array([True])), r"set/1: target_mask is bool \[1\], expected bool \[5\]"),
-        (sample(target_mask=np.ones(5, np.int64)), r"set/1: target_mask is int64"),
-        (sample(tokens=(1.0, 2.0), sizes=()), None),
-    ],
-)
+@pytest.mark.parametrize(("broken", "message"), [
+    (sample(sizes=()), r"set/1: 1 image placeholder \(token id 3\) but 0 images"),
+    (sample(tokens=(1, 5, 2), sizes=((8, 8),)), r"set/1: 0 image placeholders \(token id 3\) but 1 image"),
+    (sample(sizes=((8, 6),)), "set/1: image 0 of 8x6 pixels: --vision-patch-size 4 does not divide 8x6"),
+    (sample(sizes=((16, 8),)), r"set/1: 12 tokens, 8 of them from images, are 2 more than --seq-length 10"),
+    (sample(tokens=(1, IMAGE, 20, 2)), "set/1: token id 20 is not below --vocab-size 20"),
+    (sample(tokens=(1, IMAGE, -1, 2)), "set/1: token id -1"),
+    (sample(tokens=(1, 5, IMAGE, 2)), "set/1: an image placeholder .* is marked as a target"),
+    (sample(target_mask=np.array([True])), r"set/1: target_mask is bool \[1\], expected bool \[5\]"),
+    (sample(target_mask=np.ones(5, np.int64)), r"set/1: target_mask is int64"),
+    (sample(tokens=(1.0, 2.0), sizes=()), None),
+])
 def test_wrong_text_is_refused_by_sample(broken, message):
     if message is None:
         broken, message = replace(broken, tokens=broken.tokens.astype(np.float32)), "set/1: tokens are float32"
@@ -135,13 +119,10 @@ def test_wrong_text_is_refused_by_sample(broken, message):
         text(sample("set/0"), broken)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"modules": {}}, r"set/1: has 1 image, but the layout has no encoder \(--llm-only\)"),
-        ({"pad_token_id": IMAGE}, "--image-token-id 3: is the padding token"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"modules": {}}, r"set/1: has 1 image, but the layout has no encoder \(--llm-only\)"),
+    ({"pad_token_id": IMAGE}, "--image-token-id 3: is the padding token"),
+])
 def test_wrong_modules_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         text(sample(), **arguments)
@@ -167,13 +148,8 @@ def test_each_image_belongs_to_the_encoder_of_its_placeholder():
     assert batch.input_ids.tolist() == [[4] * 4 + [IMAGE] * 2 + [4] * 4 + [2, 0]]
     assert batch.placeholders["vision"].tolist() == [4, 5]
     for module, counts, positions in (("vision", (2,), [1]), ("thermal", (8,), [0, 2])):
-        side = collate_encoder(
-            [mixed],
-            module=module,
-            images=Placeholders(modules, num_image_tokens, 1),
-            lane_sizes=[1],
-            dtype=torch.float32,
-        )
+        side = collate_encoder([mixed], module=module, images=Placeholders(modules, num_image_tokens, 1),
+                               lane_sizes=[1], dtype=torch.float32)
         assert side.token_counts == counts
         assert side.inputs["pixel_values"][:, 0, 0, 0].tolist() == positions
 
@@ -215,22 +191,19 @@ def test_eight_bit_pixels_are_a_quarter_of_the_bytes_and_normalise_to_the_same_b
 NAN = np.full((1, 8, 8), np.nan, np.float32)
 
 
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        (sample(images=None), "set/1: declares 1 image but holds 0"),
-        (sample(images=[]), "set/1: declares 1 image but holds 0"),
-        (sample(image_sizes=[]), "set/1: 1 image placeholder .* but 0 images"),
-        (sample(images=[np.zeros((1, 8, 12), np.float32)]), r"set/1: image 0 is float32 \[1, 8, 12\], .* \[1, 8, 8\]"),
-        (sample(images=[np.zeros((3, 8, 8), np.float32)]), r"set/1: image 0 is float32 \[3, 8, 8\], .* \[1, 8, 8\]"),
-        (sample(images=[np.zeros((1, 8, 8), np.uint8)]), r"set/1: image 0 is uint8 .* declared float32"),
-        (sample(images=[np.zeros((1, 8, 8), np.uint8)], normalisation=GREY),
-         r"set/1: its images have the normalisation .*, those of sample set/0 have None"),
-        (sample(images=[NAN]), "set/1: image 0 has pixels that are not finite"),
-        (sample(sizes=((8, 6),)), "set/1: image 0 of 8x6 pixels"),
-        (sample(sizes=((8, 4),)), r"set/1: an image of 8x4 pixels .* 8x8 \(sample set/0\)"),
-    ],
-)
+@pytest.mark.parametrize(("broken", "message"), [
+    (sample(images=None), "set/1: declares 1 image but holds 0"),
+    (sample(images=[]), "set/1: declares 1 image but holds 0"),
+    (sample(image_sizes=[]), "set/1: 1 image placeholder .* but 0 images"),
+    (sample(images=[np.zeros((1, 8, 12), np.float32)]), r"set/1: image 0 is float32 \[1, 8, 12\], .* \[1, 8, 8\]"),
+    (sample(images=[np.zeros((3, 8, 8), np.float32)]), r"set/1: image 0 is float32 \[3, 8, 8\], .* \[1, 8, 8\]"),
+    (sample(images=[np.zeros((1, 8, 8), np.uint8)]), r"set/1: image 0 is uint8 .* declared float32"),
+    (sample(images=[np.zeros((1, 8, 8), np.uint8)], normalisation=GREY),
+     r"set/1: its images have the normalisation .*, those of sample set/0 have None"),
+    (sample(images=[NAN]), "set/1: image 0 has pixels that are not finite"),
+    (sample(sizes=((8, 6),)), "set/1: image 0 of 8x6 pixels"),
+    (sample(sizes=((8, 4),)), r"set/1: an image of 8x4 pixels .* 8x8 \(sample set/0\)"),
+])
 def test_wrong_images_are_refused_by_sample(broken, message):
     with pytest.raises(ValueError, match=message):
         encoder(sample("set/0"), broken)

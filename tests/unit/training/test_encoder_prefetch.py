@@ -195,14 +195,11 @@ def test_a_stream_of_its_own_waits_for_the_copy_of_what_it_reuses(monkeypatch):
         assert sum(reference() is not None for reference in alive) == 1, "features of the queue's length, no more"
         assert taken(prefetch, [batch]) == [2.0 * int(batch.encoders["vision"].inputs["pixel_values"])]
     prefetch.end_step()
-    assert streams.log == [
-        "encoder: wait for compute",
-        "encoder: encoder 0", "encoder: event 1", "compute: wait for event 1", "compute: event 2",
-        "encoder: wait for event 2",
-        "encoder: encoder 1", "encoder: event 3", "compute: wait for event 3", "compute: event 4",
-        "encoder: wait for event 4",
-        "encoder: encoder 2", "encoder: event 5", "compute: wait for event 5", "compute: event 6",
-    ]
+    assert streams.log == ["encoder: wait for compute", "encoder: encoder 0", "encoder: event 1",
+                           "compute: wait for event 1", "compute: event 2", "encoder: wait for event 2",
+                           "encoder: encoder 1", "encoder: event 3", "compute: wait for event 3", "compute: event 4",
+                           "encoder: wait for event 4", "encoder: encoder 2", "encoder: event 5",
+                           "compute: wait for event 5", "compute: event 6"]
 
 
 def test_features_of_other_samples_are_never_taken():

@@ -70,18 +70,9 @@ def layout(encoder_dp=1, language_dp=1, kind="disjoint", encoder_pp=1, language_
 
 
 def loader(grids, rank, provider=mock.provider, config=None, *, micro=2, num=2, **changes) -> StepLoader:
-    arguments = {
-        "model_provider": Model(),
-        "model_config": None,
-        "data_provider": provider,
-        "data_config": config or mock.Config(),
-        "micro_batch_size": micro,
-        "num_microbatches": num,
-        "seq_length": 64,
-        "seed": 11,
-        "microbatch_order": "read",
-        "prefetch": False,
-    }
+    arguments = {"model_provider": Model(), "model_config": None, "data_provider": provider,
+                 "data_config": config or mock.Config(), "micro_batch_size": micro, "num_microbatches": num,
+                 "seq_length": 64, "seed": 11, "microbatch_order": "read", "prefetch": False}
     return open_loader(grids, rank, **(arguments | changes))
 
 

@@ -12,12 +12,10 @@ from safetensors import safe_open
 from mimo.weights.safetensors_io import HfSource, Shard, ShardWriter, TensorInfo, check_empty, plan_shards, write_index
 
 # An odd number of 2-byte elements comes before 4- and 8-byte ones.
-TENSORS = {
-    "half": torch.arange(3, dtype=torch.bfloat16), "scalar": torch.tensor(2.5),
-    "flag": torch.tensor([True, False, True]),
-    "wide": torch.arange(4, dtype=torch.float64).view(2, 2), "empty": torch.empty(0, 3, dtype=torch.float16),
-    "ids": torch.arange(5), "name with \u00fc": torch.randn(3, 4),
-}
+TENSORS = {"half": torch.arange(3, dtype=torch.bfloat16), "scalar": torch.tensor(2.5),
+           "flag": torch.tensor([True, False, True]), "wide": torch.arange(4, dtype=torch.float64).view(2, 2),
+           "empty": torch.empty(0, 3, dtype=torch.float16), "ids": torch.arange(5),
+           "name with \u00fc": torch.randn(3, 4)}
 
 
 def infos_of(tensors: dict[str, torch.Tensor]) -> list[TensorInfo]:
