@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mimo.protocols import LANGUAGE
 from providers import deepseek_v3
@@ -67,8 +68,6 @@ BIAS_LAYOUTS = {"tp2-dp2-ep2": (4, "--llm-tp 2 --llm-dp 2 --llm-ep 2 --sequence-
 
 @pytest.mark.parametrize("layout", BIAS_LAYOUTS)
 def test_bias_moves_towards_an_even_load(pool: WorkerPool, saved: Any, layout: str) -> None:
-    import torch
-
     world_size, flags = BIAS_LAYOUTS[layout]
     rate = 0.0625
     flags = ("--hf-config", str(saved("yarn")), "--moe-router-bias-update-rate", str(rate), *flags.split())
@@ -92,8 +91,6 @@ def test_bias_moves_towards_an_even_load(pool: WorkerPool, saved: Any, layout: s
 
 
 def test_bias_stays_float32_in_a_bfloat16_model(pool: WorkerPool, saved: Any) -> None:
-    import torch
-
     folder = saved("yarn")
     (found,) = pool.run(deepseek.inspect_language, ("--hf-config", str(folder), "--bf16"), 1, world_size=1)
     assert found["dtypes"] == {torch.bfloat16}

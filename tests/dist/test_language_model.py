@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE
@@ -22,9 +26,6 @@ def outcome_of(rank: int, vocab_size: int, unit: int, tied: bool, language: Grid
 
     Rows beyond the tokens are large, so that they would be felt.
     """
-    import dataclasses
-
-    import torch
     from megatron.core.transformer.spec_utils import build_module
 
     from mimo.grid.groups import Grids
@@ -62,8 +63,6 @@ def outcome_of(rank: int, vocab_size: int, unit: int, tied: bool, language: Grid
 @pytest.mark.parametrize(("vocab_size", "world_size"), [(37, 1), (37, 2), (20, 4)])
 def test_padding_changes_no_loss_and_gets_no_gradient(pool: WorkerPool, tied: bool, vocab_size: int,
                                                       world_size: int) -> None:
-    import torch
-
     (plain,) = pool.run(outcome_of, vocab_size, 1, tied, GridSpec(LANGUAGE), world_size=1)
     assert plain["logits"].shape == (2, SEQ_LENGTH, vocab_size)
     # With four ranks the last two hold nothing but padding.
@@ -93,11 +92,7 @@ def reduced(rank: int, tied: bool, sequence_parallel: bool, tp: int, chunk: int 
     Gradients are those of the losses, with half of the log-probs and entropies. With `fused`, the output layer adds its
     weight gradient to `main_grad`.
     """
-    import dataclasses
-
-    import torch
     from megatron.core.transformer.spec_utils import build_module
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     from mimo.grid.groups import Grids
     from mimo.model import compat
@@ -153,8 +148,6 @@ def reduced(rank: int, tied: bool, sequence_parallel: bool, tp: int, chunk: int 
     (False, False, 1, False), (True, True, 2, False), (False, False, 2, True)])
 def test_logits_of_some_tokens_at_a_time_give_the_same_values(pool: WorkerPool, tied: bool, sequence_parallel: bool,
                                                               tp: int, fused: bool) -> None:
-    import torch
-
     whole = pool.run(reduced, tied, sequence_parallel, tp, None, world_size=tp)
     # 14 tokens are 7 of each row; the last chunk is smaller.
     parts = pool.run(reduced, tied, sequence_parallel, tp, 14, fused, world_size=tp)
@@ -175,7 +168,6 @@ def embedded(rank: int, tp: int, fused: bool) -> dict[str, Any]:
 
     With `fused`, the layer adds it to `main_grad`.
     """
-    import torch
     from megatron.core.transformer.spec_utils import build_module
 
     from mimo.grid.groups import Grids
@@ -210,8 +202,6 @@ def embedded(rank: int, tp: int, fused: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_embedding_adds_its_gradient_to_the_buffer(pool: WorkerPool, tp: int) -> None:
-    import torch
-
     plain = pool.run(embedded, tp, False, world_size=tp)
     for expected, rank in zip(plain, pool.run(embedded, tp, True, world_size=tp), strict=True):
         assert rank["is_added"] and all(map(torch.equal, rank["entries"], expected["entries"]))
@@ -221,8 +211,6 @@ def test_the_embedding_adds_its_gradient_to_the_buffer(pool: WorkerPool, tp: int
 
 def shared_attention_errors(rank: int) -> list[str]:
     """Return the errors about what Transformer Engine's attention cannot share, as every rank raises them."""
-    from types import SimpleNamespace
-
     from mimo.config.cli import parse
     from mimo.model.build import check_shared_attention
 
@@ -245,7 +233,6 @@ def test_ranks_without_the_language_model_refuse_the_same_attention(pool: Worker
 
 def rotary_errors(rank: int) -> dict[str, float]:
     """Largest differences from transformers of the cosines and sines of positions of three axes."""
-    import torch
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
     from transformers.models.qwen3_vl import modeling_qwen3_vl
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.support.spawn import WorkerPool
 
@@ -17,9 +19,6 @@ SUMS = 5
 
 def reduced(rank: int, of_nodes: list[int], num_sums: int) -> tuple[list[list[list[float]]], list[int]]:
     """Return the results of two reductions on a rank of nodes of these sizes, and the sizes of the groups made."""
-    import torch
-    import torch.distributed as dist
-
     from mimo.grid.groups import NodeGroups
 
     node = next(index for index in range(len(of_nodes)) if rank < sum(of_nodes[: index + 1]))
@@ -49,8 +48,6 @@ def pool() -> Iterator[WorkerPool]:
 def test_maxima_and_sums_of_all_ranks(
     pool: WorkerPool, of_nodes: list[int], groups: list[int], num_sums: int
 ) -> None:
-    import torch
-
     outcomes = pool.run(reduced, of_nodes, num_sums)
     assert outcomes[0][1] == groups and outcomes[-1][1] == groups[1:]
     for seed in (0, 1):

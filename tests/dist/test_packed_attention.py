@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support import packing
 from tests.support.packing import Outcome
@@ -69,8 +70,6 @@ def test_a_pack_equals_its_samples_one_by_one(pool: WorkerPool, oracle_of: Any, 
 
 def queries_of(rank: int, flags: tuple[str, ...], together: bool) -> list[Any]:
     """Return the queries of the first layer's attention: `[t, heads, channels]` of each sample in turn."""
-    import torch
-
     from mimo.model.packed_attention import PackedDotProductAttention
 
     found: list[torch.Tensor] = []
@@ -95,7 +94,6 @@ def queries_of(rank: int, flags: tuple[str, ...], together: bool) -> list[Any]:
 
 def test_positions_start_again_with_every_sample(pool: WorkerPool) -> None:
     # Rotary scores depend on distances alone: losses would not show positions that run on.
-    import torch
 
     flags = tuple(MODELS["llama"].split())
     (packed,) = pool.run(queries_of, flags, True, world_size=1)
@@ -110,8 +108,6 @@ def rows_together(rank: int, starts: list[int]) -> tuple[Any, Any, list[int]]:
 
     A running sum stands for attention: it knows where a sequence begins, too.
     """
-    import torch
-
     from mimo.model import packed_attention
     from mimo.model.packed_attention import DotProductAttention, PackedDotProductAttention
 
@@ -135,8 +131,6 @@ def rows_together(rank: int, starts: list[int]) -> tuple[Any, Any, list[int]]:
 
 @pytest.mark.slow
 def test_sequences_of_one_length_are_rows_of_a_batch(pool: WorkerPool) -> None:
-    import torch
-
     starts = [0, 4, 5, 9, 13, 14, 14, 21, 25, 29]
     ((together, alone, sizes),) = pool.run(rows_together, starts, world_size=1)
     torch.testing.assert_close(together, alone, rtol=0, atol=0)
@@ -145,8 +139,6 @@ def test_sequences_of_one_length_are_rows_of_a_batch(pool: WorkerPool) -> None:
 
 def rotated(rank: int, starts: list[int], positions: int) -> tuple[Any, Any]:
     """Return a packed row, its gradient beside it, rotated in one go and by Megatron Core."""
-    import torch
-
     from mimo.model import compat
     from mimo.model.layer_ops import apply_packed_rotary
 
@@ -167,7 +159,5 @@ def rotated(rank: int, starts: list[int], positions: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize(("starts", "positions"), [([0, 3, 4, 9], 6), ([0, 9], 9), ([0, 2, 2, 9], 9)])
 def test_positions_of_a_row_at_once_are_those_of_each_sample(pool: WorkerPool, starts: list[int],
                                                              positions: int) -> None:
-    import torch
-
     ((at_once, one_by_one),) = pool.run(rotated, starts, positions, world_size=1)
     torch.testing.assert_close(at_once, one_by_one, rtol=0, atol=0)

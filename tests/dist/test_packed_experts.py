@@ -10,7 +10,9 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.support.spawn import WorkerPool
 
@@ -23,8 +25,6 @@ SIZES = [[[3, 0, 5, 2], [0, 0, 0, 10]], [[0, 0, 0, 0], [1, 2, 3, 4]]]
 
 def plain_products(module: Any) -> None:
     """Put plain PyTorch in place of Transformer Engine's descriptors, products and ways of saving tensors."""
-    import torch
-
     sys.modules["transformer_engine.pytorch.quantized_tensor"] = SimpleNamespace(  # type: ignore[assignment]
         prepare_for_saving=lambda *tensors: (tensors, None), restore_from_func_ctx=lambda ctx: ctx.saved_tensors)
 
@@ -50,7 +50,6 @@ def plain_products(module: Any) -> None:
 
 def gradients(rank: int, packed: bool, distributed_optimizer: bool, frozen: bool) -> Any:
     """Outputs, and gradients of inputs and weights after two microbatches whose reduction overlaps."""
-    import torch
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
 
@@ -115,8 +114,6 @@ def gradients(rank: int, packed: bool, distributed_optimizer: bool, frozen: bool
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("distributed_optimizer", [True, False], ids=["distributed-optimizer", "plain-optimizer"])
 def test_gradients_are_those_of_separate_products(pool: WorkerPool, distributed_optimizer: bool, frozen: bool) -> None:
-    import numpy as np
-
     separate = pool.run(gradients, False, distributed_optimizer, frozen, world_size=2)
     packed = pool.run(gradients, True, distributed_optimizer, frozen, world_size=2)
     for one, two in zip(separate, packed, strict=True):
@@ -128,8 +125,6 @@ def test_gradients_are_those_of_separate_products(pool: WorkerPool, distributed_
 
 
 def offsets_of(rank: int) -> Any:
-    import torch
-
     from mimo.model.packed_experts import _offsets
 
     storage = torch.zeros(256)
@@ -143,9 +138,6 @@ def test_tensors_in_any_order_and_addresses_that_cannot_be_read(pool: WorkerPool
 
 def recomputed_activation(rank: int) -> Any:
     """Output and gradients of two packed products with an activation between them, kept and computed again."""
-    from types import SimpleNamespace
-
-    import torch
 
     from mimo.model import compat, packed_experts, recompute
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE, ParameterShape
@@ -92,8 +93,6 @@ provider = RadioProvider()
 
 def build(grids: Any, config: Config, recompute: str = "none") -> Any:
     """This rank's vision module, with parameters that all matter."""
-    import torch
-
     from mimo.platform import current_platform
     from tests.support import provider_cases as cases
 
@@ -109,8 +108,6 @@ def build(grids: Any, config: Config, recompute: str = "none") -> Any:
 
 def inputs_of(config: Config, sizes: Sequence[Size]) -> tuple[list[np.ndarray], dict[str, Any]]:
     """Random images of these sizes, and the encoder's inputs."""
-    import torch
-
     from mimo.data.encoder_inputs import PatchOrder, packed_patches, whole_images
     from tests.support import provider_cases as cases
 
@@ -138,9 +135,6 @@ def published_forward(weights: dict[str, torch.Tensor], config: Config, image: n
     Written from the published definitions: `ViTPatchGenerator` of RADIO, timm's pre-norm `Block`, and `pixel_shuffle`
     (version 2) and `mlp1` of `NemotronH_Nano_VL_V2`.
     """
-    import torch
-    import torch.nn.functional as F
-
     weights = {name: value.double() for name, value in weights.items()}
     radio, patch, (_, height, width) = "vision_model.radio_model.model.", config.vision_patch_size, image.shape
     rows, columns, hidden = height // patch, width // patch, config.vision_hidden_size

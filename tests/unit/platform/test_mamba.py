@@ -1,11 +1,15 @@
 """The gated norm of Mamba-2 layers, and what is put into Megatron Core's mixer."""
 
+import importlib.util
+import logging
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
+import torch
 
 
 def norm_against_formula(rank, before, group_size):
-    import torch
-
     from mimo.model.torch_layers.mamba import GatedRMSNorm
 
     torch.manual_seed(0)
@@ -71,8 +75,6 @@ def test_put_into_the_mixer_twice_is_once(pool):
 
 
 def test_kernels_of_a_gpu_are_those_of_both_packages(monkeypatch):
-    import importlib.util
-
     from mimo.platform.cuda import CudaPlatform
 
     installed = {"mamba_ssm": object()}
@@ -83,11 +85,6 @@ def test_kernels_of_a_gpu_are_those_of_both_packages(monkeypatch):
 
 
 def what_is_logged(rank, platform, installed):
-    import importlib.util
-    import logging
-    from types import SimpleNamespace
-    from unittest import mock
-
     import mimo.model.torch_layers.mamba
     from providers.common.hybrid import HybridConfig
     from providers.common.hybrid_build import hybrid_spec

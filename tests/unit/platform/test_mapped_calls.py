@@ -4,6 +4,8 @@ import time
 import traceback
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from mimo.platform.emulation import MAPPED_CALLS
 
@@ -17,8 +19,6 @@ NEW_METHOD_ARGUMENTS = {"new_empty": ((2,),), "new_empty_strided": ((2, 2), (2, 
 
 
 def check_factory(name):
-    import torch
-
     if name.endswith("_like"):
         arguments = (torch.ones(2), *((5,) if name in ("full_like", "randint_like") else ()))
     else:
@@ -35,16 +35,12 @@ def check_factory(name):
 
 
 def check_new_method(name):
-    import torch
-
     method = getattr(torch.ones(2), name)
     assert method(*NEW_METHOD_ARGUMENTS[name], device="cuda").device.type == "cpu"
     assert method(*NEW_METHOD_ARGUMENTS[name]).dtype == torch.float32
 
 
 def check_to():
-    import torch
-
     x = torch.ones(2)
     assert x.to("cuda").device == x.to(torch.cuda.current_device()).device == x.to(0).device == torch.device("cpu")
     moved = x.to(device="cuda", dtype=torch.bfloat16, non_blocking=True)
@@ -54,16 +50,12 @@ def check_to():
 
 
 def check_type():
-    import torch
-
     assert torch.ones(1).type() == "torch.cuda.FloatTensor"
     assert torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16)).type() == "torch.cuda.BFloat16Tensor"
     assert torch.ones(1).type(torch.float64).dtype == torch.float64
 
 
 def check_same_tensor(name):
-    import torch
-
     x = torch.ones(2)
     assert getattr(x, name)() is x
     if name == "cuda":
@@ -71,21 +63,15 @@ def check_same_tensor(name):
 
 
 def check_record_stream():
-    import torch
-
     assert torch.ones(1).record_stream(torch.cuda.current_stream()) is None
 
 
 def check_module_cuda():
-    import torch
-
     module = torch.nn.Linear(2, 2)
     assert module.cuda() is module
 
 
 def check_device():
-    import torch
-
     assert not torch.cuda.is_available()
     assert torch.cuda.device_count() == 1
     assert torch.cuda.current_device() == torch.device("cpu")
@@ -105,8 +91,6 @@ def check_device():
 
 
 def check_streams():
-    import torch
-
     stream = torch.cuda.Stream(device=torch.cuda.current_device(), priority=-1)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with torch.cuda.stream(stream):
@@ -129,8 +113,6 @@ def check_streams():
 
 
 def check_generators():
-    import torch
-
     torch.cuda.manual_seed(7)
     first = torch.rand(3)
     torch.cuda.manual_seed_all(7)
@@ -145,8 +127,6 @@ def check_generators():
 
 
 def check_memory():
-    import torch
-
     before = torch.cuda.memory_allocated()
     assert before > 1e6
     kept = torch.ones(40_000_000)  # 160 MB
@@ -162,8 +142,6 @@ def check_memory():
 
 
 def check_profiling():
-    import torch
-
     torch.cuda.nvtx.range_push("step")
     torch.cuda.nvtx.range_pop()
     torch.cuda.nvtx.mark("here")
@@ -174,7 +152,6 @@ def check_profiling():
 
 
 def check_groups():
-    import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
     for group in (dist.new_group([0], backend="nccl"), dist.new_group([0], None, "cpu:gloo,cuda:nccl", object()),
@@ -187,18 +164,12 @@ def check_groups():
 
 
 def check_all_to_all():
-    import torch
-    import torch.distributed as dist
-
     received, splits = torch.zeros(3), torch.tensor([3])
     dist.all_to_all_single(received, torch.arange(3.0), splits, splits)
     assert received.tolist() == [0, 1, 2]
 
 
 def check_uneven_rows():
-    import torch
-    import torch.distributed as dist
-
     part, parts = torch.arange(6.0).view(3, 2), [torch.zeros(3, 2)]
     dist.all_gather(parts, part)
     assert torch.equal(parts[0], part)
@@ -208,8 +179,6 @@ def check_uneven_rows():
 
 
 def check_compile():
-    import torch
-
     def double(x):
         return 2 * x
 
@@ -220,7 +189,6 @@ def check_compile():
 def check_optimizer():
     import sys
 
-    import torch
 
     # Other tests of this process may have imported it.
     had_compiler = "torch._dynamo" in sys.modules

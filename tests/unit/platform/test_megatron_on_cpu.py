@@ -1,11 +1,11 @@
 """Megatron's own decoder, DDP, optimizer and checkpoint code on gloo: MoE on two tensor-parallel ranks."""
 
 import pytest
+import torch
 
 
 def build(collection, dtype, **changes):
     """Return a two-layer MoE decoder in Megatron's DDP with its distributed optimizer."""
-    import torch
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -40,7 +40,6 @@ def build(collection, dtype, **changes):
 
 def train(ddp, optimizer, collection, steps):
     """Losses of a few steps on one batch, per token."""
-    import torch
     from megatron.core.distributed import finalize_model_grads
 
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(3)).cuda()
@@ -65,8 +64,6 @@ def layout(tp, ep):
 
 
 def losses_of(rank, tp, ep, half=False, **changes):
-    import torch
-
     from mimo.grid.groups import Grids
 
     with Grids(layout(tp, ep), "gloo") as grids:
@@ -96,8 +93,6 @@ def test_recomputation_changes_nothing(pool):
 
 def norm_entries(rank):
     """Checkpoint entries of the norm weights: global shape and replica number of each."""
-    import torch
-
     from mimo.grid.groups import Grids
 
     with Grids(layout(2, 2), "gloo") as grids:

@@ -1,6 +1,7 @@
 """LayerNorm and RMSNorm against their formulas, inside Megatron and under sequence parallelism."""
 
 import pytest
+import torch
 
 
 def transformer_config(normalization, dtype, **changes):
@@ -20,8 +21,6 @@ def formula(kind, x, weight, bias, eps):
 
 
 def against_formula(rank, kind, zero_centered):
-    import torch
-
     from mimo.model.torch_layers.norms import LayerNorm, Norm, RMSNorm
 
     torch.manual_seed(0)
@@ -55,8 +54,6 @@ def test_values_and_gradients_in_float64(pool):
 
 
 def half_precision(rank, kind):
-    import torch
-
     from mimo.model.torch_layers.norms import Norm
 
     torch.manual_seed(0)
@@ -79,8 +76,6 @@ def test_bfloat16_is_computed_in_float32(pool, kind):
 
 
 def wrong_arguments(rank):
-    import torch
-
     from mimo.model.torch_layers.norms import Norm, RMSNorm
 
     config = transformer_config("RMSNorm", torch.float32)
@@ -102,7 +97,6 @@ def test_extras_and_errors(pool):
 
 def reduced_gradients(rank, kind, marked):
     """Weight gradients after Megatron's own reduction, each rank holding half of the sequence, and the whole ones."""
-    import torch
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
     from mimo.grid.groups import Grids
@@ -136,8 +130,6 @@ def reduced_gradients(rank, kind, marked):
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_gradients_under_sequence_parallelism(pool, kind):
-    import torch
-
     for ours, expected in pool.run(reduced_gradients, kind, True):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
     for ours, expected in pool.run(reduced_gradients, kind, False):  # without the mark each rank keeps its half

@@ -6,12 +6,11 @@ import sys
 import time
 
 import pytest
+import torch
+import torch.distributed as dist
 
 
 def total(rank, scale):
-    import torch
-    import torch.distributed as dist
-
     value = torch.tensor([float(rank * scale)])
     dist.all_reduce(value)
     threads = torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
@@ -29,7 +28,6 @@ def test_results_come_in_rank_order(pool):
 
 def tensor_after_megatron(rank):
     import megatron.core  # noqa: F401
-    import torch
 
     return torch.arange(3.0)
 
@@ -66,8 +64,6 @@ def test_processes_are_kept_and_sub_worlds_work(pool):
 
 
 def fail_on_one(rank):
-    import torch.distributed as dist
-
     if rank == 1:
         raise KeyError("the lost key")
     dist.barrier()
