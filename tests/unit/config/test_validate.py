@@ -1,15 +1,19 @@
 """Everything a run can get wrong before it starts, one line each."""
 
+from __future__ import annotations
+
 import re
 
 import pytest
 
 from mimo.config.cli import parse
+from mimo.config.trainer import CheckpointConfig
 from mimo.config.validate import (
     may_have_graphs,
     num_microbatches,
     run_world_size,
     share_with_graphs,
+    steps_ahead,
     train_iterations,
     validate,
 )
@@ -137,14 +141,7 @@ def test_a_run_that_makes_sense_passes(flags):
     (f"{ITERS} --ddp-num-buckets 2 --ddp-bucket-size 9", "--ddp-num-buckets 2 and --ddp-bucket-size 9"),
     (f"{ITERS} --ddp-num-buckets 0", "--ddp-num-buckets 0 is below 1"),
     (f"{ITERS} --seq-length 7", "--seq-length 7 is odd"),
-])
-def test_a_mistake_is_named_with_its_value(flags, expected):
-    with pytest.raises(ValueError) as caught:
-        checked(flags)
-    assert expected in str(caught.value)
-
-
-@pytest.mark.parametrize(("flags", "expected"), [
+    # Schedules that contradict themselves.
     (f"{SAMPLES} --lr-warmup-iters 2", "--lr-warmup-iters 2 with --train-samples"),
     (f"{SAMPLES} --lr-decay-iters 2", "--lr-decay-iters 2 with --train-samples"),
     (f"{SAMPLES} --lr-decay-style WSD --lr-wsd-decay-iters 2", "--lr-wsd-decay-iters 2 with --train-samples"),
@@ -166,24 +163,22 @@ def test_a_mistake_is_named_with_its_value(flags, expected):
      "--lr-warmup-iters 3 + --lr-wsd-decay-iters 8 is longer than --train-iters 10"),
     (f"{ITERS} --lr-decay-style WSD --lr-wsd-decay-iters 8 --lr-decay-iters 7",
      "--lr-wsd-decay-iters 8 is longer than --lr-decay-iters 7"),
+    # What only encoders have.
+    (f"{ITERS} --llm-only --llm-dp 2 --encoder-lr 1", "--encoder-lr 1.0"),
+    (f"{ITERS} --llm-only --llm-dp 2 --overlap-grad-reduce --encoder-ddp-overlap", "--encoder-ddp-overlap"),
+    (f"{ITERS} --llm-only --llm-dp 2 --encoder-tp 2", "--llm-only has no encoder grid: leave out --encoder-tp 2"),
+    (f"{ITERS} --llm-only --llm-dp 2 --freeze projector", "unknown part projector; known are language"),
+    (f"{ITERS} --llm-only --llm-dp 2 --freeze language", "leaves nothing to train"),
 ])
-def test_a_schedule_that_contradicts_itself_is_refused_by_name(flags, expected):
+def test_a_mistake_is_named_with_its_value(flags, expected):
     with pytest.raises(ValueError) as caught:
         checked(flags)
     assert expected in str(caught.value)
 
 
-@pytest.mark.parametrize(("flags", "expected"), [
-    (f"{ITERS} --llm-only --encoder-lr 1", "--encoder-lr 1.0"),
-    (f"{ITERS} --llm-only --overlap-grad-reduce --encoder-ddp-overlap", "--encoder-ddp-overlap"),
-    (f"{ITERS} --llm-only --encoder-tp 2", "--llm-only has no encoder grid: leave out --encoder-tp 2"),
-    (f"{ITERS} --llm-only --freeze projector", "unknown part projector; known are language"),
-    (f"{ITERS} --llm-only --freeze language", "leaves nothing to train"),
-])
-def test_a_run_without_encoder_refuses_what_only_encoders_have(flags, expected):
-    with pytest.raises(ValueError) as caught:
-        checked(flags, 1)
-    assert expected in str(caught.value)
+def test_ranks_may_share_rows_and_experts():
+    assert checked(f"{ITERS} --llm-cp 2 --cp-comm-type a2a", 3).language.cp == 2
+    checked(f"{ITERS} --num-experts 4 --llm-dp 2 --llm-ep 2", 3)
 
 
 @pytest.mark.parametrize(("dataset", "text_only"), [
@@ -196,25 +191,6 @@ def test_a_run_without_encoder_refuses_a_data_set_with_images(dataset, text_only
     assert message.startswith(f"--llm-only: sample {dataset}/") and f"of --dataset-provider {dataset} has " in message
     assert text_only in message
     assert checked(f"{flags} {text_only}", 1).encoders == ()
-
-
-def test_sequence_parallel_needs_a_sequence_that_divides():
-    with pytest.raises(ValueError, match=r"--seq-length 50 is not divisible by --llm-tp 4.*nearest are 48 and 52"):
-        checked(f"{ITERS} --llm-tp 4 --sequence-parallel --seq-length 50", 5)
-
-
-def test_a_way_to_share_rows_needs_ranks_that_share_them():
-    with pytest.raises(ValueError, match="--cp-comm-type a2a needs --llm-cp above 1; leave it out"):
-        checked(f"{ITERS} --cp-comm-type a2a", 2)
-    assert checked(f"{ITERS} --llm-cp 2 --cp-comm-type a2a", 3).language.cp == 2
-
-
-def test_experts_are_counted_by_the_family():
-    checked(f"{ITERS} --num-experts 4 --llm-dp 2 --llm-ep 2", 3)
-    with pytest.raises(ValueError, match=r"--llm-ep 2 .*splits experts, but the model has none"):
-        checked(f"{ITERS} --llm-dp 2 --llm-ep 2", 3)
-    with pytest.raises(ValueError, match=r"--num-experts 4 with --llm-tp 2 needs --sequence-parallel"):
-        checked(f"{ITERS} --num-experts 4 --llm-tp 2", 3)
 
 
 def test_microbatches_and_iterations():
@@ -299,3 +275,83 @@ def test_graphs_do_not_contain_the_experts_of_ranks_that_exchange_tokens(flags: 
                     "--cuda-graphs", *flags.split()])
     validate(config, 2)
     assert may_have_graphs(config) and share_with_graphs(config) == 0
+
+
+# Two microbatches an iteration.
+FROZEN = f"{ITERS} --freeze vision --global-batch-size 2 --encoder-prefetch-depth"
+AHEAD = f"{ITERS} --encoder-run-ahead"
+
+
+@pytest.mark.parametrize(("flags", "world_size"), [
+    (f"{FROZEN} 0", 2), (f"{FROZEN} 1", 2), (f"{FROZEN} 8", 2), (f"{FROZEN} 3 --encoder-tp 2 --llm-pp 2", 4),
+    (f"{FROZEN} 3 --freeze vision,projector", 2), (f"{FROZEN} 3 --freeze language,vision", 2),
+    (f"{ITERS} --layout colocated --encoder-prefetch-depth 0", 1),
+    # A trained encoder may be ahead inside an iteration.
+    (f"{AHEAD} 3", 2), (f"{AHEAD} 100 --encoder-tp 2 --llm-pp 2", 4), (f"{AHEAD} 1 --encoder-pp 2", 3),
+    (f"{AHEAD} 1 --freeze vision,projector", 2), (f"{AHEAD} 0 --layout colocated", 1),
+])
+def test_an_encoder_may_prefetch_or_run_ahead(flags, world_size):
+    assert checked(flags, world_size).encoders
+
+
+@pytest.mark.parametrize(("flags", "world_size", "expected"), [
+    (f"{FROZEN} -1", 2, "--encoder-prefetch-depth -1 is below 0"),
+    (f"{ITERS} --encoder-prefetch-depth 2", 2,
+     "--encoder-prefetch-depth 2 with --freeze '': vision trains, .* add vision to"),
+    (f"{ITERS} --freeze projector --encoder-prefetch-depth 2", 2, "with --freeze 'projector': vision trains"),
+    (f"{FROZEN} 1 --layout colocated", 1, "--encoder-prefetch-depth 1 with --layout colocated: .* --layout disjoint"),
+    (f"{FROZEN} 1 --llm-only --freeze x", 1, "--freeze x: unknown part"),
+    (f"{ITERS} --llm-only --encoder-prefetch-depth 1", 1, "--encoder-prefetch-depth 1: a run without encoder"),
+    (f"{FROZEN} 1 --encoder-pp 2", 3, "--encoder-prefetch-depth 1 with --encoder-pp 2: .* use --encoder-pp 1"),
+    (f"{FROZEN} 9", 2, "--encoder-prefetch-depth 9: an iteration has 2 microbatches .*; at most 8"),
+    (f"{AHEAD} -1", 2, "--encoder-run-ahead -1 is below 0"),
+    (f"{AHEAD} 2 --layout colocated", 1, "--encoder-run-ahead 2 with --layout colocated: .* leave it out"),
+    (f"{AHEAD} 2 --layout homogeneous", 1, "--encoder-run-ahead 2 with --layout homogeneous: .*disjoint"),
+    (f"{AHEAD} 2 --llm-only", 1, "--encoder-run-ahead 2: a run without encoder"),
+    (f"{FROZEN} 1 --encoder-run-ahead 2", 2, "--encoder-run-ahead 2 with --encoder-prefetch-depth 1: a frozen encoder"),
+    (f"{ITERS} --llm-tp 4 --sequence-parallel --seq-length 50", 5,
+     "--seq-length 50 is not divisible by --llm-tp 4.*nearest are 48 and 52"),
+    (f"{ITERS} --cp-comm-type a2a", 2, "--cp-comm-type a2a needs --llm-cp above 1; leave it out"),
+    (f"{ITERS} --llm-dp 2 --llm-ep 2", 3, "--llm-ep 2 .*splits experts, but the model has none"),
+    (f"{ITERS} --num-experts 4 --llm-tp 2", 3, "--num-experts 4 with --llm-tp 2 needs --sequence-parallel"),
+])
+def test_flags_that_do_not_go_together_are_refused_by_name_and_value(flags, world_size, expected):
+    with pytest.raises(ValueError, match=expected):
+        checked(flags, world_size)
+
+
+@pytest.mark.parametrize(("depth", "num_microbatches", "steps"), [(0, 4, 0), (1, 1, 1), (1, 4, 1), (4, 4, 1), (5, 4, 2),
+                                                                 (3, 1, 3)])
+def test_a_queue_reaches_over_as_many_iterations_as_it_is_long(depth, num_microbatches, steps):
+    assert steps_ahead(depth, num_microbatches) == steps
+
+
+@pytest.mark.parametrize(("load", "save", "elsewhere"), [
+    ("a", "b", True), ("a", "a/b", True), ("a/b", "a", True), ("a/iter_0000010", "b", True),
+    ("a", "./c/../a/", False), ("link", "a", False), ("link/iter_0000010", "a", False), ("a/release", "a", False),
+    (None, "a", False), ("a", None, False), (None, None, False),
+])
+def test_a_run_starts_elsewhere_than_where_it_saves(tmp_path, monkeypatch, load, save, elsewhere):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    assert CheckpointConfig(load=load, save=save).starts_elsewhere == elsewhere
+
+
+@pytest.mark.parametrize("load", ["a", "a/iter_0000010"])
+def test_fine_tuning_does_not_replace_what_it_began_with(load: str) -> None:
+    flags = ["--finetune", "--load", load]
+    validate(parse([*FAKE, *ITERS.split(), *flags, "--save", "b"]), 2)
+    validate(parse([*FAKE, *ITERS.split(), *flags]), 2)
+    with pytest.raises(ValueError, match=f"--finetune with --load {load} and --save a: .*give --save another folder"):
+        validate(parse([*FAKE, *ITERS.split(), *flags, "--save", "a"]), 2)
+
+
+@pytest.mark.parametrize("key", ["seq-length", "seq_length"])
+def test_an_allowed_difference_is_the_name_of_a_flag(key: str) -> None:
+    config = parse([*FAKE, *ITERS.split(), "--allow-difference", key, "--allow-difference", "seed"])
+    validate(config, 2)
+    assert config.checkpoint.allowed_differences == {"seq_length", "seed"}
+    with pytest.raises(ValueError, match=r"--allow-difference sequence-length: the run has no flag --sequence-length; "
+                                         r".*did you mean seq-length or"):
+        validate(parse([*FAKE, *ITERS.split(), "--allow-difference", "sequence-length"]), 2)
