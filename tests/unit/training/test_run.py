@@ -1,12 +1,15 @@
-"""Start and end of a process around its run."""
+"""Start and end of a process around its run, and what the garbage collector examines meanwhile."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
 
+from mimo.training.setup import kept_objects
 from tests.support.launch import ROOT
 
 LAUNCH = """
@@ -33,3 +36,23 @@ def test_it_ends_with_code_0(body: str, output: str) -> None:
                           timeout=100, check=False)
     log, _, told = done.stdout.partition("gloo\n")
     assert (done.returncode, told) == (0, output), log + done.stderr
+
+
+class Node:
+    """Refers to itself, so that only a collection ends it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_existing_objects_are_ignored_until_the_end() -> None:
+    before = Node()
+    early = weakref.ref(before)
+    with kept_objects():
+        late = weakref.ref(Node())
+        del before
+        gc.collect()
+        assert late() is None, "what came later is collected"
+        assert early() is not None, "what was there is not looked at"
+    gc.collect()
+    assert early() is None, "and is collected afterwards"
