@@ -131,10 +131,3 @@ def test_one_rank_reports_and_every_rank_exits_with_2(typed):
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
     plan = typed(*MOCK, "--dry-run", RANK="1", WORLD_SIZE="2")
     assert (plan.returncode, plan.stdout, plan.stderr) == (0, "", "")
-
-
-def test_help_names_the_flags_of_the_chosen_providers(typed):
-    done = typed(*MOCK, "--help", "all")
-    assert done.returncode == 0
-    for flag in ("--micro-batch-size", "--llm-expt-tp", "--config", "--vision-patch-size"):
-        assert flag in done.stdout

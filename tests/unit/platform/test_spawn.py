@@ -98,13 +98,3 @@ def test_a_hanging_rank_is_named_and_killed(pool):
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\]|ranks \[1\]"):
         pool.run(hang, timeout_s=3)
     assert pool.run(total, 1)[0][3].item() == 1.0
-
-
-def outcome(rank):
-    if rank == 1:
-        sys.exit("wanted out")
-
-
-def test_system_exit_is_a_failure(pool):
-    with pytest.raises(RuntimeError, match="(?s)rank 1 raised:.*wanted out"):
-        pool.run(outcome)

@@ -122,11 +122,6 @@ def test_answers_come_back_in_order_with_the_seeds_of_their_prompts(three: tuple
     assert [answer.token_ids for answer, in client.generate(prompts, SAMPLING)][2] == (2, 2, 2, 2)
 
 
-def test_a_replica_without_a_prompt_is_not_asked(three: tuple[Told, Told, Told]) -> None:
-    assert Replicas(three).prompt_logprobs(prompts_of(2)) == [[0.0, 0.0]]
-    assert sorted(len(each.calls) for each in three) == [0, 0, 1]
-
-
 def test_seeds_that_are_not_one_a_prompt_are_refused(three: tuple[Told, Told, Told]) -> None:
     with pytest.raises(ValueError, match="2 seeds for 3 prompts"):
         Replicas(three).generate(prompts_of(1, 1, 1), SAMPLING, [1, 2])

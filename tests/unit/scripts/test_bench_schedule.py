@@ -50,60 +50,44 @@ def rank(number: int, module: str, text: str, lane: int = 0) -> RankStep:
     return RankStep(number, module, lane, intervals)
 
 
-def parts_of(steps: list[RankStep], critical: str, ideal: float) -> dict[str, float]:
-    found = split(steps, critical, ideal)
-    assert sum(found.values()) == pytest.approx(
-        sum(step.seconds for step in steps if step.module == critical)
-        / sum(step.module == critical for step in steps))
-    return {name: value for name, value in found.items() if value}
-
-
-def test_the_first_and_the_last_pass_of_the_encoder_are_fill_and_drain():
-    steps = [rank(0, "vision", "dFFxFFxBBxxBBgoo"),
-             rank(1, "language", "dxxxFFBBFFBBiioo")]
-    assert parts_of(steps, "language", 8) == {
-        "ideal": 8, "fill and drain": 2 + 1, "bridge": 1, "data": 1, "optimizer": 2, "gradient sync": 1}
-
-
-def test_waits_of_a_pipeline_are_bubble_and_waits_for_the_encoder_before_it_are_not():
-    steps = [rank(0, "vision", "FFxxxxxxxxxxBB.."),
-             rank(1, "language", "xxFFppBBFFBBii.."),
-             rank(2, "language", "ppppFFBBppppii..")]
+# Ranks as (module, step, lane), the critical module, its ideal, and the parts that are not zero.
+SPLITS = {
+    "the first and the last pass of the encoder are fill and drain": (
+        [("vision", "dFFxFFxBBxxBBgoo"), ("language", "dxxxFFBBFFBBiioo")], "language", 8,
+        {"fill and drain": 2 + 1, "bridge": 1, "data": 1, "optimizer": 2, "gradient sync": 1}),
     # The later stage waits for 2 s of encoder, then 2 for the first stage, and 4 s after it has done its only passes.
-    assert parts_of(steps, "language", 6) == {"ideal": 6, "fill and drain": 2 + 2, "bubble": 1 + 3, "other": 2}
-
-
-def test_a_wait_for_a_stage_is_bubble_though_the_encoder_works_meanwhile():
-    steps = [rank(0, "vision", "FFFFFF.."), rank(1, "language", "xxFFBB.."), rank(2, "language", "ppFppB..")]
-    assert parts_of(steps, "language", 3) == {"ideal": 3, "fill and drain": 2, "bubble": 1, "other": 2}
-
-
-def test_a_longer_lane_is_imbalance_and_what_follows_it_gradient_sync():
-    steps = [rank(0, "vision", "F..........", 0),
-             rank(1, "language", "xFFFFBBBBgg", 0), rank(2, "language", "xFFBBgggggg", 1)]
-    found = parts_of(steps, "language", 6)
-    assert found == {"ideal": 6, "fill and drain": 1, "imbalance": 2, "gradient sync": 2}
-
-
-def test_in_the_steady_part_the_encoders_longer_microbatch_is_imbalance():
-    steps = [rank(0, "vision", "FxFFFFFFxBxB"),
-             rank(1, "language", "xFFBBxxxxFBi")]
+    "waits of a pipeline are bubble and waits for the encoder before it are not": (
+        [("vision", "FFxxxxxxxxxxBB.."), ("language", "xxFFppBBFFBBii.."), ("language", "ppppFFBBppppii..")],
+        "language", 6, {"fill and drain": 2 + 2, "bubble": 1 + 3, "other": 2}),
+    "a wait for a stage is bubble though the encoder works meanwhile": (
+        [("vision", "FFFFFF.."), ("language", "xxFFBB.."), ("language", "ppFppB..")], "language", 3,
+        {"fill and drain": 2, "bubble": 1, "other": 2}),
+    "a longer lane is imbalance and what follows it gradient sync": (
+        [("vision", "F.........."), ("language", "xFFFFBBBBgg"), ("language", "xFFBBgggggg", 1)], "language", 6,
+        {"fill and drain": 1, "imbalance": 2, "gradient sync": 2}),
     # From second 5 to 8 the language model waits for the encoder; then for the transfer.
-    assert parts_of(steps, "language", 6) == {"ideal": 6, "fill and drain": 2, "imbalance": 3, "bridge": 1}
+    "in the steady part the encoder's longer microbatch is imbalance": (
+        [("vision", "FxFFFFFFxBxB"), ("language", "xFFBBxxxxFBi")], "language", 6,
+        {"fill and drain": 2, "imbalance": 3, "bridge": 1}),
+    "an encoder's wait for the first gradient is fill": (
+        [("vision", "FFxxBBFFxBBx"), ("language", "xxFBxxxxFxxB")], "vision", 8, {"fill and drain": 2 + 1 + 1}),
+    "and for later ones imbalance": (
+        [("vision", "FFxxBBxFFBB."), ("language", "xxFBxxFBxxx.")], "vision", 8,
+        {"fill and drain": 2, "imbalance": 1, "other": 1}),
+    "late data of another rank is data and longer passes than alone are named": (
+        [("vision", "dddFxxBo"), ("language", "diixFBoo")], "language", 1.5,
+        {"slower passes": 0.5, "data": 3, "fill and drain": 1, "optimizer": 2}),
+}
 
 
-def test_an_encoders_wait_for_the_first_gradient_is_fill_and_for_later_ones_imbalance():
-    steps = [rank(0, "vision", "FFxxBBFFxBBx"),
-             rank(1, "language", "xxFBxxxxFxxB")]
-    assert parts_of(steps, "vision", 8) == {"ideal": 8, "fill and drain": 2 + 1 + 1}
-    steps = [rank(0, "vision", "FFxxBBxFFBB."), rank(1, "language", "xxFBxxFBxxx.")]
-    assert parts_of(steps, "vision", 8) == {"ideal": 8, "fill and drain": 2, "imbalance": 1, "other": 1}
-
-
-def test_late_data_of_another_rank_is_data_and_longer_passes_than_alone_are_named():
-    steps = [rank(0, "vision", "dddFxxBo"), rank(1, "language", "diixFBoo")]
-    assert parts_of(steps, "language", 1.5) == {
-        "ideal": 1.5, "slower passes": 0.5, "data": 3, "fill and drain": 1, "optimizer": 2}
+@pytest.mark.parametrize("case", SPLITS)
+def test_every_wait_goes_to_one_part(case: str) -> None:
+    ranks, critical, ideal, expected = SPLITS[case]
+    steps = [rank(number, *each) for number, each in enumerate(ranks)]
+    found = split(steps, critical, ideal)
+    own = [step.seconds for step in steps if step.module == critical]
+    assert sum(found.values()) == pytest.approx(sum(own) / len(own))
+    assert {name: value for name, value in found.items() if value} == {"ideal": ideal, **expected}
 
 
 spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(lambda pair: (min(pair), max(pair))), max_size=8)

@@ -221,12 +221,6 @@ def test_pixels_are_read_on_the_first_encoder_stage_only():
     assert all(loader(grids, rank, source, num=1).next_step()[0].text is not None for rank in (2, 3))
 
 
-def test_an_encoder_rank_without_a_sample_has_an_empty_batch():
-    (batch,) = loader(layout(2, 1), 0, micro=1, num=1).next_step()
-    assert batch.encoders["vision"].keys == ()
-    assert batch.encoders["vision"].lane_sizes == (0,)
-
-
 def test_pixel_dtype():
     step = loader(layout(), 0, dtype=torch.bfloat16, micro=4).next_step()
     assert step[0].encoders["vision"].inputs["pixel_values"].dtype == torch.bfloat16
@@ -311,27 +305,15 @@ def test_peeking_consumes_nothing(provider, prefetch):
     looking.close()
 
 
+@pytest.mark.parametrize("peeks", [False, True])
 @pytest.mark.parametrize("prefetch", [False, True])
-def test_an_error_in_what_is_peeked_at_is_raised_there(prefetch):
+def test_an_error_of_the_data_set_keeps_its_type_and_stops_the_loader(prefetch, peeks):
     failing = loader(layout(), 0, Recording(fail_at=5), prefetch=prefetch)
-    failing.next_step()
+    first = failing.next_step()
     failing.peek(0)
     state = failing.state_dict()
     with pytest.raises(OSError, match="disk gone at 5"):
-        failing.peek(1)
-    with pytest.raises(RuntimeError, match="failed in an earlier step"):
-        failing.next_step()
-    assert failing.state_dict() == state
-    failing.close()
-
-
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_an_error_of_the_data_set_keeps_its_type_and_stops_the_loader(prefetch):
-    failing = loader(layout(), 0, Recording(fail_at=5), prefetch=prefetch)
-    first = failing.next_step()
-    state = failing.state_dict()
-    with pytest.raises(OSError, match="disk gone at 5"):
-        failing.next_step()
+        failing.peek(1) if peeks else failing.next_step()
     with pytest.raises(RuntimeError, match="failed in an earlier step"):
         failing.next_step()
     assert failing.state_dict() == state
