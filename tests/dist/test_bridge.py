@@ -307,9 +307,7 @@ def record_reductions(rank: int, flags: tuple[str, ...], world_size: int) -> tup
     ("--llm-pp 2", ["finalize", "backward", "schedule"]),
     ("--llm-dp 2 --encoder-ddp-overlap", ["backward", "backward", "backward"]),
 ])
-def test_first_stages_reduce_gradients_in_their_last_backward_pass(
-    pool: WorkerPool, flags: str, places: list[str]
-) -> None:
+def test_first_stages_reduce_gradients_in_their_last_backward_pass(pool, flags, places):
     """The first step only learns which gradients to expect; from then on a group starts as soon as it is complete."""
     overlap = ("--overlap-grad-reduce", "--ddp-num-buckets", "3", "--mock-text-only-fraction", "0.0")
     ranks = pool.run(record_reductions, (*flags.split(), *overlap), 3, world_size=3)

@@ -269,8 +269,7 @@ def step_of_size_zero(rank: int, flags: tuple[str, ...], world_size: int
 
 
 @pytest.mark.parametrize("optimizer", ["--load-optim", "--no-load-optim"])
-def test_bug_7_the_first_step_starts_from_the_loaded_weights(pool: WorkerPool, saved_run: SavedRun,
-                                                             optimizer: str) -> None:
+def test_bug_7_the_first_step_starts_from_the_loaded_weights(pool, saved_run, optimizer):
     flags, root, saved = saved_run
     found = pool.run(step_of_size_zero, (*flags, "--load", root, optimizer), 3, world_size=3)
     for (state, _), (loaded, before, after, grad_norm) in zip(saved, found, strict=True):

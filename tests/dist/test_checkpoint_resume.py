@@ -462,9 +462,7 @@ BEGINNINGS = {"finetune": ("--finetune", 0), "finetune-of-an-earlier-one": ("--f
 
 @pytest.mark.slow
 @pytest.mark.parametrize("beginning", BEGINNINGS)
-def test_started_again_a_run_goes_on_from_its_own_checkpoint(
-    pool: WorkerPool, alone: tuple[str, Run], tmp_path: Path, beginning: str
-) -> None:
+def test_started_again_a_run_goes_on_from_its_own_checkpoint(pool, alone, tmp_path, beginning):
     flags, iteration = BEGINNINGS[beginning]
     command = (*DROPOUT, "--load", alone[0], *flags.split())
     saved, end = iteration + 2, iteration + 5
@@ -481,9 +479,7 @@ def test_started_again_a_run_goes_on_from_its_own_checkpoint(
 
 
 @pytest.mark.slow
-def test_checkpoints_of_another_run_are_neither_replaced_nor_continued(
-    pool: WorkerPool, alone: tuple[str, Run], tmp_path: Path
-) -> None:
+def test_checkpoints_of_another_run_are_neither_replaced_nor_continued(pool, alone, tmp_path):
     folder, other, own = alone[0], str(tmp_path / "other"), str(tmp_path / "own")
     one_process(pool, "--save", other, until=2)
     for command in (("--load", folder, "--finetune", "--save", other), ("--load", folder, "--save", other)):

@@ -257,8 +257,7 @@ def not_a_number(value: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_the_newest_whole_checkpoint_before_a_damaged_one_is_named(pool: WorkerPool, checkpoint: Path,
-                                                                    tmp_path: Path) -> None:
+def test_the_newest_whole_checkpoint_before_a_damaged_one_is_named(pool, checkpoint, tmp_path):
     for step in (1, 2, 3, 4):
         shutil.copytree(checkpoint, tmp_path / f"iter_000000{step}")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")

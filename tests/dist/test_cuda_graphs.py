@@ -68,8 +68,7 @@ def replays(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str, ro
 
 @pytest.mark.parametrize(("ranks", "grids", "slots"), [
     (1, ("--layout", "colocated"), 1), (3, ("--llm-pp", "2"), 2)], ids=["one-stage", "two-stages"])
-def test_microbatches_of_a_shape_are_replayed_after_the_first(pool: WorkerPool, tmp_path: Path, ranks: int,
-                                                             grids: tuple[str, ...], slots: int) -> None:
+def test_microbatches_of_a_shape_are_replayed_after_the_first(pool, tmp_path, ranks, grids, slots):
     flags = (*grids, "--row-lengths", "4", "--eval-interval", "3", "--eval-iters", "1", "--train-iters", "4")
     plain = pool.run(replays, flags, ranks, str(tmp_path / "plain"), world_size=ranks)
     found = pool.run(replays, (*flags, "--cuda-graphs"), ranks, str(tmp_path / "graphs"), world_size=ranks)
@@ -86,8 +85,7 @@ def test_microbatches_of_a_shape_are_replayed_after_the_first(pool: WorkerPool, 
 
 
 @pytest.mark.parametrize("split", [("--llm-dp", "2"), ("--llm-tp", "2", "--sequence-parallel")], ids=["whole", "parts"])
-def test_lengths_that_attention_cannot_be_captured_for_run_without_graphs(pool: WorkerPool, tmp_path: Path,
-                                                                          split: tuple[str, ...]) -> None:
+def test_lengths_that_attention_cannot_be_captured_for_run_without_graphs(pool, tmp_path, split):
     flags = ("--layout", "homogeneous", *split, "--row-lengths", "8", "--train-iters", "4", "--cuda-graphs")
     ((losses, all_ran, all_shapes, _), _) = pool.run(replays, flags, 2, str(tmp_path / "all"), world_size=2)
     ((found, ran, shapes, _), _) = pool.run(replays, flags, 2, str(tmp_path / "some"), 16, world_size=2)
@@ -96,8 +94,7 @@ def test_lengths_that_attention_cannot_be_captured_for_run_without_graphs(pool: 
     assert 0 == none_ran["replayed"] < ran["replayed"] < all_ran["replayed"]
 
 
-def test_overlapped_collectives_have_the_first_and_the_last_microbatch_without_graphs(pool: WorkerPool, tmp_path: Path
-                                                                                      ) -> None:
+def test_overlapped_collectives_have_the_first_and_the_last_microbatch_without_graphs(pool, tmp_path):
     flags = ("--layout", "homogeneous", "--llm-dp", "2", "--row-lengths", "1", "--train-iters", "4",
              "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-num-buckets", "3")
     plain = pool.run(replays, flags, 2, str(tmp_path / "plain"), world_size=2)
@@ -118,8 +115,7 @@ EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-siz
      ("--model-provider", "nemotron-moe-vlm-tiny", "--hybrid-layer-pattern", "ME*E", "--image-token-id", "95")),
     (("full",), ("--freeze", "vision,language")), (("none",), ("--fp8-format", "hybrid"))],
     ids=["full", "experts-1-of-2", "parts", "experts", "nested", "frozen", "fp8"])
-def test_layers_that_recompute_or_round_are_replayed_with_the_same_bits(
-        pool: WorkerPool, tmp_path: Path, model: tuple[str, ...], recomputed: tuple[str, ...]) -> None:
+def test_layers_that_recompute_or_round_are_replayed_with_the_same_bits(pool, tmp_path, model, recomputed):
     flags = ("--layout", "colocated", "--train-iters", "4", "--recompute", *recomputed, *model)
     ((losses, *_),) = pool.run(replays, flags, 1, str(tmp_path / "plain"), world_size=1)
     ((found, ran, _, _),) = pool.run(replays, (*flags, "--cuda-graphs"), 1, str(tmp_path / "graphs"), world_size=1)
@@ -160,8 +156,7 @@ EXCHANGES = {
 
 
 @pytest.mark.parametrize("case", EXCHANGES)
-def test_parts_of_layers_are_replayed_with_the_same_bits_if_ranks_exchange_tokens(pool: WorkerPool, tmp_path: Path,
-                                                                                  case: str) -> None:
+def test_parts_of_layers_are_replayed_with_the_same_bits_if_ranks_exchange_tokens(pool, tmp_path, case):
     ranks, layers, more = EXCHANGES[case]
     flags = ("--layout", "homogeneous", "--train-iters", "3", "--eval-interval", "2", "--eval-iters", "1", *EXPERTS,
              *more.split())
@@ -194,8 +189,7 @@ EMULATED = {"ep2": (2, 4, "--num-layers 4 --llm-dp 2 --llm-ep 2 --row-lengths 2"
 
 
 @pytest.mark.parametrize("case", EMULATED)
-def test_recorded_operations_give_the_same_bits_although_memory_is_shared(pool: WorkerPool, tmp_path: Path, case: str
-                                                                          ) -> None:
+def test_recorded_operations_give_the_same_bits_although_memory_is_shared(pool, tmp_path, case):
     ranks, layers, more = EMULATED[case]
     flags = ("--layout", "homogeneous", "--train-iters", "3", *EXPERTS, *more.split())
     plain = pool.run(replays, flags, ranks, str(tmp_path / "plain"), world_size=ranks)
@@ -216,8 +210,7 @@ def replays_with_latent_attention(rank: int, flags: tuple[str, ...], world_size:
 
 @pytest.mark.parametrize("recompute", [
     (), ("--recompute", "selective", "--recompute-modules", "mlp,shared_experts")], ids=["kept", "recomputed"])
-def test_shared_experts_and_dense_layers_are_captured_too(pool: WorkerPool, tmp_path: Path,
-                                                          recompute: tuple[str, ...]) -> None:
+def test_shared_experts_and_dense_layers_are_captured_too(pool, tmp_path, recompute):
     flags = ("--llm-dp", "2", "--llm-ep", "2", "--train-iters", "3", *DEEPSEEK, *recompute)
     run = replays_with_latent_attention
     plain = pool.run(run, flags, 2, str(tmp_path / "plain"), world_size=2)

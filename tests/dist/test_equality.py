@@ -147,8 +147,7 @@ def run_with_waiting_senders(rank: int, flags: tuple[str, ...], world_size: int)
     (2, "--encoder-dp 2 --llm-pp 2 --encoder-window 1"),
     pytest.param(4, "--encoder-dp 4 --llm-pp 4 --encoder-window 2 --num-layers 4", marks=pytest.mark.slow),
 ])
-def test_senders_may_wait_for_receivers(pool: WorkerPool, oracles: dict[str, Outcome], world_size: int, flags: str
-                                        ) -> None:
+def test_senders_may_wait_for_receivers(pool, oracles, world_size, flags):
     outcomes = pool.run(run_with_waiting_senders, ("--layout", "colocated", *flags.split()), world_size,
                         world_size=world_size)
     if world_size == 2:

@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -84,8 +83,7 @@ def assert_same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
 
 
 @pytest.mark.parametrize(("name", "layout"), fast_only(FAST, CASES))
-def test_logits_and_export_equal_hugging_face(pool: WorkerPool, saved: Saved, tmp_path: Path, name: str,
-                                              layout: str) -> None:
+def test_logits_and_export_equal_hugging_face(pool, saved, tmp_path, name, layout):
     world_size, flags = LAYOUTS_OF[name][layout]
     folder, expected = saved(name)
     out = tmp_path / "out"
@@ -101,8 +99,7 @@ def test_logits_and_export_equal_hugging_face(pool: WorkerPool, saved: Saved, tm
 
 
 @pytest.mark.parametrize("name", fast_only(("llama", "clip-llama", "deepseek-yarn"), hf_families.MODELS))
-def test_transformers_loads_what_is_exported_without_a_base(pool: WorkerPool, saved: Saved, tmp_path: Path,
-                                                            name: str) -> None:
+def test_transformers_loads_what_is_exported_without_a_base(pool, saved, tmp_path, name):
     folder, expected = saved(name)
     pool.run(hf_families.export, name, str(folder), str(tmp_path / "out"), world_size=1)
     (found,) = pool.run(hf_families.reloaded_logits, name, str(tmp_path / "out"), str(folder), world_size=1)
@@ -194,9 +191,7 @@ def test_a_folder_of_another_function_is_refused(pool: WorkerPool, saved: Saved,
     ("clip-llama", "text_config", {"text_config": {"rms_norm_eps": 0.2, "rope_theta": 100.0},
                                    "vision_config": {"layer_norm_eps": 0.2, "hidden_act": "gelu"}}),
 ])
-def test_an_export_has_the_values_of_the_run_and_not_those_of_its_base(
-    pool: WorkerPool, saved: Saved, tmp_path: Path, name: str, section: str, changes: dict[str, dict[str, Any]]
-) -> None:
+def test_an_export_has_the_values_of_the_run_and_not_those_of_its_base(pool, saved, tmp_path, name, section, changes):
     base, before = saved(name)
     own, out = shutil.copytree(base, tmp_path / "own"), tmp_path / "out"
     values = json.loads((own / "config.json").read_text())

@@ -61,8 +61,7 @@ def outcome_of(rank: int, vocab_size: int, unit: int, tied: bool, language: Grid
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("vocab_size", "world_size"), [(37, 1), (37, 2), (20, 4)])
-def test_padding_changes_no_loss_and_gets_no_gradient(pool: WorkerPool, tied: bool, vocab_size: int,
-                                                      world_size: int) -> None:
+def test_padding_changes_no_loss_and_gets_no_gradient(pool, tied, vocab_size, world_size):
     (plain,) = pool.run(outcome_of, vocab_size, 1, tied, GridSpec(LANGUAGE), world_size=1)
     assert plain["logits"].shape == (2, SEQ_LENGTH, vocab_size)
     # With four ranks the last two hold nothing but padding.
@@ -146,8 +145,7 @@ def reduced(rank: int, tied: bool, sequence_parallel: bool, tp: int, chunk: int 
 
 @pytest.mark.parametrize(("tied", "sequence_parallel", "tp", "fused"), [
     (False, False, 1, False), (True, True, 2, False), (False, False, 2, True)])
-def test_logits_of_some_tokens_at_a_time_give_the_same_values(pool: WorkerPool, tied: bool, sequence_parallel: bool,
-                                                              tp: int, fused: bool) -> None:
+def test_logits_of_some_tokens_at_a_time_give_the_same_values(pool, tied, sequence_parallel, tp, fused):
     whole = pool.run(reduced, tied, sequence_parallel, tp, None, world_size=tp)
     # 14 tokens are 7 of each row; the last chunk is smaller.
     parts = pool.run(reduced, tied, sequence_parallel, tp, 14, fused, world_size=tp)

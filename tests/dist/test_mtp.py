@@ -395,8 +395,7 @@ def test_a_mistake_is_felt(pool: WorkerPool, plain: Any, model: str, mistake: st
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout", "other"), [
     ("two-depths", "pp2", "tp2"), ("two-depths", "dp2-ep2", "pp2"), ("tied", "pp2", "one-process")])
-def test_checkpoint_goes_on_on_another_layout(pool: WorkerPool, plain: Any, tmp_path: Path, model: str, layout: str,
-                                              other: str) -> None:
+def test_checkpoint_goes_on_on_another_layout(pool, plain, tmp_path, model, layout, other):
     run(pool, model, layout, "--save", str(tmp_path))
     resumed, expected = run(pool, model, other, "--load", str(tmp_path)), plain(model)
     for outcome in resumed:

@@ -37,8 +37,7 @@ def test_compared_parameters_have_different_values(saved: Saved) -> None:
     assert bias.dtype is torch.float32 and bias.unique().numel() == 4
 
 
-def test_transformers_loads_what_is_exported_in_the_published_spelling(pool: WorkerPool, saved: Saved,
-                                                                       tmp_path: Path) -> None:
+def test_transformers_loads_what_is_exported_in_the_published_spelling(pool, saved, tmp_path):
     folder, expected = saved
     pool.run(hf_families.export, "nemotron-h", str(folder), str(tmp_path / "out"), world_size=1)
     exported = safetensors_of(tmp_path / "out")
@@ -59,8 +58,7 @@ def test_transformers_loads_what_is_exported_in_the_published_spelling(pool: Wor
     ({"D": torch.ones(5)},
      "shape: backbone.layers.0.mixer.D is [5] (model.safetensors); language decoder.layers.0.mixer.D [4] takes [4]"),
 ])
-def test_a_checkpoint_that_does_not_fit_is_named(pool: WorkerPool, saved: Saved, tmp_path: Path,
-                                                 change: dict[str, torch.Tensor | None], line: str) -> None:
+def test_a_checkpoint_that_does_not_fit_is_named(pool, saved, tmp_path, change, line):
     folder, _ = saved
     tensors = safetensors_of(folder)
     for name, tensor in change.items():

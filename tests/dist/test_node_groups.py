@@ -45,9 +45,7 @@ def pool() -> Iterator[WorkerPool]:
 @pytest.mark.parametrize(("of_nodes", "groups"), [
     ([2, 2, 2], [3, 2]), ([3, 3], [2, 3]), ([6], []), ([1] * 6, []), ([2, 4], []), ([4, 2], [])], ids=str)
 @pytest.mark.parametrize("num_sums", [SUMS, 0])
-def test_maxima_and_sums_of_all_ranks(
-    pool: WorkerPool, of_nodes: list[int], groups: list[int], num_sums: int
-) -> None:
+def test_maxima_and_sums_of_all_ranks(pool, of_nodes, groups, num_sums):
     outcomes = pool.run(reduced, of_nodes, num_sums)
     assert outcomes[0][1] == groups and outcomes[-1][1] == groups[1:]
     for seed in (0, 1):

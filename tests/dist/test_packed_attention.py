@@ -157,7 +157,6 @@ def rotated(rank: int, starts: list[int], positions: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(("starts", "positions"), [([0, 3, 4, 9], 6), ([0, 9], 9), ([0, 2, 2, 9], 9)])
-def test_positions_of_a_row_at_once_are_those_of_each_sample(pool: WorkerPool, starts: list[int],
-                                                             positions: int) -> None:
+def test_positions_of_a_row_at_once_are_those_of_each_sample(pool, starts, positions):
     ((at_once, one_by_one),) = pool.run(rotated, starts, positions, world_size=1)
     torch.testing.assert_close(at_once, one_by_one, rtol=0, atol=0)

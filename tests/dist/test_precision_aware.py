@@ -127,8 +127,7 @@ def usual(pool: WorkerPool) -> list[Run]:
 
 @pytest.mark.parametrize("flags", [AWARE, BF16_MOMENTS, BF16_GRADIENTS],
                          ids=["fp32-moments", "bf16-moments", "bf16-gradients"])
-def test_steps_are_close_to_those_of_the_usual_optimizer(pool: WorkerPool, usual: list[Run],
-                                                         flags: tuple[str, ...]) -> None:
+def test_steps_are_close_to_those_of_the_usual_optimizer(pool, usual, flags):
     found = pool.run(train_aware, (*EXPERTS, *flags), 3, world_size=3)
     for theirs, ours in zip(usual, found, strict=True):
         np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-3 if flags == AWARE else 5e-3)

@@ -390,9 +390,7 @@ def repeat(rank: int, config: Config, frozen: bool) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("base", [SMALL, WIDE, DYNAMIC], ids=["fixed", "fixed-wide", "dynamic"])
 @pytest.mark.parametrize(("augmentation", "frozen"), [(False, False), (True, True), (True, False)])
-def test_training_draws_crops_of_the_positions_on_request_only(
-    pool: WorkerPool, base: Config, augmentation: bool, frozen: bool
-) -> None:
+def test_training_draws_crops_of_the_positions_on_request_only(pool, base, augmentation, frozen):
     config = dataclasses.replace(base, vision_cpe_augmentation=augmentation)
     (found,) = pool.run(repeat, config, frozen, world_size=1)
     draws = augmentation and not frozen

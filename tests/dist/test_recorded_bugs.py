@@ -299,9 +299,7 @@ def moe_losses(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> li
 
 
 @pytest.mark.parametrize("layout", fast_only(["llm-tp2"], MOE_LAYOUTS))
-def test_bug_23_load_balancing_loss_is_recorded_and_equal_on_every_layout(
-    pool: WorkerPool, moe_losses: list[dict[str, float]], layout: str, tmp_path: Path
-) -> None:
+def test_bug_23_load_balancing_loss_is_recorded_and_equal_on_every_layout(pool, moe_losses, layout, tmp_path):
     world_size, flags = MOE_LAYOUTS[layout]
     ranks = pool.run(record_moe_losses, tuple(flags.split()), world_size, str(tmp_path), world_size=world_size)
     encoder_ranks = 2 if "--encoder" in flags else 1

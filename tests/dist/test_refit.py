@@ -65,8 +65,7 @@ def logprobs(logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "layout", "sizes"), fast_only([("refit-qwen3-moe", "tp2-ep2", "1")], CASES))
-def test_log_probs_after_three_syncs_equal_the_trainers(pool: WorkerPool, engine: Engine, name: str, layout: str,
-                                                        sizes: str) -> None:
+def test_log_probs_after_three_syncs_equal_the_trainers(pool, engine, name, layout, sizes):
     world_size, flags = LAYOUTS[name][layout]
     folder, process, expected = engine(name, sizes)
     prompts = pool.run(refit.prompts_of, name, str(folder), world_size=1)[0]

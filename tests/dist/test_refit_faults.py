@@ -117,8 +117,7 @@ def test_an_engine_that_is_stopped(context: Any, engine: EngineProcess, tmp_path
 
 
 @pytest.mark.parametrize(("rank", "at"), [(1, AMID), (0, AMID), (1, "embed.weight"), (0, "finish_weight_update")])
-def test_a_trainer_rank_that_is_killed(context: Any, engine: EngineProcess, tmp_path: Path, rank: int,
-                                       at: str) -> None:
+def test_a_trainer_rank_that_is_killed(context, engine, tmp_path, rank, at):
     with ranks_of(context, engine, tmp_path / "ranks") as fleet:
         assert [message for message, _ in fleet.do("connect")] == ["", ""]
         assert [message for message, _ in fleet.do("send")] == ["", ""]
@@ -215,8 +214,7 @@ def test_a_live_engine_after_a_broken_sync(pool: WorkerPool, live_engine: tuple[
 
 
 @pytest.mark.timeout(600)
-def test_a_live_engine_refuses_another_model(pool: WorkerPool, live_engine: tuple[str, EngineProcess],
-                                             tmp_path: Path) -> None:
+def test_a_live_engine_refuses_another_model(pool, live_engine, tmp_path):
     _, process = live_engine
     pool.run(refit.save, "refit-qwen3", str(tmp_path), world_size=1)
     for told in pool.run(refit_live.refused, "refit-qwen3", str(tmp_path), LAYOUT, 2, process.handle, OPTIONS,

@@ -35,8 +35,7 @@ def sources(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Sourc
 
 
 @pytest.mark.parametrize(("model", "layout"), fast_only(FAST, CASES))
-def test_boxes_of_all_ranks_are_what_an_export_writes(pool: WorkerPool, sources: Sources, tmp_path: Path, model: str,
-                                                      layout: str) -> None:
+def test_boxes_of_all_ranks_are_what_an_export_writes(pool, sources, tmp_path, model, layout):
     world_size, flags = LAYOUTS[model][layout]
     by_rank = pool.run(holdings.held_and_exported, (*sources.flags[model], *flags.split()), world_size,
                        str(sources.folder(model)), str(tmp_path), world_size=world_size)
@@ -60,8 +59,7 @@ def test_boxes_of_all_ranks_are_what_an_export_writes(pool: WorkerPool, sources:
 
 @pytest.mark.parametrize(("model", "layout"), [
     ("deepseek", "tp2-ep2"), pytest.param("vlm", "tp2", marks=pytest.mark.slow)])
-def test_whole_tensors_are_gathered_as_they_are_now(pool: WorkerPool, sources: Sources, model: str,
-                                                    layout: str) -> None:
+def test_whole_tensors_are_gathered_as_they_are_now(pool, sources, model, layout):
     folder = sources.folder(model)
     source = weights.read_folder(folder)
     world_size, flags = LAYOUTS[model][layout]

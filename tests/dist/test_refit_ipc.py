@@ -22,7 +22,6 @@ from mimo.rollout.process import EngineProcess
 from tests.support import refit_live, refit_ranks
 from tests.support.refit_faults import is_right, refuses
 from tests.support.refit_ranks import Fault, engine_in, forkserver, ranks_of
-from tests.support.spawn import WorkerPool
 
 pytestmark = pytest.mark.slow
 
@@ -62,8 +61,7 @@ def holders() -> list[int]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_log_probs_are_the_trainers_after_every_sync(pool: WorkerPool, live_engine: tuple[str, EngineProcess],
-                                                     layout: str) -> None:
+def test_log_probs_are_the_trainers_after_every_sync(pool, live_engine, layout):
     folder, process = live_engine
     flags = tuple(LAYOUTS[layout].split())
     world_size = 2 if flags else 1

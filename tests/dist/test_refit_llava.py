@@ -414,14 +414,12 @@ def test_log_probs_after_three_syncs_equal_the_trainers(pool: WorkerPool, served
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_log_probs_of_a_qwen_after_three_syncs_equal_the_trainers(pool: WorkerPool, served_qwen: Served,
-                                                                  layout: str) -> None:
+def test_log_probs_of_a_qwen_after_three_syncs_equal_the_trainers(pool, served_qwen, layout):
     check_log_probs(pool, served_qwen, layout, QWEN)
 
 
 @pytest.mark.timeout(900)
-def test_log_probs_of_a_llava_next_after_three_syncs_equal_the_trainers(
-        pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_log_probs_of_a_llava_next_after_three_syncs_equal_the_trainers(pool, tmp_path_factory):
     for served in _served(pool, tmp_path_factory.mktemp("next"), NEXT):
         assert "image_newline" in served.names
         for layout in ("colocated", "disjoint-tp2-pp2"):
@@ -430,8 +428,7 @@ def test_log_probs_of_a_llava_next_after_three_syncs_equal_the_trainers(
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["refit-qwen3-vl", "refit-qwen3-vl-moe"])
-def test_log_probs_of_a_qwen3_after_three_syncs_equal_the_trainers(
-        pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+def test_log_probs_of_a_qwen3_after_three_syncs_equal_the_trainers(pool, tmp_path_factory, name):
     for served in _served(pool, tmp_path_factory.mktemp("qwen3"), name):
         for layout in ("colocated", "disjoint-pp2"):
             check_log_probs(pool, served, layout, name)
@@ -483,8 +480,7 @@ def check_log_probs(pool: WorkerPool, served: Served, layout: str, name: str) ->
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("left", ["", "prefix", "encoder"], ids=lambda left: f"{left or 'no'}-cache-left")
-def test_a_prompt_asked_before_a_sync_is_answered_by_the_new_weights(pool: WorkerPool, served: Served,
-                                                                     left: str) -> None:
+def test_a_prompt_asked_before_a_sync_is_answered_by_the_new_weights(pool, served, left):
     """And by old ones if the sync leaves one of the engine's caches as it is: so those are in use here."""
     prompts = {key: prompt for key, prompt in served.prompts.items() if "multi_modal_data" in prompt}
     (_, new), = pool.run(sync, str(served.folder), ("--layout", "colocated"), 1, served.process.handle,

@@ -112,8 +112,7 @@ def three_refits(pool: WorkerPool, folder: Path, handle: Served, options: RefitO
         assert max(errors) <= 1e-5, step
 
 
-def test_three_refits_of_a_replica_that_shares_the_devices_of_trainers_on_two_nodes(
-        pool: WorkerPool, cluster: tuple[Cluster, list[Any]], tmp_path: Path) -> None:
+def test_three_refits_of_a_replica_that_shares_the_devices_of_trainers_on_two_nodes(pool, cluster, tmp_path):
     pool.run(refit.save, NAME, str(tmp_path), world_size=1)
     prompts = pool.run(refit.prompts_of, NAME, str(tmp_path), world_size=1)[0]
     addresses = tuple(sorted({node["NodeManagerAddress"] for node in ray.nodes()}))
@@ -126,8 +125,7 @@ def test_three_refits_of_a_replica_that_shares_the_devices_of_trainers_on_two_no
             three_refits(pool, tmp_path, handle, dataclasses.replace(OPTIONS, backend="ipc"), prompts)
 
 
-def test_three_refits_of_a_replica_on_two_nodes_and_the_loss_of_one(
-        pool: WorkerPool, cluster: tuple[Cluster, list[Any]], tmp_path: Path) -> None:
+def test_three_refits_of_a_replica_on_two_nodes_and_the_loss_of_one(pool, cluster, tmp_path):
     pool.run(refit.save, NAME, str(tmp_path), world_size=1)
     prompts = pool.run(refit.prompts_of, NAME, str(tmp_path), world_size=1)[0]
     with engine(tmp_path, 2, 2) as started:

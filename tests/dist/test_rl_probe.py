@@ -18,7 +18,6 @@ from mimo.rl.policy import PolicyTrainer
 from mimo.rl.probe import NUM_TOKENS, Expected, LogProbs, RefitProbe
 from mimo.watchdog.process_exit import ReportedElsewhereError
 from tests.support import equality
-from tests.support.spawn import WorkerPool
 from tests.support.vlm_updates import IMAGE_TOKEN, TOKENS_OF_IMAGE, VOCAB_SIZE, PictureSet, parsed
 
 
@@ -85,8 +84,7 @@ def distance(first: LogProbs, second: LogProbs) -> float:
 
 @pytest.mark.parametrize(("ranks", "flags"), [(3, "--encoder-dp 2"), (4, "--llm-pp 2 --encoder-dp 2"),
                                               (3, "--llm-tp 2 --sequence-parallel")])
-def test_log_probs_are_the_same_on_every_layout_also_of_scrambled_weights(pool: WorkerPool, ranks: int,
-                                                                          flags: str) -> None:
+def test_log_probs_are_the_same_on_every_layout_also_of_scrambled_weights(pool, ranks, flags):
     one = dataclasses.replace(CONFIG, temperature=1.0)
     ((((asked,), expected, scrambled, _)),) = pool.run(probe, ("--layout", "colocated"), 1, one, world_size=1)
     tokens = [[token for token in row for _ in range(TOKENS_OF_IMAGE if token == IMAGE_TOKEN else 1)] for row in asked]

@@ -117,8 +117,7 @@ PASSED_OVER = ", layers of multi-token prediction, which --hybrid-layer-pattern 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "layout"), [(1, ""), (4, "--llm-tp 2 --sequence-parallel --llm-dp 2 --llm-ep 2")])
-def test_a_text_model_is_the_language_model_of_a_checkpoint(pool: WorkerPool, sources: Sources, ranks: int,
-                                                            layout: str) -> None:
+def test_a_text_model_is_the_language_model_of_a_checkpoint(pool, sources, ranks, layout):
     """The checkpoint also has an encoder and multi-token prediction, which the run says it does not read."""
     root = sources.folder("nemotron")
     found = pool.run(load_and_step, (*NEMOTRON_TEXT, *layout.split()), ranks, root, world_size=ranks)

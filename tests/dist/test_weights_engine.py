@@ -50,8 +50,7 @@ def assert_same(found: Path, expected: Path) -> None:
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_loaded_and_exported_to_the_bit(pool: WorkerPool, sources: Sources, tmp_path: Path, model: str,
-                                        layout: str) -> None:
+def test_loaded_and_exported_to_the_bit(pool, sources, tmp_path, model, layout):
     world_size, flags = layout_of(model, layout)
     folder = sources.folder(model)
     for wrong, compared, elements in pool.run(weights.load_and_export, (*sources.flags[model], *flags), world_size,
@@ -65,8 +64,7 @@ def test_loaded_and_exported_to_the_bit(pool: WorkerPool, sources: Sources, tmp_
 
 
 @pytest.mark.parametrize("model", ["dense-tied", "moe", "deepseek", "hybrid", "vlm"])
-def test_imported_checkpoint_is_what_a_live_model_expects(pool: WorkerPool, sources: Sources, tmp_path: Path,
-                                                          model: str) -> None:
+def test_imported_checkpoint_is_what_a_live_model_expects(pool, sources, tmp_path, model):
     release = str(sources.release(model))
     folder = sources.folder(model)
     assert (Path(release).parent / "latest_checkpointed_iteration.txt").read_text() == "release"
@@ -83,8 +81,7 @@ def test_imported_checkpoint_is_what_a_live_model_expects(pool: WorkerPool, sour
 @pytest.mark.parametrize(("model", "layout"), [
     ("dense-tied", "tp2"), ("dense-tied", "cp2"), ("moe", "ep2"), ("deepseek", "pp2"), ("hybrid", "tp2-ep2"),
     ("hybrid", "cp2-ep2")])
-def test_a_split_models_checkpoint_is_exported(pool: WorkerPool, sources: Sources, tmp_path: Path, model: str,
-                                               layout: str) -> None:
+def test_a_split_models_checkpoint_is_exported(pool, sources, tmp_path, model, layout):
     world_size, flags = layout_of(model, layout)
     pool.run(weights.save_live, (*sources.flags[model], *flags), world_size, str(sources.folder(model)),
              str(tmp_path / "live"), world_size=world_size)

@@ -59,8 +59,7 @@ def left_alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 @pytest.mark.parametrize("saving", ["", "--async-save"], ids=["sync", "async"])
 @pytest.mark.parametrize("place", ["step", f"open .saving_iter_{KILLED_AT:07}/__1"])
-def test_a_killed_run_resumes_to_the_bit(pool: WorkerPool, left_alone: tuple[Path, list[list[tuple[Any, ...]]]],
-                                         tmp_path: Path, place: str, saving: str) -> None:
+def test_a_killed_run_resumes_to_the_bit(pool, left_alone, tmp_path, place, saving):
     from tests.support.stored import stored_tensors
 
     whole, expected = left_alone

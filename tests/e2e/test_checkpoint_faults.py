@@ -90,9 +90,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 # Killed and started again with the same flags, as Slurm does with a requeued job
 
 @pytest.mark.parametrize("mode", [(), ("--async-save",)], ids=["sync", "async"])
-def test_a_killed_run_goes_on_when_it_is_started_again(
-    tmp_path: Path, mode: tuple[str, ...], uninterrupted: list[float]
-) -> None:
+def test_a_killed_run_goes_on_when_it_is_started_again(tmp_path, mode, uninterrupted):
     root, generator = tmp_path / "checkpoints", random.Random(3)
     flags = (*TINY, *FOREVER, *mode, "--save", str(root), "--load", str(root), "--save-interval", "1",
              "--keep-last", "2")

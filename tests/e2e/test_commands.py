@@ -101,8 +101,7 @@ def test_help_names_the_flags(words: list[str], expected: tuple[str, ...], capsy
 @pytest.mark.parametrize("words", [["inspect", "nowhere"], ["inspect", "nowhere", "--verify"],
                                    ["inspect", ".", "--", "--model-provider", "mock"],
                                    ["export", "nowhere", "out"], ["import", "nowhere", "save"]])
-def test_a_folder_that_is_not_there_is_one_error(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                 capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_there_is_one_error(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     said = capsys.readouterr().err
@@ -112,8 +111,7 @@ def test_a_folder_that_is_not_there_is_one_error(words: list[str], tmp_path: Pat
 
 @pytest.mark.parametrize(("save", "where"), [
     ((), "it saved none; --save FOLDER saves them"), (("--save", "mine"), "its checkpoints are in mine (--save)")])
-def test_the_folder_of_a_run_s_records_tells_where_its_checkpoints_are(
-        save: tuple[str, ...], where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_folder_of_a_run_s_records_tells_where_its_checkpoints_are(save, where, tmp_path, capsys):
     (tmp_path / "run_config.toml").write_text(to_toml(parse([*MOCK, *save])))
     (tmp_path / "metrics.jsonl").touch()
     assert main(["inspect", str(tmp_path)]) == 2
@@ -121,8 +119,7 @@ def test_the_folder_of_a_run_s_records_tells_where_its_checkpoints_are(
                                        f"records (--run-dir), and {where}\n")
 
 
-def test_a_hugging_face_folder_is_no_checkpoint_and_the_base_of_an_export_has_to_exist(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hugging_face_folder_is_no_checkpoint_and_the_base_of_an_export_has_to_exist(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     assert main(["inspect", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (f"error: mimo inspect {tmp_path}: no checkpoint: this is a Hugging Face folder; "

@@ -157,8 +157,7 @@ def placed(flags: list[str], data: Path) -> list[str]:
 
 @pytest.mark.parametrize(("processes", "flags"), training_commands(),
                          ids=[str(place) for place in range(len(training_commands()))])
-def test_every_command_is_accepted(processes: int | None, flags: list[str], tmp_path: Path, data: Path,
-                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_is_accepted(processes, flags, tmp_path, data, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     # models/NAME stands for a folder that a reader has: one of a LLaVA.
@@ -178,8 +177,7 @@ def test_every_command_is_accepted(processes: int | None, flags: list[str], tmp_
 
 
 @pytest.mark.parametrize(("processes", "flags"), training_commands("train_rl.py"))
-def test_every_command_of_reinforcement_learning_is_accepted(processes: int | None, flags: list[str], tmp_path: Path,
-                                                             data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_of_reinforcement_learning_is_accepted(processes, flags, tmp_path, data, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     (tmp_path / "train.jsonl").touch()

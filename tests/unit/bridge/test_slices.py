@@ -61,6 +61,5 @@ def test_whole_pieces_come_from_as_many_senders_as_there_are(senders: int, recei
     (2, 2, 2, False, False),  # the slow links would carry everything twice
     (2, 1, 1, True, False),  # nothing to gather: each sender sends a half
 ])
-def test_the_layout_decides_slices(senders: int, receivers: int, replica_size: int, one_host: bool,
-                                  whole: bool) -> None:
+def test_the_layout_decides_slices(senders, receivers, replica_size, one_host, whole):
     assert sends_whole_pieces(senders, receivers, replica_size, one_host=one_host) == whole

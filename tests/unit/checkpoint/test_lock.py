@@ -49,8 +49,7 @@ def elsewhere(root: Path) -> None:
 
 
 @pytest.mark.parametrize("has_locks", [True, False])
-def test_a_second_run_is_refused_until_the_first_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *,
-                                                           has_locks: bool) -> None:
+def test_a_second_run_is_refused_until_the_first_is_killed(tmp_path, monkeypatch, *, has_locks):
     if not has_locks:
         def refuse(*_: object) -> None:
             raise OSError(lock.errno.ENOLCK, "no locks available")

@@ -87,9 +87,7 @@ def test_the_new_checkpoint_is_kept_among_later_ones(tmp_path: Path) -> None:
     assert loaded(tmp_path) == "four" and paths.saved_iterations(tmp_path) == [4, 8]
 
 
-def test_an_abandoned_future_is_neither_counted_nor_deleted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_abandoned_future_is_neither_counted_nor_deleted(tmp_path, caplog):
     for iteration in (50, 60, 70, 80):
         save(tmp_path, iteration, "abandoned")
     kept = []

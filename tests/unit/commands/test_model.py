@@ -32,9 +32,7 @@ def common_of(*flags: str) -> dict[str, Any]:
             "model": model_fields(registry.model_provider(config.model.model_provider), config.model_family)}
 
 
-def test_code_that_a_checkpoint_names_is_run_only_where_a_person_types_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_a_checkpoint_names_is_run_only_where_a_person_types_its_name(tmp_path, monkeypatch):
     (tmp_path / "somebody.py").write_text(PROVIDER)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])

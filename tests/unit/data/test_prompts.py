@@ -88,64 +88,68 @@ def test_each_format_writes_turns_and_learns_answers_with_their_end(folder, chat
     assert shown(folder, tokens, mask) == WRITTEN[prompt_format]
 
 
-def test_a_template_without_generation_tags_gives_the_same_tokens_and_mask(folder, tmp_path):
-    tokens, mask = templated(tmp_path, CHATML).encode(TALK, [1, 1])
-    assert shown(tmp_path, tokens, mask) == WRITTEN["chatml"]
-
-
-def test_the_tokenizers_own_template_is_what_is_used(tmp_path):
-    """The reference system lost it on the way: its adapter did not hand it on (bug 24).
-
-    This one has no generation prompt, so the answer starts with its content; the space before is of the same token.
-    """
-    turn = "message['role'] | upper + ': ' + message['content'] + '</s>'"
-    template = f"{{% for message in messages %}}{{{{ {turn} }}}}{{% endfor %}}"
-    tokens, mask = templated(tmp_path, template).encode(TALK[1:3], [1])
-    assert shown(tmp_path, tokens, mask) == "USER: a # b</s>ASSISTANT:[ red cat</s>]"
-
-
-def test_a_template_that_takes_only_content_parts_is_given_them(tmp_path):
-    template = (
+# Chat template, turns of TALK, and what it writes for them.
+OWN = {
+    # The reference system lost it on the way: its adapter did not hand it on (bug 24). This one has no generation
+    # prompt, so the answer starts with its content; the space before is of the same token.
+    "the tokenizer's own": (
+        "{% for message in messages %}{{ message['role'] | upper + ': ' + message['content'] + '</s>' }}{% endfor %}",
+        slice(1, 3), "USER: a # b</s>ASSISTANT:[ red cat</s>]"),
+    "without generation tags": (CHATML, slice(None), WRITTEN["chatml"]),
+    "of content parts alone": (
         "{% for message in messages %}{{ message['role'] }}:{% for part in message['content'] %}{{ part.text }}"
-        "{% endfor %}</s>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    tokens, mask = templated(tmp_path, template).encode(TALK[1:3], [1])
-    assert shown(tmp_path, tokens, mask) == "user:a # b</s>assistant:[red cat</s>]"
+        "{% endfor %}</s>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
+        slice(1, 3), "user:a # b</s>assistant:[red cat</s>]"),
+    "whose end is not marked": (
+        "{% for message in messages %}{{ message['role'] + ':' }}{% if message['role'] == 'assistant' %}"
+        "{% generation %}{{ message['content'] }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}"
+        "{{ '</s>\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}",
+        slice(1, None), "user:a # b</s>\nassistant:[red cat</s>]\nuser:and #?</s>\nassistant:[blue dog</s>]\n"),
+    "with a date, which is not today's": (
+        "{{ strftime_now('%d %b %Y') }}\n" + CHATML, slice(1, 3),
+        "26 Jul 2024\n" + WRITTEN["chatml"].split("<|im_start|>user\nand")[0].partition("<|im_end|>\n")[2]),
+}
 
 
-def test_a_template_that_writes_the_last_answer_differently_is_refused_by_name(tmp_path):
-    template = CHATML.replace("message['content'] +", "('' if loop.last else 'Earlier: ') + message['content'] +")
-    with pytest.raises(ValueError, match=f"--tokenizer {tmp_path}.*turn 2 after its own.*another --prompt-format"):
-        templated(tmp_path, template)
+@pytest.mark.parametrize("case", OWN)
+def test_a_chat_template_writes_turns_and_answers_are_learned_with_their_end(tmp_path, case):
+    template, turns, written = OWN[case]
+    talk = TALK[turns]
+    tokens, mask = templated(tmp_path, template).encode(talk, [1] * (len(talk) // 2))
+    assert shown(tmp_path, tokens, mask) == written
 
 
-@pytest.mark.parametrize("lost", ["", "{% for message in messages %}{{ message['role'] }}{% endfor %}"])
-def test_a_template_that_loses_text_is_refused(tmp_path, lost):
-    with pytest.raises(ValueError, match=f"--tokenizer {tmp_path}"):
-        templated(tmp_path, lost)
+LIKE = [{"role": "system", "content": "like <image>"}, *TALK[1:3]]
+# Chat template, and a talk that it cannot write, or None where it is refused by itself.
+UNFIT = {
+    "writes the last answer differently": (
+        CHATML.replace("message['content'] +", "('' if loop.last else 'Earlier: ') + message['content'] +"), None,
+        "--tokenizer {folder}.*turn 2 after its own.*another --prompt-format"),
+    "writes nothing": ("", None, "--tokenizer {folder}"),
+    "loses text": ("{% for message in messages %}{{ message['role'] }}{% endfor %}", None, "--tokenizer {folder}"),
+    "leaves out a turn with an image": (
+        "{% for message in messages %}{% if message['role'] != 'system' %}" + CHATML.removeprefix(
+            "{% for message in messages %}").replace("{% endfor %}", "{% endif %}{% endfor %}"), LIKE,
+        "writes 1 of 2 images"),
+    "refuses a conversation": (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML, TALK,
+        "refuses the conversation: no system role"),
+    "drops the system turn once an answer follows": (MISTRAL_V3, TALK[:3], "turn 3 after its own generation prompt"),
+    "makes a token that is half an answer": (
+        "{% for message in messages %}{{ 'catu' if message['role'] == 'user' else 'th' }}{{ message['content'] }}"
+        "{{ '</s>' }}{% endfor %}{% if add_generation_prompt %}{{ 'th' }}{% endif %}",
+        [TALK[1], {"role": "assistant", "content": "e cat"}], "the token 'the' holds a part of an answer and 'th'"),
+}
 
 
-def test_a_template_that_leaves_out_a_turn_with_an_image_is_refused(tmp_path):
-    template = "{% for message in messages %}{% if message['role'] != 'system' %}" + CHATML.removeprefix(
-        "{% for message in messages %}"
-    ).replace("{% endfor %}", "{% endif %}{% endfor %}")
-    talk = [{"role": "system", "content": "like <image>"}, *TALK[1:3]]
-    with pytest.raises(ValueError, match="writes 1 of 2 images"):
-        templated(tmp_path, template).encode(talk, [1, 1])
-
-
-def test_a_template_that_refuses_a_conversation_is_a_bad_sample(tmp_path):
-    template = (
-        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
-    )
-    with pytest.raises(ValueError, match="refuses the conversation: no system role"):
-        templated(tmp_path, template).encode(TALK, [1, 1])
-
-
-def test_todays_date_is_not_written(tmp_path):
-    template = "{{ strftime_now('%d %b %Y') }}\n" + CHATML
-    tokens, mask = templated(tmp_path, template).encode(TALK[1:3], [1])
-    assert shown(tmp_path, tokens, mask).startswith("26 Jul 2024")
+@pytest.mark.parametrize("case", UNFIT)
+def test_a_chat_template_that_does_not_write_a_conversation_is_refused(tmp_path, case):
+    template, talk, message = UNFIT[case]
+    if talk is not None:
+        tokenizer = templated(tmp_path, template)
+        assert tokenizer.encode(TALK[1:], [1, 1])[1].any()
+    with pytest.raises(ValueError, match=message.format(folder=tmp_path)):
+        tokenizer.encode(talk, [1] * str(talk).count("<image>")) if talk else templated(tmp_path, template)
 
 
 VISION = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
@@ -187,17 +191,6 @@ def test_a_template_that_ends_no_answer_is_refused_and_eos_can_end_them(tmp_path
         templated(tmp_path, CHATML, append_eos=True)
 
 
-def test_an_end_that_the_template_does_not_mark_is_learned_with_the_answer(tmp_path):
-    template = (
-        "{% for message in messages %}{{ message['role'] + ':' }}{% if message['role'] == 'assistant' %}"
-        "{% generation %}{{ message['content'] }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}"
-        "{{ '</s>\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
-    )
-    tokens, mask = templated(tmp_path, template).encode(TALK[1:], [1, 1])
-    assert shown(tmp_path, tokens, mask) == (
-        "user:a # b</s>\nassistant:[red cat</s>]\nuser:and #?</s>\nassistant:[blue dog</s>]\n")
-
-
 def test_an_answer_that_the_template_rewrites_later_is_history(tmp_path):
     """Qwen3's last answer has a block of thoughts, if only an empty one; earlier answers have none."""
     tokenizer = templated(tmp_path, QWEN3)
@@ -223,23 +216,6 @@ def test_a_template_that_asks_for_thoughts_takes_answers_with_and_without(tmp_pa
     tokens, mask = tokenizer.encode([TALK[1], thinking], [1])
     assert shown(tmp_path, tokens, mask) == f"{head}<think>\n[why\n</think>\nred cat<|im_end|>]\n"
     assert tokenizer.rewrites_history
-
-
-def test_a_template_that_drops_the_system_turn_once_an_answer_follows_is_a_bad_sample(tmp_path):
-    tokenizer = templated(tmp_path, MISTRAL_V3)
-    assert tokenizer.encode(TALK[1:], [1, 1])[1].any()
-    with pytest.raises(ValueError, match="turn 3 after its own generation prompt"):
-        tokenizer.encode(TALK[:3], [1])
-
-
-def test_a_token_that_is_half_an_answer_is_a_bad_sample(tmp_path):
-    template = (
-        "{% for message in messages %}{{ 'catu' if message['role'] == 'user' else 'th' }}{{ message['content'] }}"
-        "{{ '</s>' }}{% endfor %}{% if add_generation_prompt %}{{ 'th' }}{% endif %}"
-    )
-    tokenizer = templated(tmp_path, template)
-    with pytest.raises(ValueError, match="the token 'the' holds a part of an answer and 'th'"):
-        tokenizer.encode([TALK[1], {"role": "assistant", "content": "e cat"}], [1])
 
 
 @pytest.mark.parametrize(("template", "special", "image_id", "tags", "message"), [

@@ -81,8 +81,7 @@ def test_with_encoder_windows_the_reader_of_a_lane_holds_its_pixels(tp: int, pp:
 @pytest.mark.parametrize(("encoder_dp", "lanes", "readers"), [
     (1, 4, [0, 0, 0, 0]), (2, 4, [0, 0, 2, 2]), (4, 2, [0, 4]), (2, 2, [0, 2]),
 ])
-def test_on_disjoint_grids_the_encoder_rank_that_encodes_a_lane_reads_it(encoder_dp: int, lanes: int,
-                                                                        readers: list[int]) -> None:
+def test_on_disjoint_grids_the_encoder_rank_that_encodes_a_lane_reads_it(encoder_dp, lanes, readers):
     vision = GridSpec("vision", 0, tp=2, dp=encoder_dp)
     language = GridSpec("language", vision.size, dp=lanes)
     layout = Layout("disjoint", vision.size + lanes, (vision,), language)

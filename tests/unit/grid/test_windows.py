@@ -135,8 +135,7 @@ def most_held(stages: int, microbatches: int, window: int, split: bool, blocking
 
 @given(stages=st.integers(1, 8), microbatches=st.integers(1, 32), split=st.booleans(), blocking=st.booleans(),
        data=st.data())
-def test_no_stage_waits_forever_and_none_keeps_more_than_it_says(stages: int, microbatches: int, split: bool,
-                                                                 blocking: bool, data: st.DataObject) -> None:
+def test_no_stage_waits_forever_and_none_keeps_more_than_it_says(stages, microbatches, split, blocking, data):
     window = data.draw(st.integers(1, microbatches))
     for kept in most_held(stages, microbatches, window, split, blocking):
         assert kept <= (window if stages == 1 else stages + 2 * window - 1)
@@ -144,8 +143,7 @@ def test_no_stage_waits_forever_and_none_keeps_more_than_it_says(stages: int, mi
 
 @given(size=st.integers(1, 9), microbatches=st.integers(1, 20), stages=st.integers(1, 6), forward_only=st.booleans(),
        together=st.booleans())
-def test_every_window_is_encoded_and_finished_once_on_every_stage(size: int, microbatches: int, stages: int,
-                                                                  forward_only: bool, together: bool) -> None:
+def test_every_window_is_encoded_and_finished_once_on_every_stage(size, microbatches, stages, forward_only, together):
     for stage in range(stages):
         schedule = WindowSchedule(size, stage, stages, microbatches, forward_only, together)
         turns = []

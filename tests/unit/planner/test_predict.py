@@ -160,8 +160,7 @@ QWEN_MOE = """--model-provider causal_lm --num-layers 8 --hidden-size 2048 --num
 @pytest.mark.parametrize(("gemm", "rows", "graphs", "step_ms", "peak_gib"), [
     ("packed", 4, False, 854, 117.9), ("packed", 1, False, 1238, 100.1), ("cutlass", 1, False, 2280, 100.2),
     ("packed", 4, True, 814, 119.1), ("packed", 1, True, 965, 100.8)])
-def test_mixtures_of_experts_that_were_measured(gemm: str, rows: int, graphs: bool, step_ms: float, peak_gib: float
-                                                ) -> None:
+def test_mixtures_of_experts_that_were_measured(gemm, rows, graphs, step_ms, peak_gib):
     config = parse([*QWEN_MOE, "--micro-batch-size", str(rows), "--moe-gemm", gemm,
                     *["--cuda-graphs"][:graphs], "--row-lengths", "1"])
     costs = Costs(config, Profile(GPUS["H200"]))
@@ -174,8 +173,7 @@ def test_mixtures_of_experts_that_were_measured(gemm: str, rows: int, graphs: bo
 # The same with a batch of 64 and its experts on four H200.
 @pytest.mark.parametrize(("rows", "dispatcher", "step_ms", "peak_gib"), [
     (4, "alltoall", 1028, 52.3), (4, "allgather", 976, 52.6), (1, "alltoall", 2175, 34.0)])
-def test_experts_on_several_ranks_that_were_measured(rows: int, dispatcher: str, step_ms: float, peak_gib: float
-                                                     ) -> None:
+def test_experts_on_several_ranks_that_were_measured(rows, dispatcher, step_ms, peak_gib):
     config = parse([*QWEN_MOE, "--global-batch-size", "64", "--micro-batch-size", str(rows), "--row-lengths", "1",
                     "--llm-dp", "4", "--llm-ep", "4", "--moe-token-dispatcher-type", dispatcher])
     costs = Costs(config, Profile(GPUS["H200"]))
@@ -352,8 +350,7 @@ def test_what_the_trainer_refuses_keeps_no_other_layout_out(monkeypatch: pytest.
     assert [each.flags for each in found[:BEST]] == [each.flags for each in whole[:BEST]]
 
 
-def test_a_data_set_that_refuses_every_layout_says_why(capsys: pytest.CaptureFixture[str],
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_that_refuses_every_layout_says_why(capsys, monkeypatch):
     def refuse(*_: object) -> None:
         raise ValueError("the data has 3 samples")
 
@@ -390,8 +387,7 @@ LONG_ROWS = [
 
 
 @pytest.mark.parametrize(("gpus", "layout", "length", "recomputed", "measured"), LONG_ROWS)
-def test_memory_of_long_videos_is_near_what_was_measured(gpus: int, layout: str, length: int, recomputed: int,
-                                                         measured: float) -> None:
+def test_memory_of_long_videos_is_near_what_was_measured(gpus, layout, length, recomputed, measured):
     """Norms of queries and keys, projectors of a frozen tower and features were missing once: up to 13 GiB."""
     frames = str((length - 600) // 196 * 2)
     flags = [*presets.PRESETS["long-video"], "--bf16", "--seq-length", str(length), "--mock-video-min-frames", frames,
@@ -739,8 +735,7 @@ def test_the_command_plans_for_the_context_parallelism_of_the_run(capsys: pytest
     "--encoder-dp 4 --llm-dp 4", "--encoder-dp 4 --llm-dp 4 --encoder-window 0",
     "--encoder-dp 4 --llm-dp 4 --encoder-window 2",
     "--encoder-dp 4 --llm-dp 2 --llm-tp 2 --sequence-parallel --encoder-window 2"])
-def test_lanes_of_different_rows_wait_for_each_other_at_windows_only(flags: str, monkeypatch: pytest.MonkeyPatch
-                                                                      ) -> None:
+def test_lanes_of_different_rows_wait_for_each_other_at_windows_only(flags, monkeypatch):
     monkeypatch.setattr("mimo.planner.costs.LAUNCH_S", {False: (0.0, 0.0), True: (0.0, 0.0)})
     config = parse([*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1", "--num-layers", "8",
                     "--global-batch-size", "64", "--layout", "colocated", *flags.split()])

@@ -33,8 +33,7 @@ def pipeline(stages: int, microbatches: int, forward_s: float, backward_s: float
 
 
 @given(stages=st.integers(1, 8), microbatches=st.integers(1, 24), forward_s=st.floats(0.1, 3), ratio=st.floats(1, 3))
-def test_a_pipeline_of_equal_stages_takes_its_passes_and_the_bubble(stages: int, microbatches: int, forward_s: float,
-                                                                    ratio: float) -> None:
+def test_a_pipeline_of_equal_stages_takes_its_passes_and_the_bubble(stages, microbatches, forward_s, ratio):
     each = forward_s * (1 + ratio)
     expected = (microbatches + stages - 1) * each
     assert pipeline(stages, microbatches, forward_s, forward_s * ratio) == pytest.approx(expected)
@@ -52,8 +51,7 @@ def test_the_slowest_stage_sets_the_pace() -> None:
     # The first and the last pass of the faster encoder cannot be hidden.
     (5.0, 7.5, 1, (0.947, 0.947)),
 ])
-def test_an_encoder_that_runs_ahead_of_twelve_microbatches(encoder_s: float, language_s: float, stages: int,
-                                                           shares: tuple[float, ...]) -> None:
+def test_an_encoder_that_runs_ahead_of_twelve_microbatches(encoder_s, language_s, stages, shares):
     for ahead, share in enumerate(shares):
         def seconds(stage: int) -> Callable[[str, int], float]:
             whole = language_s if stage else encoder_s

@@ -120,46 +120,39 @@ def test_flags_that_config_json_cannot_hold_are_refused(change: dict[str, Any], 
         PROVIDER.hf_config(dataclasses.replace(SMALL, **change))
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"kv_lora_rank": 0}, "--kv-lora-rank 0 must be at least 1"),
-    ({"q_lora_rank": -1}, "--q-lora-rank -1 is below 0"),
-    ({"num_query_groups": 2}, "--num-query-groups 2 has no effect in latent attention"),
-    ({"qk_layernorm": False}, "--no-qk-layernorm"),
-    ({"qk_pos_emb_head_dim": 7}, "--qk-pos-emb-head-dim 7 is odd"),
-    ({"first_k_dense_replace": 4}, "--first-k-dense-replace 4 must lie between 0 and --num-layers 4"),
-    ({"rotary_scaling_factor": 0.5}, "--rotary-scaling-factor 0.5 is below 1"),
-    ({"moe_router_topk_scaling_factor": 0.0}, "--moe-router-topk-scaling-factor 0.0: Megatron Core would leave"),
-    ({"moe_router_topk": 1}, "--moe-router-topk 1 must lie between 2 and --num-experts 8"),
-    ({"moe_router_topk": 3}, "--moe-router-topk 3 with --moe-router-group-topk 1 must be 2"),
-    ({"moe_router_num_groups": 3}, "--num-experts 8 is not divisible by --moe-router-num-groups 3"),
-    ({"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 6},
+@pytest.mark.parametrize(("change", "grid", "seq_length", "message"), [
+    ({"kv_lora_rank": 0}, {}, 64, "--kv-lora-rank 0 must be at least 1"),
+    ({"q_lora_rank": -1}, {}, 64, "--q-lora-rank -1 is below 0"),
+    ({"num_query_groups": 2}, {}, 64, "--num-query-groups 2 has no effect in latent attention"),
+    ({"qk_layernorm": False}, {}, 64, "--no-qk-layernorm"),
+    ({"qk_pos_emb_head_dim": 7}, {}, 64, "--qk-pos-emb-head-dim 7 is odd"),
+    ({"first_k_dense_replace": 4}, {}, 64, "--first-k-dense-replace 4 must lie between 0 and --num-layers 4"),
+    ({"rotary_scaling_factor": 0.5}, {}, 64, "--rotary-scaling-factor 0.5 is below 1"),
+    ({"moe_router_topk_scaling_factor": 0.0}, {}, 64,
+     "--moe-router-topk-scaling-factor 0.0: Megatron Core would leave"),
+    ({"moe_router_topk": 1}, {}, 64, "--moe-router-topk 1 must lie between 2 and --num-experts 8"),
+    ({"moe_router_topk": 3}, {}, 64, "--moe-router-topk 3 with --moe-router-group-topk 1 must be 2"),
+    ({"moe_router_num_groups": 3}, {}, 64, "--num-experts 8 is not divisible by --moe-router-num-groups 3"),
+    ({"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 6}, {}, 64,
      "--moe-router-topk must be 4 or 5"),
-    ({"moe_router_num_groups": 8, "moe_router_group_topk": 1, "moe_router_topk": 2}, "exceeds the 1 experts"),
-    ({"moe_router_group_topk": 3}, "--moe-router-group-topk 3 exceeds --moe-router-num-groups 2"),
-    ({"moe_shared_expert_intermediate_size": 24}, "is not divisible by --moe-ffn-hidden-size 16"),
-])
-def test_sizes_that_contradict_each_other(change: dict[str, Any], message: str) -> None:
-    assert message in problems_of(dataclasses.replace(SMALL, **change), layout())
-
-
-@pytest.mark.parametrize(("change", "grid", "message"), [
-    ({}, {"pp": 3}, "--num-layers 4 is not divisible by --llm-pp 3"),
-    ({"num_attention_heads": 3}, {"tp": 2}, "--num-attention-heads 3 is not divisible by --llm-tp 2"),
-    ({"q_lora_rank": 25}, {"tp": 2}, "--q-lora-rank 25 is not divisible by --llm-tp 2"),
-    ({"kv_lora_rank": 15}, {"tp": 2},
+    ({"moe_router_num_groups": 8, "moe_router_group_topk": 1, "moe_router_topk": 2}, {}, 64, "exceeds the 1 experts"),
+    ({"moe_router_group_topk": 3}, {}, 64, "--moe-router-group-topk 3 exceeds --moe-router-num-groups 2"),
+    ({"moe_shared_expert_intermediate_size": 24}, {}, 64, "is not divisible by --moe-ffn-hidden-size 16"),
+    ({}, {"pp": 3}, 64, "--num-layers 4 is not divisible by --llm-pp 3"),
+    ({"num_attention_heads": 3}, {"tp": 2}, 64, "--num-attention-heads 3 is not divisible by --llm-tp 2"),
+    ({"q_lora_rank": 25}, {"tp": 2}, 64, "--q-lora-rank 25 is not divisible by --llm-tp 2"),
+    ({"kv_lora_rank": 15}, {"tp": 2}, 64,
      "--kv-lora-rank 15 + --qk-pos-emb-head-dim 8 = 23 is not divisible by --llm-tp 2"),
-    ({"ffn_hidden_size": 49}, {"tp": 2}, "--ffn-hidden-size 49 is not divisible by --llm-tp 2"),
-    ({"num_experts": 6}, {"dp": 4, "ep": 4}, "--num-experts 6 is not divisible by --llm-ep 4"),
+    ({"ffn_hidden_size": 49}, {"tp": 2}, 64, "--ffn-hidden-size 49 is not divisible by --llm-tp 2"),
+    ({"num_experts": 6}, {"dp": 4, "ep": 4}, 64, "--num-experts 6 is not divisible by --llm-ep 4"),
+    ({}, {}, 128, "--seq-length 128 exceeds --max-position-embeddings 64"),
+    ({}, {"cp": 2}, 62, "--seq-length 62 is not divisible by 4, twice --llm-cp 2"),
 ])
-def test_sizes_that_a_grid_cannot_hold(change: dict[str, Any], grid: dict[str, int], message: str) -> None:
+def test_sizes_that_contradict_each_other_or_a_grid(change, grid, seq_length, message):
     config = dataclasses.replace(SMALL, **change)
-    PROVIDER.validate(config, layout(), 64)
-    assert message in problems_of(config, layout(**grid))
-
-
-def test_a_sequence_longer_than_the_positions() -> None:
-    assert "--seq-length 128 exceeds --max-position-embeddings 64" in problems_of(SMALL, layout(), 128)
-    assert "--seq-length 62 is not divisible by 4, twice --llm-cp 2" in problems_of(SMALL, layout(cp=2), 62)
+    if grid and seq_length == 64:
+        PROVIDER.validate(config, layout(), 64)
+    assert message in problems_of(config, layout(**grid), seq_length)
 
 
 def test_weight_map_names_every_tensor_once() -> None:

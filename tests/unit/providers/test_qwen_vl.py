@@ -141,8 +141,7 @@ def test_published_models_have_the_tensors_of_transformers(family: ModuleType, n
     (qwen3_vl, "vision_config", {"deepstack_visual_indexes": [16, 8]}, "deepstack_visual_indexes = [16, 8]"),
     (qwen3_vl, "vision_config", {"temporal_patch_size": [2, 2]}, "temporal_patch_size = [2, 2]"),
 ])
-def test_values_that_the_model_cannot_reproduce_are_refused_by_key(family: ModuleType, section: str,
-                                                                   change: dict[str, Any], message: str) -> None:
+def test_values_that_the_model_cannot_reproduce_are_refused_by_key(family, section, change, message):
     # Most keys are tested by what docs/hf_config_keys.md says of them (test_hf_keys.py).
     config = published(family, "7b" if family is qwen2_5_vl else "8b")
     (config[section] if section else config).update(change)

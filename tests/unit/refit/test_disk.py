@@ -149,8 +149,7 @@ def of_other_shape(tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize(("change", "name"), [
     (without, "blocks.2.weight"), (with_more, "blocks.8.weight"), (of_other_shape, "blocks.1.weight")])
-def test_weights_of_another_model_are_refused_and_the_old_ones_serve_on(
-        tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], name: str) -> None:
+def test_weights_of_another_model_are_refused_and_the_old_ones_serve_on(tmp_path, change, name):
     engine = RolloutEngine(engine_options())
     write(tmp_path, "good", 0)
     engine.load_from_disk(str(tmp_path))
@@ -160,8 +159,7 @@ def test_weights_of_another_model_are_refused_and_the_old_ones_serve_on(
     assert engine.version == "good" and is_right(engine, 0)
 
 
-def test_an_engine_whose_loading_breaks_off_refuses_until_one_succeeds(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_whose_loading_breaks_off_refuses_until_one_succeeds(tmp_path, monkeypatch):
     engine = RolloutEngine(engine_options())
     write(tmp_path, "good", 0)
     engine.load_from_disk(str(tmp_path))

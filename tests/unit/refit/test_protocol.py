@@ -272,8 +272,7 @@ def other_box(operations: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("change", [dropped, reordered, renamed, other_box])
 @pytest.mark.parametrize("side", ["trainer", "worker"])
-def test_plans_that_differ_are_told_on_both_sides(monkeypatch: pytest.MonkeyPatch, side: str,
-                                                  change: Callable[[list[Any]], list[Any]]) -> None:
+def test_plans_that_differ_are_told_on_both_sides(monkeypatch, side, change):
     if side == "trainer":
         monkeypatch.setattr(planning, "send_plan", altered(change))
     refused: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -564,9 +563,7 @@ def test_a_first_rank_without_a_store_is_told_on_every_rank(monkeypatch: pytest.
     assert messages_of(Ranks.of(2).connect(None, 1, IMPATIENT)) == ["set-up failed: no port is free"] * 2
 
 
-def test_a_rank_that_does_not_reach_the_store_stops_all_before_their_first_collective(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_does_not_reach_the_store_stops_all_before_their_first_collective(monkeypatch):
     ranks, join = Ranks.of(2), Rendezvous.join
 
     def fail_on_second_rank(place: StoreAddress, who: str, limit: float, listener: int | None = None) -> Rendezvous:

@@ -163,8 +163,7 @@ def test_more_gpus_than_there_are_is_said_with_the_numbers(tmp_path: Path) -> No
          r"The end of .*\.out:\n(.|\n)*a worker finds no model\nThe end of .*\.err:\n(.|\n)*its last words"),
     ("nowhere", r"replica 0: the engine did not start: process \d+ on .* sees no folder .*nowhere: it has to be on a "
                 "file system of all nodes")])
-def test_an_engine_that_does_not_start_says_why_and_leaves_its_place(tmp_path: Path, folder: str,
-                                                                     expected: str) -> None:
+def test_an_engine_that_does_not_start_says_why_and_leaves_its_place(tmp_path, folder, expected):
     with pytest.raises(RefitError, match=expected):
         with engines(tmp_path / folder, 1, setup=fail_to_start):
             pass

@@ -62,8 +62,7 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("name", "rank"), fast_only(FAST, CASES))
-def test_recorded_boxes_fill_buffers_as_loading_fills_the_model(
-        saved: dict[str, tuple[Path, Tensors]], name: str, rank: Rank) -> None:
+def test_recorded_boxes_fill_buffers_as_loading_fills_the_model(saved, name, rank):
     folder, tensors = saved[name]
     with tiny.as_rank(folder, rank) as config:
         model = tiny.build(config)
@@ -89,8 +88,7 @@ def test_recorded_boxes_fill_buffers_as_loading_fills_the_model(
 @pytest.mark.parametrize(("name", "ranks"), [
     ("qwen3", [Rank(pp=(stage, 2)) for stage in range(2)]),
     ("qwen3-moe", [Rank(tp=(tp, 2), experts_over_tp=True) for tp in range(2)])])
-def test_every_name_is_taken_by_some_worker(
-        saved: dict[str, tuple[Path, Tensors]], name: str, ranks: list[Rank]) -> None:
+def test_every_name_is_taken_by_some_worker(saved, name, ranks):
     folder, tensors = saved[name]
     untaken = []
     for rank in ranks:
@@ -99,8 +97,7 @@ def test_every_name_is_taken_by_some_worker(
     assert all(untaken) and not set.intersection(*untaken)
 
 
-def test_a_missing_tensor_is_an_error_with_its_number_of_elements(
-        saved: dict[str, tuple[Path, Tensors]]) -> None:
+def test_a_missing_tensor_is_an_error_with_its_number_of_elements(saved):
     folder, tensors = saved["qwen3"]
     entries = [entry for entry in tiny.entries_of(tensors) if "layers.1.self_attn.k_proj" not in entry.name
                and "layers.0.input_layernorm" not in entry.name]
@@ -113,8 +110,7 @@ def test_a_missing_tensor_is_an_error_with_its_number_of_elements(
     assert str(error.value).count("elements") == 2
 
 
-def test_a_repeated_or_refused_tensor_is_an_error_and_hides_no_other(
-        saved: dict[str, tuple[Path, Tensors]]) -> None:
+def test_a_repeated_or_refused_tensor_is_an_error_and_hides_no_other(saved):
     folder, tensors = saved["qwen3"]
     entries = tiny.entries_of(tensors)
     wide = [TensorMeta(entry.name, entry.dtype, (33,)) if entry.name == "model.norm.weight" else entry
@@ -168,8 +164,7 @@ def state(model: torch.nn.Module) -> dict[str, tuple[int, object]]:
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", pytest.param("nemotron-h", marks=pytest.mark.slow)])
-def test_a_processed_model_is_recorded_as_it_was_and_stays_as_it_is(
-        saved: dict[str, tuple[Path, Tensors]], name: str) -> None:
+def test_a_processed_model_is_recorded_as_it_was_and_stays_as_it_is(saved, name):
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     folder, tensors = saved[name]
@@ -291,8 +286,7 @@ def test_a_module_with_one_tensor_of_the_loaders_is_the_loaders() -> None:
     assert worker_plan.routes(model, recording, entries(**shapes)).loader == ("scaled.a.weight", "a.bias", "c.weight")
 
 
-def test_on_accelerators_all_but_what_is_processed_or_computed_is_direct(
-        saved: dict[str, tuple[Path, Tensors]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_accelerators_all_but_what_is_processed_or_computed_is_direct(saved, monkeypatch):
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.platforms import current_platform

@@ -151,16 +151,14 @@ def test_calls_reach_all_replicas_at_the_same_time(three: tuple[Told, Told, Told
 
 
 @pytest.mark.parametrize("error", [RefitError("the weights are of another model"), OSError("made to fail")])
-def test_the_replica_that_fails_is_named_and_the_others_are_not_waited_for(three: tuple[Told, Told, Told],
-                                                                           error: Exception) -> None:
+def test_the_replica_that_fails_is_named_and_the_others_are_not_waited_for(three, error):
     three[1].error = error
     three[2].hangs.clear()
     with pytest.raises(RefitError, match=f"^replica 1: .*{error}$"):
         Replicas(three).start_weight_update()
 
 
-def test_a_replica_that_does_not_answer_is_named_in_time(three: tuple[Told, Told, Told],
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_does_not_answer_is_named_in_time(three, monkeypatch):
     monkeypatch.setattr(replicas_module, "GRACE_S", 0.2)
     three[0].hangs.clear()
     three[2].hangs.clear()
@@ -168,8 +166,7 @@ def test_a_replica_that_does_not_answer_is_named_in_time(three: tuple[Told, Told
         Replicas(three, timeout_s=0.2).finish_weight_update("7")
 
 
-def test_a_replica_that_answers_too_few_prompts_is_named(three: tuple[Told, Told, Told],
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_answers_too_few_prompts_is_named(three, monkeypatch):
     monkeypatch.setattr(three[1], "prompt_logprobs", lambda prompts: [])
     with pytest.raises(RefitError, match="replica 1: 0 answers of prompt_logprobs to 2 prompts"):
         Replicas(three).prompt_logprobs(prompts_of(1, 1, 1, 1, 1))

@@ -89,8 +89,7 @@ def test_too_few_gpus_are_refused_with_the_numbers(host: pytest.MonkeyPatch, fla
     ("--engine-dp 1 --engine-tp 16 --engine-nodes 2", [8, 4],
      "needs 8 trainer ranks on each of 2 hosts; there is room for 0 on 2 hosts with 4, 8 ranks each"),
 ])
-def test_colocated_replicas_fill_one_host_after_the_other(
-        flags: str, num_ranks: list[int], places: list[list[tuple[int, int]]] | str) -> None:
+def test_colocated_replicas_fill_one_host_after_the_other(flags, num_ranks, places):
     config = parsed("--engine-placement", "colocated", "--ray-address", "auto", *flags.split())
     if isinstance(places, str):
         with pytest.raises(ValueError, match=places):
@@ -191,8 +190,7 @@ def test_an_engine_that_is_data_parallel_by_itself_is_refused(monkeypatch: pytes
     ("cpu", "--kv-lora-rank 256", "--kv-lora-rank 256 --qk-pos-emb-head-dim 64: .* for CPUs takes 512 and 64 only"),
     ("cpu", "--rope-type rope", "--rope-type rope: vLLM on CPUs applies plain rotary positions to the wrong numbers"),
 ])
-def test_latent_attention_that_vllm_computes_otherwise_is_refused(host: pytest.MonkeyPatch, device: str, flags: str,
-                                                                  expected: str) -> None:
+def test_latent_attention_that_vllm_computes_otherwise_is_refused(host, device, flags, expected):
     config = parse_as(RlRunConfig, ["--model-provider", "deepseek_v3", "--device", device, *flags.split()], DESCRIPTION)
     with pytest.raises(ValueError, match=expected) if expected else nullcontext():
         check_placement(config, 1)

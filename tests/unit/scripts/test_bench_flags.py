@@ -50,8 +50,7 @@ BASES = {
     ("train", "--warmup-steps 4", "--steps 4 --warmup-steps 4"),
     ("train", "--global-batch-size 3", "--global-batch-size 3 is not a multiple"),
 ])
-def test_flags_that_cannot_work_are_refused(program: str, flags: str, message: str, monkeypatch: pytest.MonkeyPatch,
-                                            capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_cannot_work_are_refused(program, flags, message, monkeypatch, capsys):
     monkeypatch.delattr(subprocess, "Popen")
     try:
         code = importlib.import_module(f"scripts.bench.{program}").main(shlex.split(f"{BASES[program]} {flags}"))

@@ -24,8 +24,7 @@ def small() -> refit_shapes.Model:
 
 
 @pytest.mark.parametrize(("engine", "copies"), [("tp=4,replicas=2", 2), ("tp=2,pp=2,dp=2,ep=1", 1)])
-def test_both_sides_come_to_the_same_sum(engine: str, copies: int, monkeypatch: pytest.MonkeyPatch,
-                                         capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_sides_come_to_the_same_sum(engine, copies, monkeypatch, capsys):
     monkeypatch.setitem(refit_plan.MODELS, "deepseek-v3", small)
     arguments = ["--model", "deepseek-v3", "--trainer", "tp=4,pp=2,dp=2,ep=4", "--engine", engine, "--planned", "99"]
     assert refit_plan.main(arguments) == 0
@@ -39,8 +38,7 @@ def test_both_sides_come_to_the_same_sum(engine: str, copies: int, monkeypatch: 
     assert copies * expert_bytes < workers["bytes_total"] < 2 * copies * expert_bytes
 
 
-def test_a_proof_compares_every_pair_of_both_sides(monkeypatch: pytest.MonkeyPatch,
-                                                   capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_proof_compares_every_pair_of_both_sides(monkeypatch, capsys):
     monkeypatch.setitem(refit_plan.MODELS, "deepseek-v3", small)
     arguments = ["--model", "deepseek-v3", "--trainer", "tp=2,pp=2,dp=2,ep=4", "--engine", "tp=4,pp=2", "--prove"]
     assert refit_plan.main(arguments) == 0

@@ -91,8 +91,7 @@ def test_a_table_and_then_json(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(("text", "message"), [(None, "No such file"), ("{", "is not a trace of torch's profiler"),
                                                ('{"a": 1}', "is not a trace of torch's profiler"),
                                                ('{"traceEvents": []}', "the trace has no kernels of a GPU")])
-def test_a_file_without_a_gpu_trace_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None,
-                                                 message: str) -> None:
+def test_a_file_without_a_gpu_trace_is_one_error(tmp_path, capsys, text, message):
     path = tmp_path / "rank-0.json"
     if text is not None:
         path.write_text(text)

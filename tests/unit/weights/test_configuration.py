@@ -53,9 +53,7 @@ def test_a_model_agrees_with_its_own_config(tmp_path: Path, name: str) -> None:
     ({"model_type": "qwen2"}, "add_qkv_bias", (False, True)),
     ({"tie_word_embeddings": True}, "untie_embeddings_and_output_weights", (True, False)),
 ])
-def test_every_key_that_changes_the_function_is_named(
-    tmp_path: Path, change: dict[str, Any], field: str, values: tuple[Any, Any]
-) -> None:
+def test_every_key_that_changes_the_function_is_named(tmp_path, change, field, values):
     config = TEXT_MODELS["llama"]
     problems, notes = found_in(tmp_path, "causal_lm", config, config | change)
     flag = field.replace("_", "-")

@@ -69,8 +69,7 @@ def test_each_figure_has_its_flag(figures: dict[str, float], flags: str, advised
     ("language", "--transformer-impl local --global-batch-size 9", ""),
     ("language", "--num-experts 8 --no-bf16", "--micro-batch-size 2"),
     ("language", "--num-experts 8", "--cuda-graphs")])
-def test_a_gpu_that_waits_for_its_host_gets_graphs_where_the_trainer_accepts_them(
-        module: str, flags: str, advised: str, tmp_path: Path) -> None:
+def test_a_gpu_that_waits_for_its_host_gets_graphs_where_the_trainer_accepts_them(module, flags, advised, tmp_path):
     quiet = {f"timeline/{name}/bridge-wait-s": 0.01 for name in ("vision", "language")}
     write_run(tmp_path, steps(**quiet, **{f"timeline/{module}/host-bound-s": 0.5}))
     given = ["--model-provider", "llava", "--dataset-provider", "mock", "--train-iters", "30", "--global-batch-size",
