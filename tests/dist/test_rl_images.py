@@ -12,7 +12,7 @@ from mimo.config.rl import RlConfig
 from tests.support import vlm_updates
 from tests.support.global_state import assemble, worst_errors
 from tests.support.marks import fast_only
-from tests.support.same_updates import TOLERANCE, assert_same_updates
+from tests.support.policy_updates import TOLERANCE, assert_same_updates
 from tests.support.spawn import WorkerPool
 from tests.support.vlm_updates import LENGTHS, PROMPTS, TOKENS_OF_IMAGE, Outcome
 

@@ -10,7 +10,7 @@ import torch
 from mimo.config.rl import RlConfig
 from mimo.training.step_metrics import TRACKED
 from tests.support import policy_moe
-from tests.support.same_updates import assert_same_updates
+from tests.support.policy_updates import assert_same_updates
 from tests.support.spawn import WorkerPool
 
 pytestmark = pytest.mark.slow

@@ -17,8 +17,7 @@ from mimo.config.rl import RlConfig
 from tests.support import policy_updates
 from tests.support.global_state import assemble, worst_errors
 from tests.support.marks import fast_only
-from tests.support.policy_updates import LENGTHS, PROMPTS, Outcome
-from tests.support.same_updates import TOLERANCE, assert_same_updates
+from tests.support.policy_updates import LENGTHS, PROMPTS, TOLERANCE, Outcome, assert_same_updates
 from tests.support.spawn import WorkerPool
 
 CONFIG = RlConfig(completions_per_prompt=2, temperature=0.7, entropy_coeff=0.01, importance_cap=1.1, kl_coeff=0.5)

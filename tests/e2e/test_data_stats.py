@@ -19,7 +19,7 @@ from PIL import Image
 
 from data.stats.collect import Record
 from data.stats.figures import pack
-from tests.support.report_pages import contents, figures
+from tests.support.report_runs import contents, figures
 from tests.support.shards import prepare, write_tar
 from tests.support.small_tokenizer import CHATML_TOKENS, write_tokenizer
 

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.support.digit_shards import data_flags
 from tests.support.launch import ROOT, losses, records, torchrun
-from tests.support.report_pages import figures, headings
+from tests.support.report_runs import figures, headings
 
 CONFIG = ROOT / "scripts" / "configs" / "quickstart.toml"
 

@@ -18,8 +18,7 @@ from preflight_checks.run_plan import plan
 from mimo.config.cli import parse
 from mimo.config.validate import num_microbatches, train_iterations
 from tests.support.launch import ROOT
-from tests.support.preflight import run_preflight
-from tests.support.slurm import end, put_cluster, requeued, stop_training, submit
+from tests.support.slurm import end, put_cluster, requeued, run_preflight, stop_training, submit
 
 SBATCH = ROOT / "scripts" / "sbatch"
 SHARED = {"common.sh", "node.sh", "nemotron_54l.sh"}

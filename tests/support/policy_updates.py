@@ -6,9 +6,10 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
+import pytest
 import torch
 
 from mimo.config.cli import parse
@@ -19,7 +20,7 @@ from mimo.rl.reference import ReferencePolicy
 from mimo.rl.rollouts import Completion
 from mimo.watchdog.process_exit import ReportedElsewhereError
 from tests.support import equality
-from tests.support.global_state import Piece, read_parameters
+from tests.support.global_state import Piece, assemble, read_parameters, worst_errors
 
 VOCAB_SIZE = 93
 FLAGS = f"""--model-provider causal_lm --dataset-provider mock --device cpu --no-bf16 --transformer-impl local
@@ -173,3 +174,26 @@ def watched_update(rank: int, flags: tuple[str, ...], world_size: int, config: R
             result = PolicyTrainer(parts, config, VOCAB_SIZE, pad_token_id=0).update(completions(0))
         seen.grad_norm = result.grad_norm
     return seen
+
+
+TOLERANCE = 1e-5
+
+
+class Updated(Protocol):
+    """Results on a rank: of each update, the parameters after them, the error of the last one."""
+
+    results: list[PolicyResult]
+    after: list[Piece]
+    error: str
+
+
+def assert_same_updates(expected: Updated, found: Sequence[Updated], num_microbatches: int) -> None:
+    """Figures of every update and the parameters after them are the expected ones."""
+    for outcome in found:
+        assert not outcome.error
+        for mine, wanted in zip(outcome.results, expected.results, strict=True):
+            assert mine.num_microbatches == num_microbatches and mine.num_tokens == wanted.num_tokens
+            assert mine.metrics == pytest.approx(wanted.metrics, rel=TOLERANCE, abs=TOLERANCE)
+            assert mine.grad_norm == pytest.approx(wanted.grad_norm, rel=TOLERANCE)
+    errors = worst_errors(assemble(expected.after), [outcome.after for outcome in found])
+    assert {name: error for name, error in errors.items() if not error < TOLERANCE} == {}

@@ -23,9 +23,8 @@ from data.energon.task_encoder import ErrorLog, Row, VlmTaskEncoder, to_sample
 from mimo.protocols import DataRequest, TokenSpec
 from mimo.visual import Tiles
 from tests.support.chat_templates import QWEN25_TOOLS
-from tests.support.shards import CRUDE, prepare, write_tar
+from tests.support.shards import CRUDE, open_loader, prepare, write_tar
 from tests.support.small_tokenizer import CHATML_TOKENS, IMAGE, text_of, write_tokenizer
-from tests.support.vlm_loader import open_loader
 
 TOKENS_PER_IMAGE = 5
 SIDE = 16

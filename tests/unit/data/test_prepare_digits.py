@@ -15,7 +15,7 @@ from data.energon.provider import Config, with_image_flags
 from data.energon.task_encoder import to_sample
 from mimo.protocols import DataRequest, Lane, Sample, TokenSpec
 from providers.common.hf_processor import CLIP
-from tests.support.vlm_loader import open_loader
+from tests.support.shards import open_loader
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "prepare_digits.py"
 TOKENS = TokenSpec(vocab_size=64, image_token_id=3, image_size=32, num_channels=3)

@@ -11,7 +11,7 @@ from data.energon.task_encoder import to_sample
 from data.prompts import load_tokenizer
 from mimo.protocols import DataRequest, Sample, TokenSpec
 from scripts import prepare_photos as script
-from tests.support.vlm_loader import open_loader
+from tests.support.shards import open_loader
 
 TOKENS = TokenSpec(vocab_size=64, image_token_id=script.IMAGE_TOKEN_ID, image_size=0, num_channels=3, patch_size=16,
                    size_multiple=32)

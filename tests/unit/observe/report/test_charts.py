@@ -15,8 +15,7 @@ from mimo.report.html import TEMPLATE
 from mimo.report.page import CSS, page
 from mimo.report.run_reader import Run
 from mimo.report.summary import KIND_OF_PART, KIND_OF_RL, ORDER, WORDS, number, percent, rounded, seconds, size
-from tests.support.report_pages import figures
-from tests.support.report_runs import interval, policy_record, run_of, timeline
+from tests.support.report_runs import figures, interval, policy_record, run_of, timeline
 
 
 def line(values: list[float], **further: Any) -> Line:

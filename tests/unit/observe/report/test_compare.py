@@ -9,8 +9,7 @@ import pytest
 from mimo.report.page import page
 from mimo.report.run_reader import Run
 from mimo.report.sections import difference
-from tests.support.report_pages import figures, headings
-from tests.support.report_runs import policy_record, run_of, step_record, usual_records
+from tests.support.report_runs import figures, headings, policy_record, run_of, step_record, usual_records
 
 
 def test_two_runs_side_by_side(usual: Run, tmp_path: Path) -> None:

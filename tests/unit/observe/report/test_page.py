@@ -16,9 +16,11 @@ from mimo.report.answers import did_it_learn, how_fast, who_waited
 from mimo.report.page import page
 from mimo.report.run_reader import Run, read_run
 from mimo.report.summary import ideal_s, learning, module_times, rl_parts, speed, steady, stops
-from tests.support.report_pages import contents, figures, headings
 from tests.support.report_runs import (
+    contents,
     evaluation,
+    figures,
+    headings,
     policy_record,
     rewarded_run,
     run_of,

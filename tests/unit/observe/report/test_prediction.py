@@ -15,8 +15,7 @@ from mimo.report.page import page
 from mimo.report.run_reader import Run, read_run, with_prediction
 from scripts.bench import presets
 from scripts.report import main as report
-from tests.support.report_pages import headings
-from tests.support.report_runs import usual_records, write_run
+from tests.support.report_runs import headings, usual_records, write_run
 
 MODEL = [*presets.PRESETS["smallest"], "--no-bf16", "--train-iters", "50"]
 
