@@ -56,7 +56,7 @@ def opened(config, states=None, lanes=(0, 1)):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "flags"),[
+@pytest.mark.parametrize(("workers", "flags"), [
     (0, {}), (0, {"packing_buffer_size": 12, "shuffle_buffer_size": 6}),
     (1, {"packing_buffer_size": 12, "packing_balance": True})], ids=["single", "packed", "balanced"])
 def test_rows_of_a_blend_continue_bit_for_bit(digits, workers, flags):

@@ -101,7 +101,7 @@ def test_without_marks_only_the_last_checkpoint_is_kept():
     assert (count, checkpoint.index) == (50, 50)
 
 
-@pytest.mark.parametrize(("lanes", "count", "blocks"),[
+@pytest.mark.parametrize(("lanes", "count", "blocks"), [
     ([0, 1, 2, 3], 4, [range(0, 4)]), ([2, 3], 4, [range(2, 4)]), ([1, 2], 4, [range(1, 2), range(2, 3)]),
     ([0, 2], 4, [range(0, 1), range(2, 3)]), ([0, 1, 2], 6, [range(0, 3)]), ([3, 4, 5], 6, [range(3, 6)]),
     ([0, 1, 2], 4, [range(0, 2), range(2, 3)]), ([1, 2, 3], 4, [range(1, 2), range(2, 4)]), ([5], 7, [range(5, 6)])])

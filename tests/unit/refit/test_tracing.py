@@ -30,13 +30,16 @@ def traced(load: Loader, dtype: torch.dtype = torch.float32, parameter_dtype: to
 ROWS = TensorSlice("w", Box((1, 0), (3, 6)), Address("p", 24, (6, 1)))
 
 
-@pytest.mark.parametrize("load", [lambda p, w: p.data[4:6].copy_(w[1:3]), lambda p, w: p[4:6].copy_(w.clone()[1:3]),
-                                  lambda p, w: p[4:6].copy_(w.narrow(0, 1, 2).t().contiguous().t()), lambda p,
-                                  w: p[4:6].copy_(w.to(torch.float64)[1:].clone()[:2].contiguous()), lambda p,
-                                  w: p[4:6].copy_(w.to("cpu").detach()[1:3].view(3, 4).view(-1).view(2, 6)), lambda p,
-                                  w: p.data.__setitem__(slice(4, 6), w[1:3]), lambda p,
-                                  w: p.data.view(2, 4, 6)[1, :2].copy_(w.unsqueeze(0)[:, 1:3].squeeze(0)), lambda p,
-                                  w: p.data[4:6].flatten().copy_(w[1:3].reshape(-1))])
+@pytest.mark.parametrize("load", [
+    lambda p, w: p.data[4:6].copy_(w[1:3]),
+    lambda p, w: p[4:6].copy_(w.clone()[1:3]),
+    lambda p, w: p[4:6].copy_(w.narrow(0, 1, 2).t().contiguous().t()),
+    lambda p, w: p[4:6].copy_(w.to(torch.float64)[1:].clone()[:2].contiguous()),
+    lambda p, w: p[4:6].copy_(w.to("cpu").detach()[1:3].view(3, 4).view(-1).view(2, 6)),
+    lambda p, w: p.data.__setitem__(slice(4, 6), w[1:3]),
+    lambda p, w: p.data.view(2, 4, 6)[1, :2].copy_(w.unsqueeze(0)[:, 1:3].squeeze(0)),
+    lambda p, w: p.data[4:6].flatten().copy_(w[1:3].reshape(-1)),
+])
 def test_a_copy_of_a_box_is_noted_as_it(load: Loader) -> None:
     (write,) = traced(load)
     assert write.names == {"w"} and write.copied == ROWS

@@ -69,7 +69,7 @@ def test_numbers_are_exact():
     assert gsm8k("", "#### 12345678901234567890.1", "12345678901234567890.2", {}) == 0.0
 
 
-@pytest.mark.parametrize(("prompt", "completion", "expected"),[
+@pytest.mark.parametrize(("prompt", "completion", "expected"), [
     ("", "plain", "plain"), ("", "a<think>b\nc</think>d", "a d"), ("", "<think>b", None), ("<think>", "b", None),
     ("<think>\n", "b</think>c", "c"), ("", "b</think>c", "c"), ("<think>x</think>", "c", "c")])
 def test_visible_text(prompt, completion, expected):
