@@ -41,10 +41,42 @@ def test_the_figures_of_a_small_world():
     assert "for an image of 8x8 from the data set to its encoder, in float32\n" in text
 
 
-def test_fan_out_serves_whole_lanes_and_fp32_moves_twice_the_bytes():
-    text = report("--encoder-dp 2 --llm-dp 4 --no-bf16")
-    assert "  vision dp 0 -> lanes 0-1\n  vision dp 1 -> lanes 2-3\n" in text
-    assert "bridge: 512 B per lane and microbatch, 2,048 B (2.0 KiB) over all lanes," in text
+AHEAD = "--encoder-dp 2 --llm-pp 2 --llm-dp 2 --encoder-run-ahead 3 --global-batch-size"
+WINDOW = "--layout colocated --encoder-dp 2 --llm-pp 2 --encoder-window"
+
+
+@pytest.mark.parametrize(("flags", "shown", "absent"), [
+    # Fan-out serves whole lanes, and fp32 moves twice the bytes.
+    ("--encoder-dp 2 --llm-dp 4 --no-bf16", [
+        "  vision dp 0 -> lanes 0-1\n  vision dp 1 -> lanes 2-3\n",
+        "bridge: 512 B per lane and microbatch, 2,048 B (2.0 KiB) over all lanes,"], ["run-ahead"]),
+    # Logits of a vocabulary of 16 rows, over two ranks.
+    ("--llm-tp 2 --logits-chunk-size 10 --seq-length 64", [
+        "logits: of 10 tokens at a time (--logits-chunk-size), about 480 B on a rank instead of 3,072 B (3.0 KiB)"],
+     []),
+    ("--logits-chunk-size 10 --seq-length 64", ["; the backward pass needs up to "], []),
+    ("--logits-chunk-size 100 --seq-length 64", ["of 64 tokens at a time"], []),
+    ("--layout homogeneous --llm-pp 2", [
+        "layout homogeneous, 2 ranks, 1 lane\n", "  rank  1  language tp 0 dp 0 pp 1"], ["bridge"]),
+    (f"{WINDOW} 3", [
+        "images of every 3 microbatches, of all lanes, are dealt by cost to the 2 replicas of vision\n"], []),
+    (f"{WINDOW} 0 --no-encoder-balance", [
+        "images of a whole iteration, of all lanes, are dealt in order to the 2 replicas of vision\n"], []),
+    # Colocated ranks show both places, and frozen parts are marked.
+    ("--layout colocated --encoder-dp 2 --llm-tp 2 --micro-batch-size 2 --freeze vision", [
+        "  rank  1  vision tp 0 dp 1 pp 0; language tp 1 dp 0 pp 0\n", "vision (frozen)"], ["language (frozen)"]),
+    # An encoder that runs ahead keeps more microbatches.
+    (f"{AHEAD} 16", ["encoder run-ahead: activations of up to 6 microbatches on"], []),
+    (f"{AHEAD} 10", ["up to 5 microbatches on each rank of an encoder's first stage (3 without)"], []),
+    ("--llm-only --llm-dp 2 --dataset-provider mock --mock-images-max 0", [
+        "lanes: language dp rank l reads lane l of 2"], ["bridge", "vision"]),
+    # The ranges of a big world end at its last rank.
+    ("--world-size 264 --encoder-dp 8 --llm-tp 8 --llm-dp 32 --global-batch-size 32", [
+        "  vision dp 7 -> lanes 28-31\n", "  language dp 0  ranks 8-15\n", "  language dp 31  ranks 256-263\n"], []),
+])
+def test_the_plan_shows_what_a_layout_does(flags, shown, absent):
+    text = report(flags)
+    assert [each for each in shown if each not in text] == [each for each in absent if each in text] == []
 
 
 def test_context_parallel_ranks_and_what_they_get():
@@ -52,33 +84,6 @@ def test_context_parallel_ranks_and_what_they_get():
     assert row(text, "language") == ["language", "1-2", "1", "2", "1", "1", "1", "1", "2"]
     assert "each of 2 ranks computes 32 of the 64 tokens of a whole row, chunks r and 3 - r of 4 on rank r\n" in text
     assert "  the 2 context-parallel ranks of a lane each get the rows of their own tokens, 128 B on average" in text
-
-
-def test_the_logits_of_some_tokens_at_a_time():
-    # A vocabulary of 16 rows, over two ranks.
-    assert ("logits: of 10 tokens at a time (--logits-chunk-size), about 480 B on a rank instead of 3,072 B (3.0 KiB)"
-            in report("--llm-tp 2 --logits-chunk-size 10 --seq-length 64"))
-    assert "; the backward pass needs up to " in report("--logits-chunk-size 10 --seq-length 64")
-    assert "of 64 tokens at a time" in report("--logits-chunk-size 100 --seq-length 64")
-
-
-def test_a_homogeneous_layout_has_no_bridge():
-    text = report("--layout homogeneous --llm-pp 2")
-    assert "layout homogeneous, 2 ranks, 1 lane\n" in text and "bridge" not in text
-    assert "  rank  1  language tp 0 dp 0 pp 1" in text
-
-
-def test_encoder_windows_and_uneven_stages_are_shown():
-    text = report("--layout colocated --encoder-dp 2 --llm-pp 2 --encoder-window 3")
-    assert "images of every 3 microbatches, of all lanes, are dealt by cost to the 2 replicas of vision\n" in text
-    text = report("--layout colocated --encoder-dp 2 --llm-pp 2 --encoder-window 0 --no-encoder-balance")
-    assert "images of a whole iteration, of all lanes, are dealt in order to the 2 replicas of vision\n" in text
-
-
-def test_colocated_ranks_show_both_places_and_frozen_parts_are_marked():
-    text = report("--layout colocated --encoder-dp 2 --llm-tp 2 --micro-batch-size 2 --freeze vision")
-    assert "  rank  1  vision tp 0 dp 1 pp 0; language tp 1 dp 0 pp 0\n" in text
-    assert "vision (frozen)" in text and "language (frozen)" not in text
 
 
 def test_the_memory_of_prefetched_features():
@@ -95,20 +100,6 @@ def test_the_memory_of_prefetched_features():
     assert "prefetch" not in planned("")
 
 
-def test_the_plan_counts_the_microbatches_that_an_encoder_running_ahead_keeps():
-    flags = "--encoder-dp 2 --llm-pp 2 --llm-dp 2 --encoder-run-ahead 3 --global-batch-size"
-    assert "encoder run-ahead: activations of up to 6 microbatches on" in report(f"{flags} 16")
-    text = report(f"{flags} 10")
-    assert "up to 5 microbatches on each rank of an encoder's first stage (3 without)" in text
-    assert "run-ahead" not in report("--encoder-dp 2 --llm-dp 2")
-
-
-def test_without_encoder_there_is_no_bridge():
-    text = report("--llm-only --llm-dp 2 --dataset-provider mock --mock-images-max 0")
-    assert "bridge" not in text and "vision" not in text
-    assert "lanes: language dp rank l reads lane l of 2" in text
-
-
 @pytest.mark.parametrize("flags", [
     "--world-size 264 --encoder-dp 8 --llm-tp 8 --llm-dp 32 --global-batch-size 32",
     "--world-size 16640 --encoder-dp 256 --llm-tp 8 --llm-dp 512 --llm-pp 4 --global-batch-size 512",
@@ -120,10 +111,3 @@ def test_a_big_world_stays_on_a_page(flags):
     assert len(text.splitlines()) < 60
     assert max(map(len, text.splitlines())) < 120
     assert "more ..." in text
-
-
-def test_the_ranges_of_a_big_world_end_at_its_last_rank():
-    text = report("--world-size 264 --encoder-dp 8 --llm-tp 8 --llm-dp 32 --global-batch-size 32")
-    assert "  vision dp 7 -> lanes 28-31\n" in text
-    assert "  language dp 0  ranks 8-15\n" in text
-    assert "  language dp 31  ranks 256-263\n" in text

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mimo.rl import batching
@@ -33,8 +33,9 @@ def first_fit_decreasing(lengths, max_tokens):
     return len(bins)
 
 
+@settings(max_examples=300)
 @given(batches())
-def test_a_plan_is_a_partition_within_the_budget(case):
+def test_a_plan_is_a_partition_within_the_budget_of_about_as_few_as_fit(case):
     lengths, dp, max_tokens = case
     plan = plan_microbatches(lengths, dp, max_tokens)
     assert sorted(itertools.chain.from_iterable(itertools.chain.from_iterable(plan))) == list(range(len(lengths)))
@@ -42,47 +43,29 @@ def test_a_plan_is_a_partition_within_the_budget(case):
     assert all(0 < size <= max_tokens for rank in sizes(plan, lengths) for size in rank)
     assert all(members == sorted(members) for rank in plan for members in rank)
     assert plan == plan_microbatches(list(lengths), dp, max_tokens)
-
-
-@given(batches())
-def test_there_are_about_as_few_as_fit(case):
-    lengths, dp, max_tokens = case
-    count = len(plan_microbatches(lengths, dp, max_tokens)[0]) * dp
-    bound = first_fit_decreasing(lengths, max_tokens)
+    count, bound = len(plan[0]) * dp, first_fit_decreasing(lengths, max_tokens)
     assert -(-sum(lengths) // max_tokens) <= count <= -(-bound // dp) * dp
-
-
-@given(batches())
-def test_microbatches_of_the_same_place_are_neighbours(case):
-    lengths, dp, max_tokens = case
-    by_place = list(zip(*sizes(plan_microbatches(lengths, dp, max_tokens), lengths), strict=True))
-    for fuller, emptier in itertools.pairwise(by_place):
+    # Microbatches of the same place are neighbours.
+    for fuller, emptier in itertools.pairwise(zip(*sizes(plan, lengths), strict=True)):
         assert min(fuller) >= max(emptier)
 
 
-def test_ranks_share_the_work():
-    lengths = [90, 10, 50, 50, 30, 70, 20, 80]
-    plan = plan_microbatches(lengths, 2, 100)
-    assert sizes(plan, lengths) == [[100, 100], [100, 100]]
+@pytest.mark.parametrize(("lengths", "dp", "max_tokens", "plan"), [
+    ([10, 8, 7, 3], 2, 10, [[[0], [3]], [[1], [2]]]),  # no rank gets the larger one every time
+    ([3, 1, 2, 2], 2, 100, [[[0, 1]], [[2, 3]]]), ([3, 1, 2, 2], 1, 8, [[[0, 1, 2, 3]]]),
+    ([1] * 3, 3, 3, [[[0]], [[1]], [[2]]]),  # every rank gets one though fewer would do
+])
+def test_plans_by_hand(lengths, dp, max_tokens, plan):
+    assert plan_microbatches(lengths, dp, max_tokens) == plan
 
 
-def test_no_rank_gets_the_larger_one_every_time():
-    assert plan_microbatches([10, 8, 7, 3], 2, 10) == [[[0], [3]], [[1], [2]]]
-
-
-def test_a_budget_for_all_gives_one_microbatch_a_rank():
-    assert plan_microbatches([3, 1, 2, 2], 2, 100) == [[[0, 1]], [[2, 3]]]
-    assert plan_microbatches([3, 1, 2, 2], 1, 8) == [[[0, 1, 2, 3]]]
-
-
-def test_every_rank_gets_one_though_fewer_would_do():
-    assert plan_microbatches([1] * 3, 3, 3) == [[[0]], [[1]], [[2]]]
-
-
-def test_first_fit_is_taken_where_balanced_packing_overflows():
-    # Balanced: 14, 9 3 3 and 8 4. First fit decreasing: 14, 9 4 and 8 3 3.
-    lengths = [14, 9, 8, 4, 3, 3]
-    assert sizes(plan_microbatches(lengths, 3, 14), lengths) == [[14], [14], [13]]
+@pytest.mark.parametrize(("lengths", "dp", "max_tokens", "expected"), [
+    ([90, 10, 50, 50, 30, 70, 20, 80], 2, 100, [[100, 100], [100, 100]]),
+    # Balanced: 14, 9 3 3 and 8 4, which overflows. First fit decreasing: 14, 9 4 and 8 3 3.
+    ([14, 9, 8, 4, 3, 3], 3, 14, [[14], [14], [13]]), ([14, 9, 8, 4, 3, 3], 1, 14, [[14, 14, 13]]),
+])
+def test_ranks_share_the_work(lengths, dp, max_tokens, expected):
+    assert sizes(plan_microbatches(lengths, dp, max_tokens), lengths) == expected
 
 
 @given(batches())
