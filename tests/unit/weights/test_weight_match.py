@@ -83,6 +83,15 @@ def test_the_odd_one_of_several_source_tensors_is_named_alone() -> None:
     assert line == "shape: model.k is [3, 3] (f.safetensors); language qkv [8, 3] takes [2, 3]"
 
 
+@pytest.mark.parametrize(("name", "shape", "problem"), [
+    ("mixer.dt", (3, 3), "do not make language mixer.dt [3, 3]: shape [3, 3] does not have 2 rows"),
+    ("bias", (3,), "dtype: language bias must be float32 in the model, which has it in bfloat16")])
+def test_a_model_of_other_rows_or_precision_than_its_map_is_noticed(name, shape, problem):
+    match = match_source(catalog(SOURCE), {"language": LANGUAGE}, {})[0]["language"]
+    (line,) = check_tensor(match, match.rules[name], catalog(SOURCE), shape, torch.bfloat16)
+    assert line.endswith(problem)
+
+
 def test_a_tensor_that_several_rules_share_is_told_of_once() -> None:
     for with_model in (True, False):
         lines = problems_of(catalog(SOURCE | {"model.in_proj": (7, 3)}), {"language": LANGUAGE}, with_model=with_model)
@@ -93,24 +102,10 @@ def test_a_tensor_that_several_rules_share_is_told_of_once() -> None:
     assert set(wide) == {"shape: model.in_proj is [6, 4] (f.safetensors); language takes [6, 3]"}
 
 
-def test_a_model_with_other_rows_than_its_map_is_noticed() -> None:
-    matches, _ = match_source(catalog(SOURCE), {"language": LANGUAGE}, {})
-    match = matches["language"]
-    (line,) = check_tensor(match, match.rules["mixer.dt"], catalog(SOURCE), (3, 3), torch.bfloat16)
-    assert line.endswith("do not make language mixer.dt [3, 3]: shape [3, 3] does not have 2 rows")
-
-
 def test_without_a_model_the_rules_own_word_is_left() -> None:
     assert problems_of(catalog(SOURCE), {"language": LANGUAGE}, with_model=False) == []
     (line,) = problems_of(catalog(SOURCE | {"model.k": (3, 3)}), {"language": LANGUAGE}, with_model=False)
     assert line.startswith("shape: model.q [4, 3], model.k [3, 3], model.v [2, 3] do not make language qkv:")
-
-
-def test_the_models_precision_of_a_float32_tensor_is_checked() -> None:
-    matches, _ = match_source(catalog(SOURCE), {"language": LANGUAGE}, {})
-    match = matches["language"]
-    (line,) = check_tensor(match, match.rules["bias"], catalog(SOURCE), (3,), torch.bfloat16)
-    assert line == "dtype: language bias must be float32 in the model, which has it in bfloat16"
 
 
 def test_a_tower_may_come_without_its_projector_but_not_with_half_of_it() -> None:

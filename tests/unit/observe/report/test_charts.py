@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from mimo.observability.timeline import OTHER_MODULES, PARTS
 from mimo.report.charts import Bar, Line, chosen_rows, gantt_chart, line_chart, rows_of, stacked_bars, thin
@@ -39,20 +40,19 @@ def test_plotly_knows_every_property_of_the_figures(usual: Run, tmp_path: Path) 
         assert Figure(coloured).to_dict()["data"] == coloured["data"], title
 
 
-def test_a_line_has_the_values_of_the_run() -> None:
-    traces, layout = only(line_chart("t", [line([3.0, 1.0, 2.0])]))
-    assert [(trace["x"], trace["y"]) for trace in traces] == [([1, 2, 3], [3.0, 1.0, 2.0])]
-    assert "range" not in layout["yaxis"]
-
-
-def test_logarithmic_axis_leaves_out_what_is_not_above_zero() -> None:
-    [trace], layout = only(line_chart("t", [line([1.0, 0.0, 10.0, 100.0])], log=True))
-    assert trace["y"] == [1.0, 10.0, 100.0] and layout["yaxis"]["type"] == "log"
+@pytest.mark.parametrize(("values", "log", "x", "mode"), [
+    ([3.0, 1.0, 2.0], False, [1, 2, 3], "lines"), ([5.0, 5.0], False, [1, 2], "lines"),
+    ([5.0], False, [1], "lines+markers"),  # a dot
+    ([1.0, 0.0, 10.0, 100.0], True, [1, 3, 4], "lines"),  # what is not above zero has no logarithm
+])
+def test_a_line_has_the_values_of_the_run(values, log, x, mode):
+    [trace], layout = only(line_chart("t", [line(values)], log=log))
+    assert (trace["x"], trace["y"], trace["mode"]) == (x, [values[each - 1] for each in x], mode)
+    assert "range" not in layout["yaxis"] if not log else layout["yaxis"]["type"] == "log"
 
 
 def test_a_chart_without_a_finite_value_is_none() -> None:
-    assert line_chart("t", []) == ""
-    assert line_chart("t", [line([float("nan")] * 3)]) == ""
+    assert line_chart("t", []) == "" and line_chart("t", [line([float("nan")] * 3)]) == ""
     assert line_chart("t", [line([0.0, -1.0])], log=True) == ""
 
 
@@ -64,13 +64,6 @@ def test_a_logarithmic_axis_has_ticks_with_full_values_within_its_range():
             # Plotly's own ticks are right for less than a decade and for several.
             assert (ticks is not None) == (5 <= factor <= 1000)
             assert ticks is None or sum(low <= tick <= low * factor for tick in ticks) >= 2
-
-
-def test_one_value_is_a_dot() -> None:
-    [trace], _ = only(line_chart("t", [line([5.0])]))
-    assert trace["mode"] == "lines+markers"
-    [trace], _ = only(line_chart("t", [line([5.0, 5.0])]))
-    assert trace["mode"] == "lines"
 
 
 def test_gaps_and_names() -> None:
@@ -86,8 +79,7 @@ def test_thinning_keeps_means_and_extremes() -> None:
     found = thin(np.arange(1, 100_001, dtype=float), y)
     assert found.thinned and len(found.x) <= 260
     assert found.high.max() == 500.0 and found.low.min() == 1.0
-    assert found.x[0] < found.x[-1] <= 100_000
-    assert float((found.mean > 1.0).sum()) == 1
+    assert found.x[0] < found.x[-1] <= 100_000 and float((found.mean > 1.0).sum()) == 1
     few = thin(np.arange(500.0), np.arange(500.0))
     assert not few.thinned and len(few.x) == 500
     html = line_chart("t", [line(y.tolist())])
