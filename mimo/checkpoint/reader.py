@@ -26,7 +26,6 @@ from torch.futures import Future
 
 from mimo.boxes import Box, is_partition
 from mimo.checkpoint import compat
-from mimo.checkpoint.writer import crc32_of
 
 CHECKSUMS = "checksums.json"
 COMMON = "common.pt"
@@ -103,6 +102,19 @@ def damage_of(folder: Path, max_bytes: int) -> str | None:
     except (ValueError, OSError) as error:
         return str(error)
     return None
+
+
+def crc32_of(file: Any, offset: int, length: int) -> int:
+    """Compute the CRC-32 of a part of an open file."""
+    file.seek(offset)
+    checksum = 0
+    while length > 0:
+        block = file.read(min(length, 1 << 22))
+        if not block:
+            break
+        checksum = zlib.crc32(block, checksum)
+        length -= len(block)
+    return checksum
 
 
 def _read_file(path: Path) -> io.BytesIO:

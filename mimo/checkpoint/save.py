@@ -12,25 +12,22 @@ import io
 import json
 import logging
 import pickle
-import threading
 import time
 import weakref
-import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 
 from mimo.checkpoint import paths
-from mimo.checkpoint.compat import StorageInfo
 from mimo.checkpoint.lock import FolderLock
 from mimo.checkpoint.optimizer_state import Optimized, steps_of
-from mimo.checkpoint.reader import CHECKSUMS, COMMON, INDEX, why_unreadable
+from mimo.checkpoint.reader import why_unreadable
 from mimo.checkpoint.state import (
     Progress,
     RunState,
@@ -40,8 +37,9 @@ from mimo.checkpoint.state import (
     rng_objects,
     stream_object,
 )
-from mimo.checkpoint.writer import HostBuffer, Plan, Write, make_plan, serialized_objects
+from mimo.checkpoint.writer import HostBuffer, Plan, make_plan, serialized_objects, write_files, write_shared_files
 from mimo.comm.host import gather, gather_at, raise_known_errors, raise_on_any_rank
+from mimo.watchdog.process_exit import on_daemon_thread
 from mimo.watchdog.watchdog import Watchdog
 
 CONFIG_FILE = "run_config.toml"
@@ -49,85 +47,59 @@ CONFIG_FILE = "run_config.toml"
 START_S = 0.001
 
 
-class Publication:
-    """Publishes a checkpoint in a thread of its own, so that training does not wait for the disk.
+# Number of files that a rank writes in parallel.
+WRITERS_PER_RANK = 2
+logger = logging.getLogger(__name__)
 
-    The index, checksums and common state are written, then the folder gets its name.
+
+def publish(root: Path, iteration: int, metadata: Metadata, written: list[bytes], common: dict[str, Any],
+            keep_last: int | None) -> None:
+    """Write the files that all ranks share and the flags for people, then give the folder its name.
 
     Args:
         root: folder of the run's checkpoints.
         iteration: iteration of the checkpoint.
         metadata: the index, without places in files.
-        written: `Write.written` of each rank.
+        written: result of `write_files` of each rank.
         common: the common state, which is the same on every rank.
         keep_last: number of complete checkpoints to keep; None keeps all.
+
+    Raises:
+        OSError: a file cannot be written, or the folder cannot be renamed.
     """
-
-    def __init__(self, root: Path, iteration: int, metadata: Metadata, written: list[bytes], common: dict[str, Any],
-                 keep_last: int | None) -> None:
-        self._root, self._iteration, self._keep_last = root, iteration, keep_last
-        self._metadata, self._written, self._common = metadata, written, common
-        self._error: str | None = "the publisher has not run to its end"
-        self._thread = threading.Thread(target=self._run, name="checkpoint publisher", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
-    def wait(self) -> str | None:
-        """Wait for the thread. Return the error, or None."""
-        self._thread.join()
-        return self._error
-
-    def _run(self) -> None:
-        # The thread that has started this one goes first. Otherwise it would wait a whole switch interval.
-        time.sleep(START_S)
-        try:
-            self._write_files(paths.unfinished_dir(self._root, self._iteration))
-            paths.publish(self._root, self._iteration, self._keep_last)
-            self._error = None
-        except OSError as error:
-            self._error = f"{type(error).__name__}: {error}"
-
-    def _write_files(self, folder: Path) -> None:
-        """Write the files that all ranks share: the index, the common state, checksums, and the flags for people."""
-        metadata = self._metadata
-        checksums: dict[str, dict[int, int]] = {}
-        metadata.storage_data = {}
-        for of_rank in self._written:
-            for fqn, offsets, name, offset, length, checksum in json.loads(of_rank):
-                index = MetadataIndex(fqn, None if offsets is None else torch.Size(offsets))
-                metadata.storage_data[index] = StorageInfo(name, offset, length)
-                checksums.setdefault(name, {})[offset] = checksum
-        metadata.storage_meta, metadata.version = StorageMeta(), CURRENT_DCP_VERSION
-        common = io.BytesIO()
-        torch.save(self._common, common)
-        for name, data in ((INDEX, pickle.dumps(metadata)), (COMMON, common.getvalue())):
-            paths.write_file(folder / name, data)
-            checksums[name] = {0: zlib.crc32(data)}
-        paths.write_file(folder / CHECKSUMS, json.dumps(checksums).encode())
-        paths.write_file(folder / CONFIG_FILE, self._common["config"].encode())
-        # This file makes the folder a complete checkpoint (`paths.METADATA`), so it comes last.
-        config = CheckpointingConfig("torch_dist", 1)
-        paths.write_file(folder / paths.METADATA, json.dumps(asdict(config)).encode())
-
-
-logger = logging.getLogger(__name__)
-
-# Number of files that a rank writes in parallel.
-WRITERS_PER_RANK = 2
+    # The thread that has started this one goes first. Otherwise it would wait a whole switch interval.
+    time.sleep(START_S)
+    folder = paths.unfinished_dir(root, iteration)
+    paths.write_file(folder / CONFIG_FILE, common["config"].encode())
+    write_shared_files(folder, metadata, (item for of_rank in written for item in json.loads(of_rank)), common)
+    paths.publish(root, iteration, keep_last)
 
 
 @dataclass
 class _Pending:
-    """A save that is not published yet; `publication` is set on rank 0 once every rank has written its files."""
+    """A save that is not published yet.
+
+    Attributes:
+        iteration: its iteration.
+        common: its common state.
+        written: this rank's files, see `write_files`.
+        is_written: whether every rank has written its files.
+        published: set on rank 0 once they have.
+    """
 
     iteration: int
-    write: Write
     common: dict[str, Any]
+    written: Future[bytes]
     is_written: bool = False
-    publication: Publication | None = None
+    published: Future[None] | None = None
+
+
+def _error_of(done: Future[Any] | None) -> str | None:
+    """Wait, and return why a file could not be written, or None. Raises any other error."""
+    error = None if done is None else done.exception()
+    if error is not None and not isinstance(error, OSError):
+        raise error
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 class Saver:
@@ -179,9 +151,8 @@ class Saver:
     def is_writing(self) -> bool:
         """Whether this rank still writes a checkpoint in the background."""
         pending = self._pending
-        if pending is None:
-            return False
-        return pending.write.is_running or pending.publication is not None and pending.publication.is_running
+        return pending is not None and not (
+            pending.written.done() and (pending.published is None or pending.published.done()))
 
     def save(self, progress: Progress) -> None:
         """Save the present state of the run. With --async-save the files are written after this returns.
@@ -194,13 +165,11 @@ class Saver:
         with self._watchdog.on_files("checkpoint", iteration=progress.iteration):
             self.finish()
             write, common = self._prepare(progress)
-            self._pending = _Pending(progress.iteration, write, common)
-            self.last_iteration, self.last_bytes = progress.iteration, write.num_bytes
             if self._buffer is not None:
                 self._buffer.fill()
-                write.start()
-            else:
-                write.run()
+            self._pending = _Pending(progress.iteration, common, on_daemon_thread(write, "checkpoint writer"))
+            self.last_iteration = progress.iteration
+            if self._buffer is None:
                 self.finish()
         self.last_stall_s = time.perf_counter() - began
 
@@ -239,16 +208,17 @@ class Saver:
         pending, self._pending = self._pending, None
         assert pending is not None
         if not pending.is_written:
-            self._agree(pending.iteration, pending.write.wait())
-            written = gather_at(self._state.grids, pending.write.written, 0)
+            self._agree(pending.iteration, _error_of(pending.written))
+            written = gather_at(self._state.grids, pending.written.result(), 0)
             if written is not None:
                 assert self._plan is not None and self._plan.metadata is not None, "rank 0 plans for all"
-                pending.publication = Publication(self.root, pending.iteration, self._plan.metadata, written,
-                                                  pending.common, self._flags.keep_last)
+                pending.published = on_daemon_thread(
+                    partial(publish, self.root, pending.iteration, self._plan.metadata, written, pending.common,
+                            self._flags.keep_last), "checkpoint publisher")
             pending.is_written = True
             self._pending = pending
             return
-        self._agree(pending.iteration, None if pending.publication is None else pending.publication.wait())
+        self._agree(pending.iteration, _error_of(pending.published))
         logger.info("saved checkpoint of iteration %d in %s", pending.iteration, self.root)
 
     def _check_folder(self) -> None:
@@ -271,8 +241,12 @@ class Saver:
                 error += "; rank 0 has created it, so the ranks do not share this folder"
         raise_on_any_rank(grids, error)
 
-    def _prepare(self, progress: Progress) -> tuple[Write, dict[str, Any]]:
-        """Make the folder and the plan. The ranks exchange everything for a save in one message."""
+    def _prepare(self, progress: Progress) -> tuple[Callable[[], bytes], dict[str, Any]]:
+        """Make the folder and the plan. The ranks exchange everything for a save in one message.
+
+        Returns:
+            A function that writes this rank's files, and the common state.
+        """
         state, grids, iteration = self._state, self._state.grids, progress.iteration
         objects: dict[str, Any] = {"loader": self._stream_objects()}
         if self._flags.save_rng:
@@ -302,8 +276,9 @@ class Saver:
                         # Ranks that hold elements of the same part have made the same updates.
                         known = steps.setdefault(module, {}).setdefault(part, step)
                         assert known == step, f"ranks count {known} and {step} updates of {part} of {module}"
-        folder = paths.unfinished_dir(self.root, iteration)
-        write = Write(folder, self._plan, serialized_objects(objects), self._copies)
+        self.last_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._plan.tensors)
+        write = partial(write_files, paths.unfinished_dir(self.root, iteration), self._plan,
+                        serialized_objects(objects), self._copies)
         return write, common_state(state, progress, steps)
 
     def _tensors(self) -> dict[str, Any]:

@@ -1,28 +1,33 @@
-"""Writes this rank's files of a checkpoint from host memory, in threads, and computes checksums of what it writes."""
+"""Writes the files of a checkpoint from host memory, with checksums of everything that is written."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
-import threading
+import pickle
 import weakref
 import zlib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from mimo.checkpoint import compat
+from mimo.checkpoint import compat, paths
+from mimo.checkpoint.reader import CHECKSUMS, COMMON, INDEX
 from mimo.comm.host import broadcast_object, gather_at, raise_known_errors
 from mimo.grid.groups import Grids
 
@@ -192,11 +197,20 @@ class SummedStream:
     def flush(self) -> None:
         """Do nothing: the file is flushed when it is complete."""
 
-    def end_item(self) -> tuple[int, int, int]:
-        """Return offset, length and checksum of what was written since the last call."""
-        item = self._begin, self._place - self._begin, self._checksum
+    def end_item(self, item: WriteItem, name: str) -> list[Any]:
+        """Describe what was written since the last call as plain data.
+
+        Args:
+            item: the item that it is.
+            name: name of the file.
+
+        Returns:
+            Key and offsets of the item, name of the file, offset, length and checksum.
+        """
+        offsets = None if item.index.offset is None else list(item.index.offset)
+        described = [item.index.fqn, offsets, name, self._begin, self._place - self._begin, self._checksum]
         self._begin, self._checksum = self._place, 0
-        return item
+        return described
 
 
 def save_item(tensor: torch.Tensor, stream: SummedStream) -> None:
@@ -210,8 +224,8 @@ def save_item(tensor: torch.Tensor, stream: SummedStream) -> None:
         raise stream.error
 
 
-class Write:
-    """The disk part of one save on this rank.
+def write_files(folder: Path, plan: Plan, objects: dict[str, bytes], copies: list[torch.Tensor] | None) -> bytes:
+    """Write all files of this rank in parallel.
 
     Args:
         folder: folder of the checkpoint.
@@ -219,82 +233,67 @@ class Write:
         objects: objects by unique key, as bytes.
         copies: copies to write in place of the plan's tensors; None writes the tensors themselves.
 
-    Attributes:
-        num_bytes: bytes of tensors that this rank writes.
-        written: every item with its place and checksum, as JSON, once all files are written.
+    Returns:
+        Every item with its place and checksum, as JSON.
+
+    Raises:
+        OSError: the disk is full or a file cannot be written.
     """
-
-    def __init__(self, folder: Path, plan: Plan, objects: dict[str, bytes], copies: list[torch.Tensor] | None) -> None:
-        self._folder, self._plan, self._objects = folder, plan, objects
-        tensors = iter(plan.tensors if copies is None else copies)
-        self._tensors = [[next(tensors) for _ in file.tensors] for file in plan.files]
-        self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in plan.tensors)
-        self.written = b"[]"
-        self._error: str | None = "the writer has not run to its end"
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Write in a daemon thread."""
-        self._thread = threading.Thread(target=self.run, name="checkpoint writer", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def wait(self) -> str | None:
-        """Wait for the thread. Return the error, or None."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        return self._error
-
-    def run(self) -> None:
-        """Write all files in parallel."""
-        try:
-            with ThreadPoolExecutor(max(len(self._plan.files), 1)) as pool:
-                found = list(pool.map(self._write_file, self._plan.files, self._tensors))
-            self.written = json.dumps([item for items in found for item in items]).encode()
-            self._error = None
-        except OSError as error:
-            self._error = f"{type(error).__name__}: {error}"
-        finally:
-            self._tensors = []
-
-    def _write_file(self, planned: PlannedFile, tensors: list[torch.Tensor]) -> list[list[Any]]:
-        items = []
-        with (self._folder / planned.name).open("wb") as file:
-            stream = SummedStream(file)
-            for item in planned.objects:
-                stream.write(self._objects[item.index.fqn])
-                items.append(_described(item, planned.name, stream))
-            for (item, _), tensor in zip(planned.tensors, tensors, strict=True):
-                save_item(with_own_storage(tensor.cpu()), stream)
-                items.append(_described(item, planned.name, stream))
-            file.flush()
-            os.fsync(file.fileno())
-        return items
+    tensors = iter(plan.tensors if copies is None else copies)
+    own = [[next(tensors) for _ in file.tensors] for file in plan.files]
+    with ThreadPoolExecutor(max(len(plan.files), 1)) as pool:
+        found = list(pool.map(partial(write_file, folder, objects), plan.files, own))
+    return json.dumps(list(itertools.chain.from_iterable(found))).encode()
 
 
-def _described(item: WriteItem, name: str, stream: SummedStream) -> list[Any]:
-    offsets = None if item.index.offset is None else list(item.index.offset)
-    return [item.index.fqn, offsets, name, *stream.end_item()]
+def write_file(folder: Path, objects: dict[str, bytes], planned: PlannedFile,
+               tensors: list[torch.Tensor]) -> list[list[Any]]:
+    """Write one file. Return a description of each item, as `write_shared_files` takes them."""
+    items = []
+    with (folder / planned.name).open("wb") as file:
+        stream = SummedStream(file)
+        for item in planned.objects:
+            stream.write(objects[item.index.fqn])
+            items.append(stream.end_item(item, planned.name))
+        for (item, _), tensor in zip(planned.tensors, tensors, strict=True):
+            save_item(with_own_storage(tensor.cpu()), stream)
+            items.append(stream.end_item(item, planned.name))
+        file.flush()
+        os.fsync(file.fileno())
+    return items
+
+
+def write_shared_files(folder: Path, metadata: Metadata, written: Iterable[list[Any]], common: dict[str, Any]) -> None:
+    """Write the files that all ranks share: the index, the common state, and checksums.
+
+    Args:
+        folder: folder of the checkpoint, with the files of all ranks.
+        metadata: the index, without places in files.
+        written: items of all ranks, from `SummedStream.end_item`.
+        common: the common state.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    checksums: dict[str, dict[int, int]] = {}
+    metadata.storage_data = {}
+    for fqn, offsets, name, offset, length, checksum in written:
+        index = MetadataIndex(fqn, None if offsets is None else torch.Size(offsets))
+        metadata.storage_data[index] = compat.StorageInfo(name, offset, length)
+        checksums.setdefault(name, {})[offset] = checksum
+    metadata.storage_meta, metadata.version = StorageMeta(), CURRENT_DCP_VERSION
+    buffer = io.BytesIO()
+    torch.save(common, buffer)
+    for name, data in ((INDEX, pickle.dumps(metadata)), (COMMON, buffer.getvalue())):
+        paths.write_file(folder / name, data)
+        checksums[name] = {0: zlib.crc32(data)}
+    paths.write_file(folder / CHECKSUMS, json.dumps(checksums).encode())
+    # This file makes the folder a complete checkpoint (`paths.METADATA`), so it comes last.
+    config = CheckpointingConfig("torch_dist", 1)
+    paths.write_file(folder / paths.METADATA, json.dumps(asdict(config)).encode())
 
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a contiguous host tensor whose storage has no other bytes. torch.save writes whole storages."""
     data = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return torch.from_numpy(data).view(tensor.dtype).view(tensor.shape)
-
-
-def crc32_of(file: Any, offset: int, length: int) -> int:
-    """Compute the CRC-32 of a part of an open file."""
-    file.seek(offset)
-    checksum = 0
-    while length > 0:
-        block = file.read(min(length, 1 << 22))
-        if not block:
-            break
-        checksum = zlib.crc32(block, checksum)
-        length -= len(block)
-    return checksum

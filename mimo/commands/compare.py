@@ -18,8 +18,7 @@ from tqdm import tqdm
 from mimo import registry
 from mimo.checkpoint.differences import config_differences, model_differences, refused
 from mimo.checkpoint.paths import METADATA
-from mimo.checkpoint.reader import CHECKSUMS, is_covered, read_common, read_index
-from mimo.checkpoint.writer import crc32_of
+from mimo.checkpoint.reader import CHECKSUMS, crc32_of, is_covered, read_common, read_index
 from mimo.config.trainer import RunConfig
 from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.text import ranges

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from mimo.boxes import Box
@@ -70,30 +70,13 @@ class CheckpointTensors:
             raise ValueError(f"checkpoint {self.folder}: {'; '.join(problems)}")
 
 
-class _SlicePlanner(LoadPlanner):
+class _SlicePlanner(DefaultLoadPlanner):
     """Puts what is read into one tensor."""
 
     def __init__(self, target: torch.Tensor) -> None:
+        super().__init__()
         self._target = target
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return self._target[Box.at(read_item.dest_offsets, read_item.lengths).slices]
 
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
-
-    # The steps between ranks: a plan of one slice has none.
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("one process plans for itself")
-
-    def create_local_plan(self) -> LoadPlan:
-        raise AssertionError("one process plans for itself")
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise AssertionError("one process plans for itself")
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise AssertionError("one process plans for itself")
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise AssertionError("only tensors are read")

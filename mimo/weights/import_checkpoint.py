@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import json
 import logging
 import math
 import re
 import shutil
-import warnings
-import zlib
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -17,22 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from mimo.checkpoint.compat import StorageInfo
 from mimo.checkpoint.differences import model_fields
 from mimo.checkpoint.paths import RELEASE, write_tracker
-from mimo.checkpoint.reader import CHECKSUMS, COMMON, INDEX
 from mimo.checkpoint.state import weights_only_state
-from mimo.checkpoint.writer import SummedStream, save_item
+from mimo.checkpoint.writer import SummedStream, save_item, write_shared_files
 from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.text import format_bytes
 from mimo.weights.configuration import compare_folder
@@ -133,36 +121,20 @@ def import_hf(hf_dir: str | Path, save_dir: str | Path, provider: ModelProvider,
         folder.rmdir()
         raise ValueError(f"{root}: the checkpoint needs {format_bytes(needed)}, and the disk has "
                          f"{format_bytes(free)} left")
-    writer, planner = _LazyWriter(folder, progress, len(tensors)), _LazyPlanner(tensors, source)
+    _, metadata = create_default_global_save_plan([SavePlan([tensor.write_item() for tensor in tensors])])
+    problems: list[str] = []
     try:
-        with warnings.catch_warnings():
-            # torch warns that there is only one process, which is intended, and about an argument of planners.
-            warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
-            checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=True)
-        report(f"{source.path} cannot be trained from", planner.problems)
-        common = io.BytesIO()
-        torch.save(weights_only_state(modules, config, model_fields(provider, family_config)), common)
-        (folder / COMMON).write_bytes(common.getvalue())
-        for name in (INDEX, COMMON):
-            writer.checksums[name] = {"0": zlib.crc32((folder / name).read_bytes())}
-        (folder / CHECKSUMS).write_text(json.dumps(writer.checksums), encoding="utf-8")
-        save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+        written = _write_tensors(folder, tensors, source, progress, problems)
+        report(f"{source.path} cannot be trained from", problems)
+        write_shared_files(folder, metadata, written,
+                           weights_only_state(modules, config, model_fields(provider, family_config)))
         folder.rename(root / RELEASE)
-    except CheckpointException as error:
-        # Not an Exception: it would end the program in a traceback.
-        (cause, _), = error.failures.values()
-        raise _named(cause, root) from cause
     except OSError as error:
-        raise _named(error, root) from error
+        raise OSError(f"{root} cannot be written: {error.strerror}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     write_tracker(root, RELEASE)
     return root / RELEASE
-
-
-def _named(error: BaseException, root: Path) -> BaseException:
-    """Add the folder's name to an error about the disk."""
-    return OSError(f"{root} cannot be written: {error.strerror}") if isinstance(error, OSError) else error
 
 
 def _plan(source: HfSource, provider: ModelProvider, family_config: Any,
@@ -220,69 +192,24 @@ def _uneven(tensors: list[ImportedTensor]) -> Iterator[str]:
                        f"{', '.join(example.sources)} make {list(usual)} for {example.rule.megatron}")
 
 
-class _LazyPlanner(SavePlanner):
-    """Plans tensors that do not exist yet, and makes each when it is written.
+def _write_tensors(folder: Path, tensors: list[ImportedTensor], source: HfSource, progress: Progress | None,
+                   problems: list[str]) -> list[list[Any]]:
+    """Make and write one tensor at a time, into files of bounded size. torch's own writer keeps all tensors of a file.
 
-    Attributes:
-        problems: a line for each wrong value so far.
+    Returns:
+        Every item with its place and checksum, see `write_shared_files`. Lines about wrong values go to `problems`.
     """
-
-    def __init__(self, tensors: list[ImportedTensor], source: HfSource) -> None:
-        self._tensors = {(tensor.key, tensor.offsets): tensor for tensor in tensors}
-        self._source = source
-        self.problems: list[str] = []
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the plan comes from the weight map."""
-
-    def create_local_plan(self) -> SavePlan:
-        """Plan every tensor, in the order of the weight maps."""
-        return SavePlan([tensor.write_item() for tensor in self._tensors.values()])
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return create_default_global_save_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        assert write_item.index.offset is not None
-        return self._tensors[write_item.index.fqn, write_item.index.offset].make(self._source, self.problems)
-
-
-class _LazyWriter(FileSystemWriter):
-    """Writes one tensor at a time into files of bounded size; torch's own writer keeps one of each name until the end.
-
-    Attributes:
-        checksums: CRC-32 of each item by file name and offset.
-    """
-
-    def __init__(self, folder: Path, progress: Progress | None, total: int) -> None:
-        super().__init__(folder)
-        self.checksums: dict[str, dict[str, int]] = {}
-        self._folder, self._progress, self._total = folder, progress, total
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write every item of the plan."""
-        results: list[WriteResult] = []
-        items = deque(plan.items)
-        while items:
-            name = f"__0_{len(self.checksums)}.distcp"
-            self.checksums[name] = {}
-            with (self._folder / name).open("wb") as file:
-                stream = SummedStream(file)
-                while items and file.tell() < MAX_SHARD_BYTES:
-                    results.append(self._write(name, stream, items.popleft(), planner))
-                    if self._progress:
-                        self._progress(len(results), self._total, results[-1].index.fqn)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    def _write(self, name: str, stream: SummedStream, item: WriteItem, planner: SavePlanner) -> WriteResult:
-        tensor = planner.resolve_data(item)
-        assert isinstance(tensor, torch.Tensor), item
-        save_item(tensor, stream)
-        offset, length, checksum = stream.end_item()
-        self.checksums[name][str(offset)] = checksum
-        return WriteResult(item.index, length, StorageInfo(name, offset, length))
+    written: list[list[Any]] = []
+    left, num_files = deque(tensors), 0
+    while left:
+        name = f"__0_{num_files}.distcp"
+        num_files += 1
+        with (folder / name).open("wb") as file:
+            stream = SummedStream(file)
+            while left and file.tell() < MAX_SHARD_BYTES:
+                tensor = left.popleft()
+                save_item(tensor.make(source, problems), stream)
+                written.append(stream.end_item(tensor.write_item(), name))
+                if progress:
+                    progress(len(written), len(tensors), tensor.key)
+    return written

@@ -77,13 +77,13 @@ def hold_the_interpreter() -> None:
 
 def stay_in_a_save() -> None:
     """The rank's files of the first checkpoint never come to their end, as on a file system that does not answer."""
-    from mimo.checkpoint.writer import Write
+    from mimo.checkpoint import writer
 
     def write_that_stays(*arguments: Any) -> None:
         say()
         time.sleep(FOR_EVER_S)
 
-    Write._write_file = write_that_stays  # type: ignore[assignment, method-assign]
+    writer.write_file = write_that_stays  # type: ignore[assignment]
 
 
 FAULTS: dict[str, Callable[[], None]] = {
