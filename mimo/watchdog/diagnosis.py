@@ -369,14 +369,7 @@ class RankPlace:
 
 def write_summary(statuses: Mapping[int, RankStatus], processes: Mapping[int, RankProcess],
                   places: Mapping[int, RankPlace], stamp: str) -> str:
-    """Write the summary of a stall.
-
-    Args:
-        statuses: statuses of the ranks that answered.
-        processes: processes of the ranks, as far as they registered.
-        places: positions of all ranks of the world.
-        stamp: the time, in words.
-    """
+    """Write the summary of a stall."""
     verdict = judge(statuses, processes, {rank: place.role for rank, place in places.items()})
     if verdict.kind == "unclear":
         headline = "it is not clear which rank everybody waits for"
@@ -435,8 +428,7 @@ def _all_ranks(statuses: Mapping[int, RankStatus], processes: Mapping[int, RankP
 def _key(status: RankStatus | None) -> tuple[object, ...] | None:
     if status is None:
         return None
-    schedule = status.schedule
-    return (status.iteration, status.microbatch, schedule, tuple(wait.what for wait in status.waits),
+    return (status.iteration, status.schedule, tuple(wait.what for wait in status.waits),
             status.blocked.kind, status.blocked.operation, None if status.waits else status.stack[:1])
 
 

@@ -31,11 +31,7 @@ def is_on() -> bool:
 
 
 def group_statuses(backend: str) -> tuple[GroupStatus, ...]:
-    """Return the last and the first unfinished collective of each process group; empty if torch does not record.
-
-    Args:
-        backend: `nccl` or `gloo`.
-    """
+    """Return the last and the first unfinished collective of each process group; empty if torch does not record."""
     if not is_on():
         return ()
     ranks = {name: tuple(dist.get_process_group_ranks(group)) for group, name in process_group_names().items()}

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 from torch.distributed import DistError
 
@@ -34,27 +34,12 @@ Processes = Mapping[int, RankProcess]
 Write = Callable[[Statuses, Processes], None]
 
 
-class Store(Protocol):
-    """Methods of torch's stores that are used here. torch's stubs lack some of them."""
-
-    def set_timeout(self, timeout: timedelta) -> None: ...
-
-    def append(self, key: str, value: str) -> None: ...
-
-    def check(self, keys: list[str]) -> bool: ...
-
-    def add(self, key: str, value: int) -> int: ...
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-
 class StallStore:
     """This rank's end of the conversation about a stall.
 
     Args:
-        store: a connection that nobody else uses, such as a clone of the default process group's store.
+        store: a store of torch, through a connection that nobody else uses, such as a clone of the default process
+            group's; for a run of one rank, a `HashStore`.
         process: process of this rank.
         world_size: number of ranks.
         write: writes the summary; called on the first rank to arrive, and on another one if that hangs.
@@ -62,7 +47,7 @@ class StallStore:
         run: distinguishes this run from others on the same store; the same on all ranks.
     """
 
-    def __init__(self, store: Store, process: RankProcess, world_size: int, write: Write, *, holder: str = "",
+    def __init__(self, store: Any, process: RankProcess, world_size: int, write: Write, *, holder: str = "",
                  run: str = "") -> None:
         self.holder = holder
         self._store, self._process, self._world_size, self._write = store, process, world_size, write
@@ -180,7 +165,8 @@ class StallStore:
                 if rank not in answered and process.host in first]
 
     def _lines(self, name: str) -> list[bytes]:
-        return self._store.get(self._key(name)).splitlines() if self._has(name) else []
+        lines: list[bytes] = self._store.get(self._key(name)).splitlines() if self._has(name) else []
+        return lines
 
     def _wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
         deadline = time.monotonic() + seconds

@@ -149,7 +149,7 @@ class RankStatus:
     Attributes:
         rank: global rank.
         idle_s: seconds since its main thread last made progress.
-        iteration, microbatch: the last ones that it reported.
+        iteration: the last one that it reported.
         waits: open waits, innermost first.
         blocked: the call in which it blocks.
         stack: innermost frames of the main thread, the innermost first: `mimo/training/step.py:176 run_schedule: ...`.
@@ -164,7 +164,6 @@ class RankStatus:
     rank: int
     idle_s: float = 0.0
     iteration: int | None = None
-    microbatch: int | None = None
     waits: tuple[Wait, ...] = ()
     blocked: Blocked = Blocked()
     stack: tuple[str, ...] = ()
@@ -176,11 +175,9 @@ class RankStatus:
     stopped_pids: tuple[int, ...] = ()
 
     def where(self) -> str:
-        """Return the place in words, such as `iteration 3, microbatch 1`; empty before the first iteration."""
+        """Return the place in words, such as `iteration 3, microbatch 1 of 4`; empty before the first iteration."""
         parts = [f"iteration {self.iteration}"] if self.iteration is not None else []
-        if self.microbatch is not None:
-            parts.append(f"microbatch {self.microbatch}")
-        elif self.schedule is not None and not self.schedule.is_over:
+        if self.schedule is not None and not self.schedule.is_over:
             done, total = self.schedule.forward, self.schedule.num_microbatches
             place = f"all {total} microbatches forward" if done >= total else f"microbatch {done} of {total}"
             parts.append(f"{place} (forward {done}, backward {self.schedule.backward} done)")

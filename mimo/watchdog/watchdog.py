@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mimo.grid.spec import Layout
 from mimo.text import ranges
@@ -32,11 +32,11 @@ from mimo.watchdog.process_exit import (
     write_error_file,
     write_report,
 )
-from mimo.watchdog.status import RankProcess, RankStatus, find_blocked, stack_lines
+from mimo.watchdog.status import RankStatus, find_blocked, stack_lines
 
 if TYPE_CHECKING:
     from mimo.grid.groups import Grids
-    from mimo.watchdog.gather import Processes, Statuses
+    from mimo.watchdog.gather import Processes, StallStore, Statuses
 
 STALL_EXIT_CODE = 17
 # Seconds between checks of the clock. A changed limit takes effect within this time.
@@ -51,32 +51,6 @@ OWN_THREADS = ("watchdog", "stall store")
 
 RankSource = Sequence[int] | Callable[[], Sequence[int]] | None
 """Global ranks, or a function that returns them when a report is written."""
-
-
-class Conclusion(Protocol):
-    """Makes one summary of the statuses of all ranks: `Alone` here, or `mimo.watchdog.gather.StallStore`.
-
-    Attributes:
-        holder: the process that holds the store of the statuses, in words for the case that it does not answer.
-    """
-
-    holder: str
-
-    def start(self, on_stall: Callable[[], None]) -> None:
-        """Begin to watch for stalls of other ranks. `on_stall` is called, on any thread, when there is one."""
-        ...
-
-    def conclude(self, status: RankStatus) -> tuple[RankProcess, ...] | None:
-        """Give this rank's status and wait for the summary.
-
-        Returns:
-            Processes that this rank has to end; None if there is no summary.
-        """
-        ...
-
-    def close(self, *, failed: bool = False) -> None:
-        """Stop watching. `failed` says that this rank's part of the run ended with an error."""
-        ...
 
 
 class OpenWait:
@@ -147,7 +121,7 @@ class Watchdog:
         longest_s: longest time between two such moments outside `limit` contexts, since `forget_longest`.
         timeout_s: seconds without progress that count as a stall; infinite if nothing does.
         files_timeout_s: seconds without progress that `on_files` contexts allow; may be infinite.
-        iteration, microbatch: the last ones reported; None before the first.
+        iteration: the last one reported; None before the first.
         on_stall: functions that are called after the summary of a stall, each for a few seconds at most.
         schedule: returns the state of forward and backward passes, in a trainer.
         loader: returns the state of the data loader.
@@ -156,7 +130,7 @@ class Watchdog:
     """
 
     def __init__(self, timeout_s: float, who: str, *, files_timeout_s: float = 0.0, report_path: Path | None = None,
-                 gil_slack_s: float = 30.0, rank: int = 0, conclusion: Conclusion | None = None) -> None:
+                 gil_slack_s: float = 30.0, rank: int = 0, conclusion: StallStore | None = None) -> None:
         """Start watching.
 
         Args:
@@ -166,7 +140,7 @@ class Watchdog:
             report_path: file for the report besides standard error, for example `run_dir/stall-rank3.txt`.
             gil_slack_s: seconds past the limit after which the interpreter's lock must be stuck.
             rank: global rank.
-            conclusion: makes the summary of all ranks; None for no summary.
+            conclusion: makes one summary of the statuses of all ranks; None for no summary.
         """
         self.who = who
         self.current_wait: OpenWait | None = None
@@ -175,7 +149,6 @@ class Watchdog:
         self.timeout_s = timeout_s if timeout_s > 0 else math.inf
         self.files_timeout_s = files_timeout_s if files_timeout_s > 0 else math.inf
         self.iteration: int | None = None
-        self.microbatch: int | None = None
         self.on_stall: list[Callable[[], None]] = []
         self.schedule: Callable[[], stall_status.Schedule | None] | None = None
         self.loader: Callable[[], stall_status.LoaderStatus] | None = None
@@ -195,16 +168,13 @@ class Watchdog:
             if conclusion is not None:
                 conclusion.start(self._on_stall_elsewhere)
 
-    def progress(self, *, iteration: int | None = None, microbatch: int | None = None) -> None:
-        """Report progress. A new `iteration` resets the microbatch and the passes."""
+    def progress(self, *, iteration: int | None = None) -> None:
+        """Report progress. A new `iteration` resets the passes."""
         if iteration is not None:
             if iteration != self.iteration:
                 last = self.schedule() if self.schedule is not None else None
                 self._earlier_schedules = last.index if last is not None else 0
             self.iteration = iteration
-            self.microbatch = None
-        if microbatch is not None:
-            self.microbatch = microbatch
         self.moved()
 
     def moved(self) -> float:
@@ -282,10 +252,9 @@ class Watchdog:
         return tuple(found)
 
     def describe(self) -> str:
-        """Describe where the main thread is: rank, step, microbatch and every open wait, innermost first."""
+        """Describe where the main thread is: rank, iteration, passes and every open wait, innermost first."""
         now = time.monotonic()
-        where = RankStatus(self._rank, iteration=self.iteration, microbatch=self.microbatch,
-                           schedule=self._schedule_status()).where()
+        where = RankStatus(self._rank, iteration=self.iteration, schedule=self._schedule_status()).where()
         waits = "; inside ".join(map(str, self.waits(now)))
         return (f"{self.who}: no progress for {now - self.last_change:.1f} s{f', {where}' if where else ''}"
                 + (f"; waiting for {waits}" if waits else "; not in a tracked wait"))
@@ -306,8 +275,7 @@ class Watchdog:
             # With a limit, because the thread that hangs may hold the lock of torch's record.
             within_limit(lambda: groups.append(read_groups()), GROUPS_S)
         return RankStatus(
-            self._rank, idle_s=now - self.last_change, iteration=self.iteration, microbatch=self.microbatch,
-            waits=self.waits(now),
+            self._rank, idle_s=now - self.last_change, iteration=self.iteration, waits=self.waits(now),
             blocked=find_blocked(frame, on_device=self.on_device) if frame is not None else stall_status.Blocked(),
             stack=stack[0] if stack else (),
             schedule=self._schedule_status(),
@@ -326,8 +294,7 @@ class Watchdog:
     def close(self, *, failed: bool = False) -> None:
         """Stop watching. A second call does nothing.
 
-        Args:
-            failed: this rank's part of the run ended with an error; a summary of the others will say so.
+        `failed` says that this rank's part of the run ended with an error, which a summary of the others will say.
         """
         self._closed.set()
         self._look.set()
@@ -367,7 +334,7 @@ class Watchdog:
             status = self.status()
         except Exception as error:  # Callers' functions may raise anything, and this rank still has to answer.
             status = RankStatus(self._rank, idle_s=time.monotonic() - self.last_change, iteration=self.iteration,
-                                microbatch=self.microbatch, stack=(f"its state could not be read: {error!r}",))
+                                stack=(f"its state could not be read: {error!r}",))
         if conclusion is None:
             self.report("stall")
         else:
@@ -410,14 +377,15 @@ def open_watchdog(timeout_s: float, grids: Grids, run_dir: str | Path, files_tim
 
     process = own_process(grids.rank)
     show_stacks_on_signal()
-    conclusion: Conclusion = Alone(process, write)
+    # Imported late: a process of its own that makes a watchdog needs no torch.
+    import torch.distributed as dist
+
+    from mimo.compat import default_store
+    from mimo.watchdog.gather import StallStore
+
+    store: Any = dist.HashStore()
+    holder, name = "this process", [""]
     if len(places) > 1:
-        # Imported late: a process of its own that makes a watchdog needs no torch.
-        import torch.distributed as dist
-
-        from mimo.compat import default_store
-        from mimo.watchdog.gather import StallStore
-
         # Several runs may use the same store: restarts by a launcher (whose counts differ between nodes), and runs one
         # after the other in the same processes. A random name keeps their messages apart.
         name = [uuid.uuid4().hex]
@@ -425,7 +393,8 @@ def open_watchdog(timeout_s: float, grids: Grids, run_dir: str | Path, files_tim
         holder = f"the process of {places[0].who}, which is stopped or gone, or cannot be reached"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
             holder = "the launcher of the first node, which is stopped or gone, or cannot be reached"
-        conclusion = StallStore(default_store().clone(), process, len(places), write, holder=holder, run=name[0])
+        store = default_store().clone()
+    conclusion = StallStore(store, process, len(places), write, holder=holder, run=name[0])
     return Watchdog(timeout_s, grids.describe(), files_timeout_s=files_timeout_s,
                     report_path=folder / f"stall-rank{grids.rank}.txt", rank=grids.rank, conclusion=conclusion)
 
@@ -438,23 +407,3 @@ def rank_places(layout: Layout) -> dict[int, RankPlace]:
         role = tuple((name, layout.grids[name].coordinates(rank)["pp"]) for name in modules)
         places[rank] = RankPlace(layout.describe(rank), modules, role)
     return places
-
-
-class Alone:
-    """Conclusion of a run on one rank."""
-
-    holder = "nobody"
-
-    def __init__(self, process: RankProcess, write: Callable[[Statuses, Processes], None]) -> None:
-        self._process, self._write = process, write
-
-    def start(self, on_stall: Callable[[], None]) -> None:
-        """Do nothing: there is no other rank."""
-
-    def conclude(self, status: RankStatus) -> tuple[RankProcess, ...]:
-        """Write the summary of the one rank."""
-        self._write({status.rank: status}, {status.rank: self._process})
-        return ()
-
-    def close(self, *, failed: bool = False) -> None:
-        """Do nothing: there is nothing to stop."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mimo.grid.spec import GridSpec, Layout
 from mimo.text import ranges
 from mimo.watchdog.diagnosis import RankPlace, write_summary
+from mimo.watchdog.gather import StallStore
 from mimo.watchdog.status import (
     Blocked,
     LoaderStatus,
@@ -18,7 +20,7 @@ from mimo.watchdog.status import (
     parse_ranks,
     status_from_json,
 )
-from mimo.watchdog.watchdog import Alone, rank_places
+from mimo.watchdog.watchdog import rank_places
 
 WORLD = 800
 
@@ -112,7 +114,8 @@ def test_a_rank_of_colocated_grids_has_both():
 def test_a_rank_alone_writes_its_summary():
     written = []
     process = RankProcess(0, "host", 1, 1)
-    alone = Alone(process, lambda statuses, processes: written.append((statuses, processes)))
+    alone = StallStore(dist.HashStore(), process, 1, lambda statuses, processes: written.append((statuses, processes)))
     status = RankStatus(0)
+    alone.start(lambda: None)
     assert alone.conclude(status) == ()
     assert written == [({0: status}, {0: process})]

@@ -27,14 +27,14 @@ def blocked_in_the_bridge():
 with watchdog.waiting("an earlier thing"):
     pass
 watchdog.progress(iteration=7)
-watchdog.progress(microbatch=2)
+watchdog.progress()
 blocked_in_the_bridge()
 """, report)
     _, error = process.communicate()
     assert process.returncode == 17
     first = error.splitlines()[0]
     assert first.startswith(f"stall on {WHO}: no progress for ")
-    assert ", iteration 7, microbatch 2; waiting for bridge recv_forward (peer vision rank 0, lane 0) for " in first
+    assert ", iteration 7; waiting for bridge recv_forward (peer vision rank 0, lane 0) for " in first
     assert "; inside forward-backward for " in first
     assert "earlier" not in first
     assert "thread MainThread" in error
@@ -46,7 +46,7 @@ def test_the_longest_time_without_progress_leaves_out_phases_with_a_limit_of_the
     now = 100.0
     monkeypatch.setattr("mimo.watchdog.watchdog.time.monotonic", lambda: now)
     watchdog = Watchdog(0, WHO)
-    steps = [(3, lambda: watchdog.progress(iteration=1)), (1, lambda: watchdog.progress(microbatch=0))]
+    steps = [(3, lambda: watchdog.progress(iteration=1)), (1, watchdog.progress)]
     for seconds, tell in steps:
         now += seconds
         tell()
@@ -209,12 +209,10 @@ holds_the_lock()
 
 def test_state_without_a_thread():
     watchdog = Watchdog(0, "rank 0")
-    watchdog.progress(iteration=1, microbatch=3)
+    watchdog.progress(iteration=1)
     with watchdog.waiting("optimizer step"):
-        assert "iteration 1, microbatch 3; waiting for optimizer step for " in watchdog.describe()
+        assert "iteration 1; waiting for optimizer step for " in watchdog.describe()
     assert watchdog.describe().endswith("; not in a tracked wait")
-    watchdog.progress(iteration=2)
-    assert "microbatch" not in watchdog.describe()
     watchdog.close()
 
 
