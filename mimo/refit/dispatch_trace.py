@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mimo.boxes import Box, View, box_of_view
+from mimo.boxes import View, box_of_view
 from mimo.compat import storage_key
 from mimo.refit.compat import TO_COPY, TracingMode, changed_arguments, returns_something
 from mimo.refit.messages import view_of
@@ -34,13 +34,7 @@ VIEWS = frozenset({
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor of the model.
-
-    Attributes:
-        path: its first name.
-        whole: its layout in its storage.
-        dtype: dtype of its elements.
-    """
+    """A tensor of the model."""
 
     path: str
     whole: View
@@ -223,7 +217,7 @@ class Tracer(TracingMode):
         if origin is None or origin.dtype != source.dtype:
             return None
         while True:
-            found = _box(origin.whole, view, region.sizes, region.strides)
+            found = box_of_view(origin.whole, view, View(0, region.sizes, region.strides))
             if found is None:
                 return None
             dtypes.append(origin.dtype)
@@ -239,11 +233,6 @@ class Tracer(TracingMode):
         if not _exact(tuple(dtypes), dtypes[-1], target.dtype):
             return None
         return TensorSlice(origin.name, box, Address(target.path, region.offset, region.strides))
-
-
-@lru_cache(maxsize=4096)  # layers and experts are alike
-def _box(whole: View, view: View, sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Box, View] | None:
-    return box_of_view(whole, view, View(0, sizes, strides))
 
 
 @lru_cache(maxsize=4096)

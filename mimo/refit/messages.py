@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -17,8 +17,9 @@ import torch
 
 from mimo.boxes import View, contiguous_strides
 from mimo.compat import copy_together
+from mimo.refit import plan as planning
 from mimo.refit.plan import Op
-from mimo.refit.tensor_slices import DTYPE_BYTES, Address
+from mimo.refit.tensor_slices import DTYPE_BYTES, Address, TensorMeta
 
 # Alignment of a box in a message, in bytes. It suits every dtype and is wide enough for vectorised copies.
 ALIGNMENT = 16
@@ -66,9 +67,7 @@ class MessageLayout:
 def message_layout(operations: Sequence[Op], dtypes: Sequence[str]) -> MessageLayout:
     """Lay out the message that carries the boxes of operations.
 
-    Args:
-        operations: the operations, in order.
-        dtypes: dtype on the wire of every entry of the chunk plan.
+    `dtypes` has the dtype on the wire of every entry of the chunk plan.
     """
     layouts, runs, first = [], [], 0
     for name, some in itertools.groupby(operations, lambda operation: dtypes[operation.entry]):
@@ -122,12 +121,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 
 class Views:
-    """Boxes of tensors, in the order of those of a message. Contiguous boxes are seen as flat.
-
-    Args:
-        addresses: address of each box.
-        sizes: sizes of each box.
-    """
+    """Boxes of tensors, in the order of those of a message. Contiguous boxes are seen as flat."""
 
     def __init__(self, addresses: Sequence[Address], sizes: Sequence[tuple[int, ...]]) -> None:
         self._boxes = [(address.tensor, *_flattened(size, address.strides), address.offset)
@@ -162,6 +156,59 @@ def _flattened(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[
     """Return sizes and strides of a view, which becomes flat if it is contiguous."""
     rows = [each for each in zip(sizes, strides, contiguous_strides(sizes), strict=True) if each[0] != 1]
     return ((math.prod(sizes),), (1,)) if all(stride == expected for _, stride, expected in rows) else (sizes, strides)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Message between a trainer rank and a worker for a chunk.
+
+    Attributes:
+        peer: number of the worker, or the trainer rank, at the other end.
+        operations: operations of the message.
+        shape: layout of the message.
+        direct: numbers of the operations whose boxes lie in live tensors of this process: all of a trainer rank's, and
+            those of a worker that do not go through its loader.
+        views: these boxes.
+        direct_bytes: their size on the wire.
+        text: text that enters the running digest.
+    """
+
+    peer: int
+    operations: Sequence[Op]
+    shape: MessageLayout
+    direct: frozenset[int]
+    views: Views
+    direct_bytes: int
+    text: bytes
+
+
+def parts_of_chunks(entries: Sequence[TensorMeta], chunk_bytes: int, by_peer: Mapping[int, Sequence[Op]],
+                    address: Callable[[Op], Address | None]) -> list[list[Part]]:
+    """Return, for each chunk, the messages to or from the peers that have a part in it.
+
+    Args:
+        entries: the chunk plan's.
+        chunk_bytes: largest size of the whole tensors in a chunk.
+        by_peer: operations between this process and each peer, in plan order.
+        address: returns the address of an operation's box in a live tensor of this process; None without one.
+    """
+    dtypes = [entry.dtype for entry in entries]
+    found: list[list[Part]] = []
+    for chunk in planning.chunks(entries, chunk_bytes):
+        found.append([])
+        for peer, planned in by_peer.items():
+            operations = planning.within(planned, chunk)
+            if not operations:
+                continue
+            shape = message_layout(operations, dtypes)
+            direct = [(number, place) for number, place in enumerate(map(address, operations)) if place is not None]
+            boxes = [shape.layouts[number] for number, _ in direct]
+            found[-1].append(Part(
+                peer, operations, shape, frozenset(number for number, _ in direct),
+                Views([place for _, place in direct], [each.sizes for each in boxes]),
+                sum(math.prod(each.sizes) * each.dtype.itemsize for each in boxes),
+                planning.encoded(entries, operations)))
+    return found
 
 
 def check_inside(tensor: torch.Tensor, address: Address, sizes: Sequence[int]) -> None:
@@ -272,12 +319,7 @@ class Verification:
              targets: Sequence[torch.Tensor]) -> None:
         """Compute the checksums of a message that has come in and was written.
 
-        Args:
-            sender: rank of the trainer.
-            chunk: number of the chunk.
-            operations: operations of the message.
-            boxes: the boxes as they arrived.
-            targets: the boxes as they are in the tensors to which they were written.
+        `boxes` are as they arrived, `targets` as they are in the tensors to which they were written.
         """
         self.messages.append(_Message(sender, chunk, operations, checksums(boxes), checksums(targets)))
 

@@ -107,12 +107,6 @@ def chunks(entries: Sequence[TensorMeta], max_bytes: int) -> list[range]:
 def receive_plan(entries: Sequence[TensorMeta], holders: Holders, spec: RecvSpec, receiver: int) -> list[Op]:
     """Plan what a worker receives, entry by entry.
 
-    Args:
-        entries: the chunk plan's.
-        holders: what the ranks of the trainer hold.
-        spec: what the worker takes in.
-        receiver: index of the worker.
-
     Raises:
         ValueError: the worker wants a tensor that is not in the chunk plan or that no rank holds.
     """
@@ -164,13 +158,8 @@ def send_plan(entries: Sequence[TensorMeta], holders: Holders, slices: Iterable[
               specs: Mapping[int, RecvSpec], rank: int) -> list[SendOp]:
     """Plan what a rank of the trainer sends, entry by entry.
 
-    Args:
-        entries: the chunk plan's.
-        holders: what the ranks of the trainer hold.
-        slices: what this rank holds.
-        specs: what each worker takes in, by index; workers that share one object are planned together. Names that this
-            rank does not hold may be left out.
-        rank: this rank.
+    Workers whose `specs` share one object are planned together. Names that this rank does not hold may be left out of
+    them.
 
     Raises:
         ValueError: this rank does not hold what the holders say, or has a tensor that is not in the chunk plan.
@@ -371,16 +360,12 @@ def listed(items: Iterable[str], limit: int = 20) -> str:
 MAX_LINES = 100
 
 
-def check_holders(entries: Sequence[TensorMeta], holders: Holders) -> None:
-    """Check that the trainer's ranks hold every element of every entry in exactly one box.
+def holder_problems(entries: Sequence[TensorMeta], holders: Holders) -> list[str]:
+    """Say why the trainer's ranks do not hold every element of every entry in exactly one box; empty if they do.
 
-    Args:
-        entries: the chunk plan's.
-        holders: what the ranks hold.
-
-    Raises:
-        ValueError: names that are missing, left over or there twice, dtypes that cannot travel, boxes that overlap,
-            lie outside the tensor or leave a gap, boxes without ranks.
+    Returns:
+        A line for each name that is missing, left over or there twice, dtype that cannot travel, box that overlaps,
+        lies outside the tensor or leaves a gap, and box without ranks.
     """
     known, problems = _known(entries)
     problems += [f"missing: no rank holds {name}" for name in known if name not in holders]
@@ -394,17 +379,20 @@ def check_holders(entries: Sequence[TensorMeta], holders: Holders) -> None:
         problems += [f"{name} {list(entry.shape)}: {line}" for line in covers[entry.shape, boxes]]
         problems += [f"{name} {each.box}: ranks {list(each.ranks)} are not ascending numbers"
                      for each in held if not each.ranks or list(each.ranks) != sorted(set(each.ranks))]
-    _report("what the trainer holds is not the model", problems)
+    return problems
+
+
+def check_holders(entries: Sequence[TensorMeta], holders: Holders) -> None:
+    """Raise ValueError with all of `holder_problems`, if there are any."""
+    _report("what the trainer holds is not the model", holder_problems(entries, holders))
 
 
 def check_recv_spec(entries: Sequence[TensorMeta], spec: RecvSpec,
                     tensors: Mapping[str, tuple[str, int]] | None = None) -> None:
     """Check that a worker can take in what it wants.
 
-    Args:
-        entries: the chunk plan's.
-        spec: what the worker takes in.
-        tensors: dtype and number of elements of each live tensor of the worker; None where they are not at hand.
+    `tensors` has the dtype and the number of elements of each live tensor of the worker; None where they are not at
+    hand.
 
     Raises:
         ValueError: unknown names, boxes outside their tensor, names out of order or on two routes, targets that
@@ -432,12 +420,6 @@ def check_recv_spec(entries: Sequence[TensorMeta], spec: RecvSpec,
 
 def check_plan(entries: Sequence[TensorMeta], holders: Holders, spec: RecvSpec, operations: Iterable[Op]) -> None:
     """Check that a worker's operations bring every element that it wants, once, to its place, and nothing else.
-
-    Args:
-        entries: the chunk plan's.
-        holders: what the ranks of the trainer hold.
-        spec: what the worker takes in.
-        operations: what it receives, see `receive_plan`.
 
     Raises:
         ValueError: an operation of no wanted element or to another place, from a rank that does not hold it or of

@@ -7,7 +7,6 @@ shows what the worker takes in (`mimo.refit.loader_trace`), so that no table of 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import socket
 import time
@@ -28,14 +27,13 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from mimo.refit import compat, delta
 from mimo.refit import plan as planning
 from mimo.refit.messages import (
-    MessageLayout,
+    Part,
     Verification,
-    Views,
     check_inside,
     checksums,
     copy_all,
     dtype_name,
-    message_layout,
+    parts_of_chunks,
     torch_dtype,
 )
 from mimo.refit.options import SETUP, RefitOptions
@@ -229,29 +227,6 @@ class UpdateInfo(WeightTransferUpdateInfo):
     is_delta: bool = False
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Message of a trainer rank for a chunk.
-
-    Attributes:
-        sender: the rank.
-        operations: operations of the message.
-        shape: layout of the message.
-        live: targets of those operations that write directly into live tensors.
-        direct: numbers of these operations.
-        direct_bytes: their size.
-        text: text that enters the running digest.
-    """
-
-    sender: int
-    operations: Sequence[planning.Op]
-    shape: MessageLayout
-    live: Views
-    direct: frozenset[int]
-    direct_bytes: int
-    text: bytes
-
-
 class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Receives weights from the trainer's ranks, and refuses to serve while it has only some of them.
 
@@ -337,7 +312,6 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         model = rendezvous.read("model", SETUP, "the trainer's tensors")
         self._options = RefitOptions(**model["options"])
         self._entries = [meta_from_json(entry) for entry in model["entries"]]
-        self._dtypes = [entry.dtype for entry in self._entries]
         self._num_trainers, num_workers = model["num_trainers"], model["num_workers"]
         self._claim_number(num_workers)
         self._everybody = [*(f"trainer rank {rank}" for rank in range(self._num_trainers)),
@@ -376,7 +350,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 check_inside(live[operation.target.tensor], operation.target, operation.box.sizes)
         self._chunks = self._chunks_of(self._by_sender)
         rendezvous.meet(SETUP, "planned", self._everybody)
-        self._wire = self._opening.finish([{part.sender: part.shape.num_bytes for part in chunk}
+        self._wire = self._opening.finish([{part.peer: part.shape.num_bytes for part in chunk}
                                            for chunk in self._chunks])
         rendezvous.meet(SETUP, "wired", self._everybody)
 
@@ -441,7 +415,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.guard.received(update_info.sync)
 
     def _changed_chunks(self, scope: str, update_info: UpdateInfo
-                        ) -> tuple[list[list[_Part]], tuple[str, ...], dict[int, delta.Announcement]]:
+                        ) -> tuple[list[list[Part]], tuple[str, ...], dict[int, delta.Announcement]]:
         """Read what the trainer's ranks say has changed.
 
         Returns:
@@ -479,29 +453,15 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                         f"worker {self._worker}: {each.name} {each.box} has checksum {stands} in {each.target.tensor}, "
                         f"and {told} on trainer rank {sender}, after a refit of what has changed")
 
-    def _chunks_of(self, by_sender: dict[int, list[planning.Op]]) -> list[list[_Part]]:
-        """Return, for each chunk, the messages of the trainer ranks that send some of it."""
-        found: list[list[_Part]] = []
-        for chunk in planning.chunks(self._entries, self._options.chunk_bytes):
-            found.append([])
-            for sender, planned in by_sender.items():
-                operations = planning.within(planned, chunk)
-                if not operations:
-                    continue
-                shape = message_layout(operations, self._dtypes)
-                direct = [number for number, each in enumerate(operations) if each.name not in self._loader_names]
-                boxes = [shape.layouts[number] for number in direct]
-                live = Views([operations[number].target for number in direct], [each.sizes for each in boxes])
-                direct_bytes = sum(math.prod(each.sizes) * each.dtype.itemsize for each in boxes)
-                found[-1].append(_Part(sender, operations, shape, live, frozenset(direct), direct_bytes,
-                                       planning.encoded(self._entries, operations)))
-        return found
+    def _chunks_of(self, by_sender: dict[int, list[planning.Op]]) -> list[list[Part]]:
+        return parts_of_chunks(self._entries, self._options.chunk_bytes, by_sender,
+                               lambda each: None if each.name in self._loader_names else each.target)
 
     def _live(self) -> dict[str, torch.Tensor]:
         tensors = (*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers())
         return {name: tensor.detach() for name, tensor in tensors}
 
-    def _take_in(self, scope: str, chunks: Sequence[Sequence[_Part]], live: dict[str, torch.Tensor],
+    def _take_in(self, scope: str, chunks: Sequence[Sequence[Part]], live: dict[str, torch.Tensor],
                  report: dict[str, Any]) -> dict[int, Any]:
         """Receive and install every chunk. Return each sender's running digest."""
         assert self._wire is not None and self._rendezvous is not None
@@ -510,11 +470,11 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         unconfirmed: list[Any] = []
         check = partial(self._rendezvous.check, scope)
         for number, chunk in enumerate(chunks):
-            messages = {part.sender: torch.empty(part.shape.num_bytes, dtype=torch.uint8, device=self.device)
+            messages = {part.peer: torch.empty(part.shape.num_bytes, dtype=torch.uint8, device=self.device)
                         for part in chunk}
             flying.append((self._wire.exchange([], list(messages.items())), number, chunk, messages))
             for part in chunk:
-                running[part.sender].update(part.text)
+                running[part.peer].update(part.text)
             # One chunk is installed while the next one arrives.
             if len(flying) > 1:
                 unconfirmed.append(self._install(flying.pop(0), live, report, check))
@@ -539,20 +499,20 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         began = time.monotonic()
         staged: dict[str, torch.Tensor] = {}
         for part in chunk:
-            boxes, targets = part.shape.boxes(messages[part.sender]), self._targets(part, live, staged)
+            boxes, targets = part.shape.boxes(messages[part.peer]), self._targets(part, live, staged)
             copy_all(targets, boxes)
             if self._verification is not None:
-                self._verification.note(part.sender, number, part.operations, boxes, targets)
+                self._verification.note(part.peer, number, part.operations, boxes, targets)
             report["wire_bytes"] += part.shape.num_bytes
             report["direct_bytes"] += part.direct_bytes
         self._loading.load([(self._renamed[name], tensor) for name, tensor in staged.items()])
         report["install_s"] += time.monotonic() - began
         return works
 
-    def _targets(self, part: _Part, live: dict[str, torch.Tensor],
+    def _targets(self, part: Part, live: dict[str, torch.Tensor],
                  staged: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the targets of a message: boxes of live tensors, and of whole tensors that are loaded afterwards."""
-        direct = part.live.of(live)
+        direct = part.views.of(live)
         if len(direct) == len(part.operations):
             return direct
         written, targets = iter(direct), []

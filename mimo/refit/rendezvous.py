@@ -59,13 +59,7 @@ def without_collections() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Address of the store of a run.
-
-    Attributes:
-        address: address of the machine that serves it.
-        port: port of the store.
-        secret: secret of this run.
-    """
+    """Address of the store of a run."""
 
     address: str
     port: int

@@ -45,11 +45,8 @@ BLOCK_ELEMENTS = 1 << 24
 def scrambled(built: BuiltModel, grids: Grids) -> Iterator[None]:
     """Context with scrambled weights, for refits and forward passes but no step. Collective.
 
-    Ranks that hold the same part of a tensor scramble it alike: signs depend on a tensor's global name and place.
-
-    Args:
-        built: this rank's model, its weights not offloaded.
-        grids: process groups.
+    Ranks that hold the same part of a tensor scramble it alike: signs depend on a tensor's global name and place. The
+    weights must not be offloaded.
     """
     with torch.no_grad():
         parts = _parts(built, grids)
@@ -73,10 +70,7 @@ def scrambled(built: BuiltModel, grids: Grids) -> Iterator[None]:
 def rounded(built: BuiltModel, grids: Grids, mantissa_bits: int) -> Iterator[None]:
     """Context in which about half of the weights differ in their last bit. Collective like `scrambled`.
 
-    Args:
-        built: this rank's model, its weights not offloaded.
-        grids: process groups.
-        mantissa_bits: length of the mantissa whose last bit is changed, such as 7 for bfloat16.
+    It is the last bit of a mantissa of `mantissa_bits`, such as 7 for bfloat16. The weights must not be offloaded.
     """
     with torch.no_grad():
         parts = _parts(built, grids)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -23,9 +24,8 @@ from mimo.platform import current_platform
 from mimo.protocols import ModelProvider
 from mimo.refit import delta
 from mimo.refit import plan as planning
-from mimo.refit.messages import MessageLayout, Views, checksums, message_layout, pack, torch_dtype
+from mimo.refit.messages import Part, Views, checksums, pack, parts_of_chunks, torch_dtype
 from mimo.refit.options import SETUP, RefitOptions, RefitReport
-from mimo.refit.plan import check_holders
 from mimo.refit.rendezvous import RefitError, Rendezvous, StoreAddress, format_error, without_collections
 from mimo.refit.tensor_slices import (
     Address,
@@ -35,10 +35,9 @@ from mimo.refit.tensor_slices import (
     recv_spec_from_table,
     wanted_names,
 )
-from mimo.refit.trainer_shards import LiveTensors, TrainerShards
+from mimo.refit.trainer_shards import ModelWeights
 from mimo.refit.transport.base import Opening, Transport
 from mimo.watchdog.process_exit import on_daemon_thread
-from mimo.weights.rules import WeightMap
 
 # Number of chunks whose messages may be under way while the next one is packed.
 WINDOW = 2
@@ -87,23 +86,6 @@ class Trainer:
     device: torch.device
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Message to a worker for a chunk.
-
-    Attributes:
-        worker: number of the worker.
-        shape: layout of the message.
-        sources: its boxes in this rank's tensors.
-        text: text that enters the running digest.
-    """
-
-    worker: int
-    shape: MessageLayout
-    sources: Views
-    text: bytes
-
-
 class WeightSender:
     """Sender on a rank of the trainer. Its construction, `send` and `close` are collective over the trainer.
 
@@ -130,7 +112,6 @@ class WeightSender:
         self.num_workers = num_workers
         self.verify = options.verify
         self.is_changed = False
-        self._dtypes = [entry.dtype for entry in weights.entries]
         self._syncs = 0
         # Checksums of the boxes for each worker as they were last sent, for delta refits; None before the first sync.
         self._sums: dict[int, list[int]] | None = None
@@ -230,7 +211,6 @@ class WeightSender:
         # The engine's call is under way: its workers trace their loaders, and then publish what they want.
         weights.locate()
         if trainer.rank == 0:
-            check_holders(weights.entries, weights.holders)
             rendezvous.publish("holders", holders_table(weights.holders))
         specs = self._read_specs()
         operations = planning.send_plan(weights.entries, weights.holders, weights.slices, specs, trainer.rank)
@@ -258,19 +238,8 @@ class WeightSender:
                               for worker in range(self.num_workers)]
         self._result(SETUP, call)
 
-    def _chunks_of(self, by_worker: dict[int, list[planning.SendOp]]) -> list[list[_Part]]:
-        """Return, for each chunk, the messages to the workers that get some of it."""
-        found: list[list[_Part]] = []
-        for chunk in planning.chunks(self.weights.entries, self.options.chunk_bytes):
-            found.append([])
-            for worker, operations in by_worker.items():
-                part = planning.within(operations, chunk)
-                if part:
-                    shape = message_layout(part, self._dtypes)
-                    sources = Views([each.source for each in part], [each.sizes for each in shape.layouts])
-                    found[-1].append(_Part(worker, shape, sources,
-                                           planning.encoded(self.weights.entries, part)))
-        return found
+    def _chunks_of(self, by_worker: dict[int, list[planning.SendOp]]) -> list[list[Part]]:
+        return parts_of_chunks(self.weights.entries, self.options.chunk_bytes, by_worker, attrgetter("source"))
 
     def _blocks_of(self, by_worker: dict[int, list[planning.SendOp]]
                    ) -> tuple[Views, list[torch.dtype], dict[int, list[int]]]:
@@ -282,7 +251,7 @@ class WeightSender:
         places = {worker: [numbers.setdefault((each.source, each.box.sizes, each.entry), len(numbers))
                            for each in operations] for worker, operations in by_worker.items()}
         views = Views([address for address, _, _ in numbers], [sizes for _, sizes, _ in numbers])
-        return views, [torch_dtype(self._dtypes[entry]) for _, _, entry in numbers], places
+        return views, [torch_dtype(self.weights.entries[entry].dtype) for _, _, entry in numbers], places
 
     def _read_specs(self) -> dict[int, RecvSpec]:
         """Return what each worker wants of this rank's tensors; equal workers share one object.
@@ -357,7 +326,7 @@ class WeightSender:
         return {worker: [found[place] for place in own] for worker, own in places.items()}
 
     def _changed_chunks(self, scope: str, before: dict[int, list[int]],
-                        sums: dict[int, list[int]]) -> list[list[_Part]]:
+                        sums: dict[int, list[int]]) -> list[list[Part]]:
         """Announce which blocks have changed, and return the messages that carry them."""
         loader, own = delta.announce(self._by_worker, self._loaders, sums, before)
         # A worker reads its own part under a key that the next sync writes again, once it knows that it is there.
@@ -376,7 +345,7 @@ class WeightSender:
         self._rendezvous.check(scope)  # an engine that was stopped may answer long after this sync was given up
         self._engine.update_weights(update_info)
 
-    def _transfer(self, scope: str, tensors: Mapping[str, torch.Tensor], chunks: Sequence[Sequence[_Part]],
+    def _transfer(self, scope: str, tensors: Mapping[str, torch.Tensor], chunks: Sequence[Sequence[Part]],
                   report: RefitReport) -> None:
         """Send every chunk, and then the running digest of each worker's messages."""
         assert self._wire is not None
@@ -388,11 +357,11 @@ class WeightSender:
             began = time.monotonic()
             messages = []
             for part in chunk:
-                message = pack(part.shape, part.sources.of(tensors), self.trainer.device)
-                messages.append((self.trainer.world_size + part.worker, message))
-                running[part.worker].update(part.text)
+                message = pack(part.shape, part.views.of(tensors), self.trainer.device)
+                messages.append((self.trainer.world_size + part.peer, message))
+                running[part.peer].update(part.text)
                 if self.verify:
-                    sums[part.worker][number] = checksums(part.shape.boxes(message))
+                    sums[part.peer][number] = checksums(part.shape.boxes(message))
             report.sent_bytes += sum(message.numel() for _, message in messages)
             flying.append((self._wire.exchange(messages, []), messages))
             packed = time.monotonic()
@@ -456,82 +425,6 @@ class WeightSender:
             self._rendezvous.until(scope, call.done, lambda: f"{scope}: trainer rank {self.trainer.rank} waits for the "
                                                              "engine's answer")
             call.result()
-
-
-class ModelWeights:
-    """A model's weights for one `WeightSender`, or for several one after another. The construction is collective.
-
-    Args:
-        built: this rank's model.
-        grids: process groups.
-        provider: the model family.
-        family_config: its configuration.
-        dtype: dtype of weights on the wire.
-
-    Raises:
-        ValueError: on the first rank: the weight map and the model do not fit each other.
-        ReportedElsewhereError: the same, on the other ranks.
-
-    Attributes:
-        entries: every whole tensor, in the order in which they travel.
-        schemes: see `module_schemes`.
-        holders, slices: once `locate` has found them, the boxes of each tensor with the ranks that hold them, and this
-            rank's boxes with their places.
-    """
-
-    @without_collections()
-    def __init__(self, built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,
-                 dtype: str) -> None:
-        self._built, self._is_located, self.dtype = built, False, dtype
-        self._shards = TrainerShards(built, grids, provider, family_config, dtype)
-        self.entries = self._shards.entries
-        self.schemes = module_schemes(self._shards.maps, [entry.name for entry in self.entries])
-
-    def locate(self) -> None:
-        """Find which rank holds which boxes, once, while the engine's workers trace their loaders. Collective.
-
-        Raises as the construction.
-        """
-        if self._is_located:
-            return
-        self._shards.locate()
-        self._is_located = True
-        self.holders, self.slices = self._shards.holders, self._shards.slices
-        self._live = LiveTensors(self._built)
-        self._paths = tuple(dict.fromkeys(part.address.tensor for part in self.slices))
-
-    def prepare(self) -> dict[str, torch.Tensor]:
-        """Finish what an overlapped step left open, and return the live tensors by the names of addresses. Collective.
-
-        They are valid for one sync, because their memory may change.
-        """
-        self._built.finish_gathers("a refit")
-        return self._live.tensors(self._paths)
-
-
-def module_schemes(maps: Mapping[str, WeightMap], names: Sequence[str]) -> list[dict[str, Any]]:
-    """List the naming schemes of each module's tensors, of which an engine's loader knows one.
-
-    Args:
-        maps: each module's weight map, in the order of the entries.
-        names: names of the entries, in the first naming scheme of each module.
-
-    Returns:
-        For each module `module`, `first` and `count` of its entries, and `styles`: naming scheme -> its entries' names.
-    """
-    found, first = [], 0
-    for module, weight_map in maps.items():
-        own = {weight_map.schemes[0].apply(name): name for rule in weight_map.rules for name in rule.hf}
-        count = 0
-        while first + count < len(names) and names[first + count] in own:
-            count += 1
-        entries = [own[name] for name in names[first:first + count]]
-        found.append({"module": module, "first": first, "count": count,
-                      "styles": {scheme.name: [scheme.apply(name) for name in entries]
-                                 for scheme in weight_map.schemes}})
-        first += count
-    assert first == len(names), f"{len(names) - first} entries belong to no module, the first {names[first]}"
-    return found
 
 
 def connect(built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,

@@ -42,13 +42,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A box of a Hugging Face tensor and the place of its elements on a rank.
-
-    Attributes:
-        name: name of the whole tensor.
-        box: the box in the whole tensor.
-        address: place of its elements on the rank.
-    """
+    """A box of a Hugging Face tensor and the place of its elements on a rank."""
 
     name: str
     box: Box

@@ -1,7 +1,7 @@
 """Finds the parts of each Hugging Face tensor that the trainer's ranks hold, and their places in parameters.
 
-`TrainerShards` does so once, at set-up. Its result has names, shapes and places, but no tensor, because weights may get
-new memory between syncs. `LiveTensors` looks them up at every read.
+`ModelWeights` does so once, at set-up. It keeps names, shapes and places, but no tensor, because weights may get new
+memory between syncs. `LiveTensors` looks them up at every read. `WholeTensors` gathers whole tensors on the first rank.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
-from mimo.boxes import Box, is_partition
+from mimo.boxes import Box
 from mimo.comm.host import gather
 from mimo.compat import storage_key
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
 from mimo.protocols import ModelProvider
 from mimo.refit import compat
-from mimo.refit.messages import dtype_name, view_of
+from mimo.refit.messages import dtype_name, torch_dtype, view_of
+from mimo.refit.plan import holder_problems
+from mimo.refit.rendezvous import without_collections
 from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Holder, Holders, TensorMeta, TensorSlice
 from mimo.weights.export import ExportOptions, infos_of, plan_rules
 from mimo.weights.load import agree
@@ -35,8 +38,8 @@ Shapes = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
 """Module -> Megatron name -> shape and dtype of the whole tensor."""
 
 
-class TrainerShards:
-    """Places of the model's weights. `entries` and `holders` are the same on every rank.
+class ModelWeights:
+    """A model's weights for refits: the whole tensors, and the places of their boxes on this rank.
 
     The construction finds the entries, and `locate` the rest, because an engine's workers need only the entries to
     begin. Both are collective over the world, through host memory; once, at set-up.
@@ -46,44 +49,51 @@ class TrainerShards:
         grids: process groups.
         provider: the model family.
         family_config: its configuration.
-        wire_dtype: dtype in which floating tensors travel: `bfloat16`, `float16`, `float32`.
+        dtype: dtype in which floating tensors travel: `bfloat16`, `float16`, `float32`.
 
     Raises:
         ValueError: on the first rank: everything in which the weight map and the model do not fit each other, by name.
         ReportedElsewhereError: the same, on the other ranks.
 
     Attributes:
-        maps: weight map of each module.
         entries: every whole tensor, in the order in which they travel.
-        holders: boxes of each tensor, and the ranks that hold them.
-        slices: this rank's boxes and their places.
+        schemes: see `module_schemes`.
+        live: this rank's parameters and buffers.
+        holders: boxes of each tensor, and the ranks that hold them, once `locate` has found them. Like entries and
+            schemes, the same on every rank.
+        slices: this rank's boxes and their places, likewise.
     """
 
     holders: Holders
     slices: list[TensorSlice]
 
+    @without_collections()
     def __init__(self, built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,
-                 wire_dtype: str = "bfloat16") -> None:
-        self._built, self._grids = built, grids
-        self.maps = {module: provider.weight_map(family_config, module).for_engine() for module in grids.layout.grids}
+                 dtype: str) -> None:
+        self._built, self._grids, self.dtype = built, grids, dtype
+        self._maps = {module: provider.weight_map(family_config, module).for_engine() for module in grids.layout.grids}
         # Entries have the names of each module's first scheme. Workers choose their loader's scheme (`worker_plan`).
-        self._chosen = {module: weight_map.schemes[0] for module, weight_map in self.maps.items()}
-        self._pieces = {module: module_pieces(part, grids.collections[module])
-                        for module, part in named_modules_of(built.model)}
+        self._chosen = {module: weight_map.schemes[0] for module, weight_map in self._maps.items()}
+        self._pieces: dict[str, list[ModelPiece]] | None = {
+            module: module_pieces(part, grids.collections[module]) for module, part in named_modules_of(built.model)}
         shapes: Shapes = {module: {} for module in grids.layout.grids}
         for tensors_of, _ in _gather_distinct(grids, {
                 module: {piece.name: (piece.shape, piece.tensor.dtype) for piece in held}
                 for module, held in self._pieces.items()}):
             for module, tensors in tensors_of.items():
                 shapes[module] |= tensors
-        self.entries, self._misfits = plan_entries(self.maps, self._chosen, shapes, wire_dtype)
+        self.entries, self._misfits = plan_entries(self._maps, self._chosen, shapes, dtype)
         if self._misfits:
             self.locate()  # raises, and lists what else is wrong
+        self.schemes = module_schemes(self._maps, [entry.name for entry in self.entries])
+        self.live = LiveTensors(built)
 
-    def locate(self) -> None:
-        """Find which rank holds which boxes of the model. Raises as the construction."""
-        slices, problems = _rank_slices(self._pieces, self._built, self.maps, self._chosen)
-        del self._pieces  # which are tensors
+    def locate(self) -> ModelWeights:
+        """Find which rank holds which boxes of the model, the first time. Return self. Raises as the construction."""
+        if self._pieces is None:
+            return self
+        slices, problems = _rank_slices(self._pieces, self._built, self._maps, self._chosen)
+        self._pieces = None  # which are tensors
         ranks_of: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
         for boxes, ranks in _gather_distinct(self._grids, [(part.name, part.box) for part in slices]):
             for name, box in boxes:
@@ -93,16 +103,42 @@ class TrainerShards:
                         for name, boxes in ranks_of.items()}
         self.slices = slices
         # If some tensors do not fit, the boxes that they lack would only be more lines about the same faults.
-        problems += self._misfits or ([] if problems else uncovered(self.entries, self.holders))
+        problems += self._misfits or ([] if problems else holder_problems(self.entries, self.holders))
         agree(self._grids, "the weight map does not fit the model", problems)
+        return self
+
+    def prepare(self) -> dict[str, torch.Tensor]:
+        """Finish what an overlapped step left open, and return the live tensors by the names of addresses. Collective.
+
+        They are valid for one sync, because their memory may change.
+        """
+        self._built.finish_gathers("a refit")
+        return self.live.tensors({part.address.tensor: None for part in self.slices})
 
 
-def build_trainer_shards(built: BuiltModel, grids: Grids, provider: ModelProvider, family_config: Any,
-                         wire_dtype: str = "bfloat16") -> TrainerShards:
-    """Find all places of the model's weights. Arguments and errors are those of `TrainerShards`."""
-    shards = TrainerShards(built, grids, provider, family_config, wire_dtype)
-    shards.locate()
-    return shards
+def module_schemes(maps: Mapping[str, WeightMap], names: Sequence[str]) -> list[dict[str, Any]]:
+    """List the naming schemes of each module's tensors, of which an engine's loader knows one.
+
+    Args:
+        maps: each module's weight map, in the order of the entries.
+        names: names of the entries, in the first naming scheme of each module.
+
+    Returns:
+        For each module `module`, `first` and `count` of its entries, and `styles`: naming scheme -> its entries' names.
+    """
+    found, first = [], 0
+    for module, weight_map in maps.items():
+        own = {weight_map.schemes[0].apply(name): name for rule in weight_map.rules for name in rule.hf}
+        count = 0
+        while first + count < len(names) and names[first + count] in own:
+            count += 1
+        entries = [own[name] for name in names[first:first + count]]
+        found.append({"module": module, "first": first, "count": count,
+                      "styles": {scheme.name: [scheme.apply(name) for name in entries]
+                                 for scheme in weight_map.schemes}})
+        first += count
+    assert first == len(names), f"{len(names) - first} entries belong to no module, the first {names[first]}"
+    return found
 
 
 def plan_entries(maps: Mapping[str, WeightMap], schemes: Mapping[str, NamingScheme], shapes: Shapes,
@@ -111,12 +147,6 @@ def plan_entries(maps: Mapping[str, WeightMap], schemes: Mapping[str, NamingSche
 
     The tensors of a layer follow each other, because an engine that loads layer by layer keeps a layer until it is
     complete. Shapes come from applying rules to meta tensors, which needs neither communication nor memory.
-
-    Args:
-        maps: each module's map, encoders first.
-        schemes: naming scheme of each module.
-        shapes: whole Megatron tensors of all ranks.
-        wire_dtype: see `TrainerShards`.
 
     Returns:
         The entries, and a line for each tensor without a rule, rule without a tensor, and other misfit.
@@ -285,28 +315,11 @@ def _gather_distinct(grids: Grids, value: Any) -> list[tuple[Any, list[int]]]:
             for digest in dict.fromkeys(digests)]
 
 
-def uncovered(found: Iterable[TensorMeta], holders: Holders) -> list[str]:
-    """List the tensors whose boxes overlap, leave gaps or lie outside."""
-    lines = []
-    covers: dict[tuple[tuple[int, ...], tuple[Box, ...]], bool] = {}  # equal layers have equal boxes
-    for entry in found:
-        boxes = tuple(held.box for held in holders.get(entry.name, ()))
-        if (entry.shape, boxes) not in covers:
-            covers[entry.shape, boxes] = is_partition(Box.whole(entry.shape), boxes)
-        if not covers[entry.shape, boxes]:
-            lines.append(f"not whole: boxes of {entry.name} {list(entry.shape)} on all ranks are not each of its "
-                         f"elements once: {[(box.starts, box.stops) for box in boxes]}")
-    return lines
-
-
 class LiveTensors:
     """A rank's parameters and buffers by path, looked up again at every call. A refit looks up tens of thousands.
 
     A parameter may get new memory between two syncs. Its shape and strides must stay as they were, because addresses
     depend on them.
-
-    Args:
-        built: this rank's model.
     """
 
     def __init__(self, built: BuiltModel) -> None:
@@ -346,3 +359,61 @@ class LiveTensors:
         """Return the box of these sizes at an address, detached. Raises RuntimeError as `tensors`."""
         tensor = self.tensors([address.tensor])[address.tensor].detach()
         return torch.as_strided(tensor, tuple(sizes), address.strides, tensor.storage_offset() + address.offset)
+
+
+class WholeTensors:
+    """Whole tensors of a model whose ranks hold parts of them. Each iteration gathers their present values.
+
+    Each holder sends its boxes of a tensor to the first rank of the world in one message, in the dtype of the wire.
+    Iterating is collective over the world. Ranks other than the first get tensors on the meta device. The weights must
+    be located. Whole tensors are put together on `device`, the model's.
+    """
+
+    def __init__(self, weights: ModelWeights, device: torch.device) -> None:
+        self._weights, self._device = weights, device
+        self.entries = weights.entries
+        self._mine = {(part.name, part.box): part.address for part in weights.slices}
+
+    def __iter__(self) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+        """Yield every whole tensor. Only one is in memory at a time. Collective."""
+        self._weights.prepare()
+        for number, entry in enumerate(self.entries):
+            # The boxes that each rank sends, the same choice on every rank. Replicas take turns, but what the first
+            # rank has by itself is not sent.
+            boxes: dict[int, list[Box]] = {}
+            for held in self._weights.holders[entry.name]:
+                rank = 0 if 0 in held.ranks else held.ranks[number % len(held.ranks)]
+                boxes.setdefault(rank, []).append(held.box)
+            yield entry, self._gathered(entry, boxes)
+
+    @torch.no_grad()
+    def _gathered(self, entry: TensorMeta, boxes: dict[int, list[Box]]) -> torch.Tensor:
+        """Return the whole tensor on the first rank, and a meta tensor on the others."""
+        rank, dtype = dist.get_rank(), torch_dtype(entry.dtype)
+        if rank != 0:
+            if rank in boxes:
+                parts = [self._held(entry, box).to(dtype).flatten() for box in boxes[rank]]
+                dist.send(_bytes(parts[0] if len(parts) == 1 else torch.cat(parts)), dst=0)
+            return torch.empty(entry.shape, dtype=dtype, device="meta")
+        whole = torch.empty(entry.shape, dtype=dtype, device=self._device)
+        for sender, sent in sorted(boxes.items()):
+            places = [whole[box.slices] for box in sent]
+            if sender == 0:
+                for place, box in zip(places, sent, strict=True):
+                    place.copy_(self._held(entry, box))
+            elif len(places) == 1 and places[0].is_contiguous():
+                dist.recv(_bytes(places[0]), src=sender)
+            else:
+                packed = whole.new_empty(sum(box.numel for box in sent))
+                dist.recv(_bytes(packed), src=sender)
+                for place, part in zip(places, packed.split([box.numel for box in sent]), strict=True):
+                    place.copy_(part.view(place.shape))
+        return whole
+
+    def _held(self, entry: TensorMeta, box: Box) -> torch.Tensor:
+        return self._weights.live.view(self._mine[entry.name, box], box.sizes)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's memory as bytes, which every backend can send."""
+    return tensor.view(-1).view(torch.uint8)

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from vllm.platforms import current_platform
@@ -39,11 +39,6 @@ IN_PLACE = frozenset({"e_score_correction_bias"})
 
 def routes(model: torch.nn.Module, recording: Recording, entries: Sequence[TensorMeta]) -> RecvSpec:
     """Plan which tensors a worker takes in as boxes, and which as a whole because it has to.
-
-    Args:
-        model: the live model.
-        recording: trace of its loader.
-        entries: entries of the trace.
 
     Raises:
         ValueError: an entry that must stay float32 would be rounded by a parameter of another dtype.
@@ -127,37 +122,18 @@ Candidates = Mapping[str, Mapping[str, Sequence[TensorMeta]]]
 """Module -> name of a naming scheme -> its entries."""
 
 
-@dataclass(frozen=True)
-class Probe:
-    """Response of a worker's loader to one naming scheme of a module.
-
-    Attributes:
-        refused: names that it raises on, the first few, with the error.
-        silent: names that write nothing on this worker.
-    """
-
-    refused: dict[str, str]
-    silent: tuple[str, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        return {"refused": self.refused, "silent": list(self.silent)}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Self:
-        return cls(dict(value["refused"]), tuple(value["silent"]))
+Probes = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""Module -> name of a naming scheme -> response of a worker's loader to it, as plain data: `refused`, the first few
+names that it raises on, with the error, and `silent`, the names that write nothing on this worker."""
 
 
-Probes = Mapping[str, Mapping[str, Probe]]
-"""Module -> name of a naming scheme -> result of its probe."""
-
-
-def probe_schemes(model: torch.nn.Module, candidates: Candidates) -> dict[str, dict[str, Probe]]:
+def probe_schemes(model: torch.nn.Module, candidates: Candidates) -> dict[str, dict[str, dict[str, Any]]]:
     """Try the naming schemes of every module on a live model, without any effect on it, up to one that fits.
 
     Of names that differ only in the numbers of their layer and expert, the first and the last are tried: a mixture of
     experts has tens of thousands of names. `record` sees all names of the scheme that is chosen.
     """
-    probes: dict[str, dict[str, Probe]] = {}
+    probes: dict[str, dict[str, dict[str, Any]]] = {}
     for module, schemes in candidates.items():
         for scheme, entries in schemes.items():
             alike: dict[str, list[int]] = {}
@@ -165,7 +141,7 @@ def probe_schemes(model: torch.nn.Module, candidates: Candidates) -> dict[str, d
                 alike.setdefault(NUMBER.sub("#", entry.name), []).append(index)
             ends = sorted({index for group in alike.values() for index in (group[0], group[-1])})
             recording = record(model, [entries[index] for index in ends], max_refused=NAMED)
-            probes.setdefault(module, {})[scheme] = Probe(recording.refused, recording.untaken)
+            probes.setdefault(module, {})[scheme] = {"refused": recording.refused, "silent": list(recording.untaken)}
             if not recording.refused and not recording.untaken:
                 break
     return probes
@@ -199,11 +175,12 @@ def choose_scheme(probes: Sequence[Probes]) -> dict[str, str]:
     return chosen
 
 
-def _fault(workers: Sequence[Probe]) -> str:
+def _fault(workers: Sequence[Mapping[str, Any]]) -> str:
     for worker in workers:
-        for name, reason in worker.refused.items():
+        for name, reason in worker["refused"].items():
             return f"{name} is refused ({reason})"
-    ignored = [name for name in workers[0].silent if all(name in set(worker.silent) for worker in workers)]
+    silent = set.intersection(*(set(worker["silent"]) for worker in workers))
+    ignored = [name for name in workers[0]["silent"] if name in silent]
     more = f" and {len(ignored) - NAMED} more" if len(ignored) > NAMED else ""
     return f"{', '.join(ignored[:NAMED])}{more} are ignored without a word" if ignored else ""
 
@@ -232,7 +209,7 @@ def worker_recv_spec(model: torch.nn.Module, entries: Sequence[TensorMeta], offe
     Args:
         model: the live model, which does not change.
         entries: every tensor of the chunk plan.
-        offered: see `mimo.refit.sender.module_schemes`.
+        offered: see `mimo.refit.trainer_shards.module_schemes`.
         route: see `RefitOptions`.
         share: returns every worker's value, given this worker's. All workers choose the naming schemes together.
 
@@ -244,8 +221,8 @@ def worker_recv_spec(model: torch.nn.Module, entries: Sequence[TensorMeta], offe
 
 
 def probe_schemes_of(model: torch.nn.Module, entries: Sequence[TensorMeta],
-                     offered: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Try each naming scheme with this worker's loader. Return plain data, empty if there is no choice.
+                     offered: Sequence[Mapping[str, Any]]) -> Probes:
+    """Try each naming scheme with this worker's loader. Return an empty mapping if there is no choice.
 
     All workers have the same choices.
     """
@@ -253,19 +230,16 @@ def probe_schemes_of(model: torch.nn.Module, entries: Sequence[TensorMeta],
     own = {part["module"]: entries[part["first"]:part["first"] + part["count"]] for part in offered}
     open_choices = {module: {scheme: _renamed(own[module], each) for scheme, each in schemes.items()}
                     for module, schemes in names.items() if len(schemes) > 1}
-    return {module: {scheme: probe.as_json() for scheme, probe in schemes.items()}
-            for module, schemes in probe_schemes(model, open_choices).items()}
+    return probe_schemes(model, open_choices)
 
 
 def recv_spec_as(model: torch.nn.Module, entries: Sequence[TensorMeta], offered: Sequence[Mapping[str, Any]],
-                 route: str, probes: Sequence[Mapping[str, Any]]) -> Taken:
+                 route: str, probes: Sequence[Probes]) -> Taken:
     """Do the second half of `worker_recv_spec`, given the results of `probe_schemes_of` of every worker."""
     names = _distinct_names(offered)
     chosen = {module: next(iter(schemes)) for module, schemes in names.items()}
     if any(probes):
-        chosen |= choose_scheme([
-            {module: {scheme: Probe.from_json(probe) for scheme, probe in schemes.items()}
-             for module, schemes in worker.items()} for worker in probes])
+        chosen |= choose_scheme(probes)
     loader_names = [name for module, schemes in names.items() for name in schemes[chosen[module]]]
     # The trace is in the loader's names. `own` leads back to the trainer's, which everything outside of here uses.
     own = {name: entry.name for entry, name in zip(entries, loader_names, strict=True)}

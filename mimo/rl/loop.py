@@ -24,7 +24,8 @@ from mimo.platform.base import Platform
 from mimo.protocols import ModelProvider, TokenGridProvider
 from mimo.refit.options import RefitReport
 from mimo.refit.rendezvous import RefitError, format_error
-from mimo.refit.sender import ModelWeights, connect
+from mimo.refit.sender import connect
+from mimo.refit.trainer_shards import ModelWeights
 from mimo.rl.collector import FIRST_RANK_SPEAKS_S, Collector, PromptCursor
 from mimo.rl.images import ImageTokens, needs_pixels
 from mimo.rl.launch_engine import (
@@ -59,15 +60,7 @@ NUM_SHOWN = 2
 
 
 class RlLoop:
-    """One run on this rank.
-
-    Args:
-        config: validated flags.
-        grids: process groups.
-        platform: device and backend.
-        provider: the model family.
-        prompts: the data set.
-    """
+    """One run on this rank."""
 
     def __init__(self, config: RlRunConfig, grids: Grids, platform: Platform, provider: ModelProvider,
                  prompts: PromptProvider) -> None:
@@ -171,8 +164,7 @@ class RlLoop:
         """Find the tensors for refits and the ranks that hold them. Collective the first time; nothing later."""
         if self._weights is None:
             self._weights = ModelWeights(self.parts.built, self.grids, self.provider, self.config.model_family,
-                                         engine_dtype(self.config))
-            self._weights.locate()
+                                         engine_dtype(self.config)).locate()
 
     def _connect(self) -> None:
         """Agree with the engine on weights, which every rank sends, and make what collects completions."""
@@ -411,10 +403,10 @@ class RlLoop:
             return
         progress = self.session.progress
         num_shown = self.config.train.num_generations if is_last else min(NUM_SHOWN, self.config.train.num_generations)
-        result = self._with_engine(logger, lambda: self.collector.evaluate(progress.iteration, num_shown))
-        logger.log_eval(progress.iteration, result.metrics, consumed_samples=progress.consumed_samples)
-        logger.log_generations(progress.iteration, result.shown, prints=is_last)
-        self._last_figures = self._last_figures | {"reward": result.metrics["reward"]}
+        metrics, shown = self._with_engine(logger, lambda: self.collector.evaluate(progress.iteration, num_shown))
+        logger.log_eval(progress.iteration, metrics, consumed_samples=progress.consumed_samples)
+        logger.log_generations(progress.iteration, shown, prints=is_last)
+        self._last_figures = self._last_figures | {"reward": metrics["reward"]}
 
     def _record(self, report: RefitReport, rollouts: Rollouts, result: PolicyResult,
                 seconds: dict[str, float]) -> PolicyRecord:

@@ -34,11 +34,7 @@ class ReferencePolicy:
 
     The copy takes as much host memory as they take on the device, pinned on CUDA. An exchange needs one more block of
     `mimo.rl.offload` on the device. There is no second copy: during a forward pass of the reference, the policy's
-    weights are on the host.
-
-    Args:
-        built: this rank's model; its weights must be on the device.
-        device: device of the model.
+    weights are on the host. The weights must be on the device.
     """
 
     def __init__(self, built: BuiltModel, device: torch.device) -> None:
@@ -143,7 +139,7 @@ def _source(state: RunState, provider: ModelProvider, config: RlConfig, watchdog
         folder = _find(state, config.ref_load, "--ref-load", None)
         return str(folder), lambda: load_weights(state, folder, watchdog, "--ref-load")
     if config.ref_load_hf:
-        named = _RefLoadHf(config.ref_load_hf)
+        named = HfPaths(config.ref_load_hf, model_flag="--ref-load-hf")
         return named.model, lambda: _load_hf(state, provider, named, watchdog)
     if not resumed:
         return None
@@ -165,14 +161,6 @@ def _source(state: RunState, provider: ModelProvider, config: RlConfig, watchdog
         "hold the weights that it started from, the reference policy. Name them: --ref-load FOLDER (a checkpoint), "
         "--ref-load-hf FOLDER, or the --load-hf FOLDER that it was started with"))
     raise AssertionError("raised above")
-
-
-class _RefLoadHf(HfPaths):
-    """Folder of --ref-load-hf with a whole model, so that errors name this flag."""
-
-    def flag(self, path: str) -> str:
-        """Return the flag that names the folder, with its value."""
-        return f"--ref-load-hf {path}"
 
 
 def _load_hf(state: RunState, provider: ModelProvider, hf: HfPaths, watchdog: Watchdog) -> None:

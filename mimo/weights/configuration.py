@@ -69,12 +69,7 @@ def compare_folder(provider: ModelProvider, family_config: Any, folder: str | Pa
                    allowed: Collection[str]) -> Comparison:
     """Compare the run's model with the config.json of a folder, module by module.
 
-    Args:
-        provider: the model family.
-        family_config: its configuration in this run.
-        folder: the Hugging Face folder.
-        modules: the modules whose weights come from it.
-        allowed: fields that --allow-difference names.
+    `allowed` are the fields that --allow-difference names.
 
     Raises:
         ValueError: config.json is not JSON.
@@ -114,12 +109,6 @@ def compare_folder(provider: ModelProvider, family_config: Any, folder: str | Pa
 def exported_configuration(provider: ModelProvider, family_config: Any, base: Path | None,
                            modules: Iterable[str]) -> dict[str, Any] | None:
     """Return the contents of config.json for an export: the provider's, or the base's with this run's values in it.
-
-    Args:
-        provider: the model family.
-        family_config: its configuration.
-        base: folder of the Hugging Face model whose files go along; None without one.
-        modules: the model's modules.
 
     Returns:
         The contents; None where the base has no config.json.

@@ -115,12 +115,7 @@ class ExportPlan:
                                                     self.maps)
 
     def add_module(self, module: str, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> list[str]:
-        """Plan a module's rules under the base's naming scheme. Return a line for each rule that does not fit.
-
-        Args:
-            module: name of the module.
-            tensors: shape and dtype of the existing whole tensors, by Megatron name.
-        """
+        """Plan a module's rules under the base's naming scheme. Return a line for each rule that does not fit."""
         weight_map = self.maps[module]
         scheme = weight_map.best_scheme(self.base.tensors) if self.base else weight_map.schemes[0]
         self.rules[module], unfit = plan_rules(module, weight_map, scheme, tensors, self.options)
@@ -206,27 +201,6 @@ def converted(wholes: Iterable[tuple[PlannedRule, torch.Tensor]],
             yield from rule.convert(whole)
 
 
-def write_tensors(writer: ShardWriter, tensors: Iterable[tuple[str, torch.Tensor, int]],
-                  progress: Progress | None) -> int:
-    """Write rows as they come, and make the files safe on the disk when every tensor is whole.
-
-    Returns:
-        Number of whole tensors.
-
-    Raises:
-        OSError: the disk is full or a file cannot be written.
-    """
-    count, total = 0, sum(len(shard.tensors) for shard in writer.shards)
-    for name, tensor, first_row in tensors:
-        if writer.write(name, tensor, first_row):
-            count += 1
-            if count == total:
-                writer.finish()
-            if progress:
-                progress(count, total, name)
-    return count
-
-
 def export_checkpoint(checkpoint_dir: str | Path, out_dir: str | Path, provider: ModelProvider, family_config: Any,
                       options: ExportOptions | None = None, progress: Progress | None = None) -> int:
     """Write the weights of a checkpoint as a Hugging Face folder, with the tensors of one rule in memory at a time.
@@ -263,18 +237,23 @@ def export_checkpoint(checkpoint_dir: str | Path, out_dir: str | Path, provider:
             name: (shape[len(places[module][name].index):], dtype) for name, (dtype, shape) in tensors.items()})
     report(f"checkpoint {reader.folder} does not fit the model", problems)
     plan.add_base_tensors()
-    (shards,) = plan_shards([[*plan.infos, *plan.extras]], options.max_shard_bytes)
+    shards = plan_shards([*plan.infos, *plan.extras], options.max_shard_bytes)
     with ShardWriter(out, shards) as writer:
         # A generator, so that one tensor is in memory at a time.
         wholes = ((rule, reader.read(f"{module}.{places[module][rule.rule.megatron].key}",
                                      places[module][rule.rule.megatron].index))
                   for module, rules in plan.rules.items() for rule in rules)
-        count = write_tensors(writer, itertools.chain(converted(wholes, problems), plan.base_tensors(problems)),
-                              progress)
+        count, total = 0, sum(len(shard.tensors) for shard in shards)
+        for name, tensor, first_row in itertools.chain(converted(wholes, problems), plan.base_tensors(problems)):
+            if writer.write(name, tensor, first_row):
+                count += 1
+                if progress:
+                    progress(count, total, name)
         hint = ""
         if options.dtype == "float16":
             hint = " with --dtype float16 (bfloat16 has the range of float32)"
         report(f"{reader.folder} cannot be exported{hint}", problems)
+        writer.finish()
         writer.publish()
     plan.finish(out, shards)
     return count
@@ -305,12 +284,7 @@ def plan_rules(module: str, weight_map: WeightMap, scheme: NamingScheme,
                options: ExportOptions) -> tuple[list[PlannedRule], list[str]]:
     """List the tensors that a module's rules write, and a line for each rule that does not take its tensor.
 
-    Args:
-        module: name of the module.
-        weight_map: its weight map.
-        scheme: naming scheme of the Hugging Face names.
-        tensors: shape and dtype of the existing whole tensors, by Megatron name. Rules of other tensors are left out.
-        options: options of the export.
+    Rules of tensors that do not exist are left out.
     """
     planned, problems = [], []
     for rule in weight_map.rules:

@@ -42,11 +42,13 @@ class HfPaths:
         model: the whole model (--load-hf).
         vision: the encoders, before `model` (--load-vision-from).
         language: the language module, before `model` (--load-language-from).
+        model_flag: flag of `model`.
     """
 
     model: str = ""
     vision: str = ""
     language: str = ""
+    model_flag: str = "--load-hf"
 
     def of(self, module: str) -> str:
         """Return the folder from which a module is loaded; empty if it keeps its weights."""
@@ -54,7 +56,7 @@ class HfPaths:
 
     def flag(self, path: str) -> str:
         """Return the flag that names a folder, with its value."""
-        flags = {self.model: "--load-hf", self.vision: "--load-vision-from", self.language: "--load-language-from"}
+        flags = {self.model: self.model_flag, self.vision: "--load-vision-from", self.language: "--load-language-from"}
         return f"{flags[path]} {path}"
 
 
@@ -79,15 +81,8 @@ def load_hf(built: BuiltModel, grids: Grids, provider: ModelProvider, family_con
     """Fill the modules of every rank from Hugging Face folders. Collective over the world.
 
     The caller refreshes the optimizer's copies of the parameters. One rank reads the headers. One replica of each piece
-    of a parameter reads the tensors and sends the piece to the other replicas.
-
-    Args:
-        built: this rank's model.
-        grids: process groups.
-        provider: the model family.
-        family_config: its configuration.
-        paths: folders of the weights.
-        allowed: fields of the configuration that may differ from config.json (--allow-difference).
+    of a parameter reads the tensors and sends the piece to the other replicas. `allowed` are fields of the
+    configuration that may differ from config.json (--allow-difference).
 
     Raises:
         ValueError: raised on the first rank. Before anything is read: config.json describes a model that computes

@@ -111,13 +111,7 @@ def _same_values(source: HfSource, first: str, second: str) -> bool:
 
 
 def check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> list[str]:
-    """Return a line if a floating-point tensor is not finite, or would not be after a conversion.
-
-    Args:
-        name: name of the tensor, for the message.
-        tensor: the tensor.
-        dtype: the dtype to which it will be converted.
-    """
+    """Return a line if a floating-point tensor is not finite, or would not be after a conversion to `dtype`."""
     if tensor.dtype not in FLOAT_DTYPES or not tensor.numel():
         return []
     low, high = (float(value) for value in torch.aminmax(tensor.detach()))
@@ -208,10 +202,6 @@ def _listed(names: Iterable[str], shapes: Iterable[Sequence[int]]) -> str:
 def report(what: str, problems: Iterable[str]) -> None:
     """Raise one ValueError with every line, once each, grouped by kind.
 
-    Args:
-        what: the first line, which says what is wrong and where.
-        problems: the other lines.
-
     Raises:
         ValueError: there are problems.
     """
@@ -239,12 +229,7 @@ class ModelPiece:
 
 
 def module_pieces(module: torch.nn.Module, groups: ProcessGroupCollection) -> list[ModelPiece]:
-    """Return every parameter and saved buffer of a rank's part of a module. Gate and up halves are separate pieces.
-
-    Args:
-        module: a module of the model, wrapped or not.
-        groups: its process groups.
-    """
+    """Return every parameter and saved buffer of a rank's part of a module. Gate and up halves are separate pieces."""
     state = unwrap_model(module).sharded_state_dict(
         prefix="", sharded_offsets=(), metadata={"dp_cp_group": groups.dp_cp})
     pieces = []

@@ -331,10 +331,7 @@ class Rule:
 def split_rules(megatron: Iterable[str], hf: str, counts: Iterable[int]) -> list[Rule]:
     """Return rules for Megatron tensors that are consecutive rows of one Hugging Face tensor.
 
-    Args:
-        megatron: names of the Megatron tensors, in the order of the rows.
-        hf: name of the Hugging Face tensor.
-        counts: rows of each Megatron tensor.
+    Names and `counts` of rows are in the order of the rows.
     """
     counts = list(counts)
     return [Rule(name, (hf,), rows=Rows(sum(counts[:number]), counts[number], sum(counts)))

@@ -7,9 +7,10 @@ import math
 import os
 import re
 import struct
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,7 @@ class SourceTensor:
 
 @dataclass(frozen=True)
 class Catalog:
-    """Contents of a folder without data, which one rank reads and sends to the others.
-
-    Attributes:
-        path: the folder.
-        tensors: every tensor by name.
-        file_bytes: size of every file of weights by name.
-    """
+    """Contents of a folder without data, which one rank reads and sends to the others."""
 
     path: str
     tensors: Mapping[str, SourceTensor]
@@ -77,8 +72,9 @@ class HfSource:
     """
 
     def __init__(self, path: str | Path, catalog: Catalog | None = None) -> None:
-        self.path = Path(path)
-        self._open: OrderedDict[str, Any] = OrderedDict()
+        self.path = folder = Path(path)
+        # Files that were read last stay open.
+        self._handle = lru_cache(maxsize=MAX_OPEN_FILES)(lambda name: _open_file(folder / name))
         self.catalog = _read_catalog(self.path) if catalog is None else catalog
 
     @property
@@ -120,16 +116,7 @@ class HfSource:
 
     def close(self) -> None:
         """Close the open files. Reading opens them again."""
-        self._open.clear()
-
-    def _handle(self, name: str) -> Any:
-        if name in self._open:
-            self._open.move_to_end(name)
-        else:
-            self._open[name] = _open_file(self.path / name)
-            if len(self._open) > MAX_OPEN_FILES:
-                self._open.popitem(last=False)
-        return self._open[name]
+        self._handle.cache_clear()
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -224,7 +211,7 @@ def _header(folder: Path, name: str) -> dict[str, SourceTensor]:
 # Everything about a tensor but its values is known in advance, so the header is written first, and only one tensor is
 # in memory at a time. The writers of libraries keep all tensors of a file in memory, up to `MAX_SHARD_BYTES`:
 # `save_file` of safetensors takes a dictionary of them, as do `save_torch_state_dict` of huggingface_hub and torch's
-# `HuggingFaceStorageWriter`. None of them takes some rows of a tensor at a time, or numbers the files of several ranks.
+# `HuggingFaceStorageWriter`. None of them takes some rows of a tensor at a time.
 
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -255,61 +242,38 @@ class Shard:
     tensors: tuple[TensorInfo, ...]
 
 
-def plan_shards(parts: Sequence[Sequence[TensorInfo]], max_shard_bytes: int = MAX_SHARD_BYTES) -> list[list[Shard]]:
-    """Divide the tensors of several writers among files, numbered consecutively over all writers.
+def plan_shards(tensors: Sequence[TensorInfo], max_shard_bytes: int = MAX_SHARD_BYTES) -> list[Shard]:
+    """Divide tensors among files, in order. If one file has everything, it is `model.safetensors`.
 
-    Args:
-        parts: each writer's tensors, in the order of its files.
-        max_shard_bytes: largest size of a file's tensors. A larger tensor gets a file of its own.
-
-    Returns:
-        Each writer's files. If one file has everything, it is `model.safetensors`.
+    A tensor larger than `max_shard_bytes` gets a file of its own.
 
     Raises:
         ValueError: a name occurs twice, the format does not know a dtype, or the limit is not positive.
     """
     if max_shard_bytes <= 0:
         raise ValueError(f"a shard of at most {max_shard_bytes} bytes holds nothing")
-    counts = Counter(info.name for part in parts for info in part)
-    twice = sorted(name for name, count in counts.items() if count > 1)
+    twice = sorted(name for name, count in Counter(info.name for info in tensors).items() if count > 1)
     if twice:
         raise ValueError(f"more than one tensor would be called {', '.join(twice)}")
-    unknown = [f"{info.name} ({info.dtype})" for part in parts for info in part if info.dtype not in DTYPE_NAMES]
+    unknown = [f"{info.name} ({info.dtype})" for info in tensors if info.dtype not in DTYPE_NAMES]
     if unknown:
         raise ValueError(f"safetensors has no dtype for {', '.join(unknown)}")
-    cut = [_cut(part, max_shard_bytes) for part in parts]
-    total = sum(len(files) for files in cut)
-    shards, number = [], 0
-    for files in cut:
-        mine = []
-        for tensors in files:
-            number += 1
-            file = SINGLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
-            mine.append(Shard(file, tuple(tensors)))
-        shards.append(mine)
-    return shards
-
-
-def _cut(tensors: Iterable[TensorInfo], max_bytes: int) -> list[list[TensorInfo]]:
     files: list[list[TensorInfo]] = []
     size = 0
     for info in tensors:
-        if not files or (files[-1] and size + info.num_bytes > max_bytes):
+        if not files or (files[-1] and size + info.num_bytes > max_shard_bytes):
             files.append([])
             size = 0
         files[-1].append(info)
         size += info.num_bytes
-    return files
+    return [Shard(SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors", tuple(each))
+            for number, each in enumerate(files, start=1)]
 
 
 class ShardWriter:
     """Writes a list of files into a folder, under temporary names until `publish`.
 
-    Use it as a context manager, which removes temporary files that are left.
-
-    Args:
-        folder: folder to write; it is made if it does not exist.
-        shards: the files, from `plan_shards`.
+    Use it as a context manager, which removes temporary files that are left. The folder is made if it does not exist.
     """
 
     def __init__(self, folder: Path, shards: Sequence[Shard]) -> None:

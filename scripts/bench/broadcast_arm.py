@@ -28,12 +28,11 @@ def broadcast_arm(built: Any, grids: Any, provider: Any, family_config: Any, han
     import torch
 
     from mimo.comm.host import broadcast_object
-    from mimo.refit.gather_full import WholeTensors
-    from mimo.refit.trainer_shards import build_trainer_shards
+    from mimo.refit.trainer_shards import ModelWeights, WholeTensors
     from scripts.bench.vllm_source import MegatronSource
 
-    held = build_trainer_shards(built, grids, provider, family_config, dtype)
-    source = MegatronSource(WholeTensors(built, held, torch.device("cuda", torch.cuda.current_device())))
+    held = ModelWeights(built, grids, provider, family_config, dtype).locate()
+    source = MegatronSource(WholeTensors(held, torch.device("cuda", torch.cuda.current_device())))
     port = broadcast_object(grids, free_port())
     from vllm.distributed.weight_transfer import nccl_engine
 

@@ -194,11 +194,10 @@ def measure(chosen: argparse.Namespace, built: Any, grids: Any, provider: Any, f
     import torch
     import torch.distributed as dist
 
-    from mimo.refit.sender import ModelWeights
+    from mimo.refit.trainer_shards import ModelWeights
 
     started = time.monotonic()
-    weights = ModelWeights(built, grids, provider, family_config, chosen.dtype)
-    weights.locate()
+    weights = ModelWeights(built, grids, provider, family_config, chosen.dtype).locate()
     weights_s = time.monotonic() - started
     backend = "ipc" if chosen.colocated else "nccl" if chosen.device == "cuda" else "gloo"
     arms: dict[str, Callable[[str], RefitReport | None]] = {}

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
-from mimo.refit.gather_full import WholeTensors
 from mimo.refit.messages import torch_dtype
+from mimo.refit.trainer_shards import WholeTensors
 
 
 class MegatronSource(WeightSource):

@@ -14,7 +14,7 @@ from mimo.comm.host import gather
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
 from mimo.protocols import ModelProvider
-from mimo.weights.export import ExportOptions, ExportPlan, converted, write_tensors
+from mimo.weights.export import ExportOptions, ExportPlan, converted
 from mimo.weights.match import module_pieces
 from mimo.weights.safetensors_io import ShardWriter, plan_shards
 
@@ -53,10 +53,12 @@ def _write(wholes: dict[str, dict[str, torch.Tensor]], provider: ModelProvider, 
         assert {rule.megatron for rule in plan.maps[module].rules} == tensors.keys(), module
         problems += plan.add_module(module, {name: (whole.shape, whole.dtype) for name, whole in tensors.items()})
     plan.add_base_tensors()
-    (shards,) = plan_shards([[*plan.infos, *plan.extras]], options.max_shard_bytes)
+    shards = plan_shards([*plan.infos, *plan.extras], options.max_shard_bytes)
     with ShardWriter(out, shards) as writer:
         rules = ((rule, wholes[module][rule.rule.megatron]) for module, rules in plan.rules.items() for rule in rules)
-        write_tensors(writer, itertools.chain(converted(rules, problems), plan.base_tensors(problems)), None)
+        for name, tensor, first_row in itertools.chain(converted(rules, problems), plan.base_tensors(problems)):
+            writer.write(name, tensor, first_row)
         assert not problems, problems
+        writer.finish()
         writer.publish()
     plan.finish(out, shards)

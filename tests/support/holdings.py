@@ -47,12 +47,12 @@ def reallocate(built: Any, factor: float) -> None:
 
 def held_and_exported(rank: int, flags: tuple[str, ...], world_size: int, folder: str, out: str) -> Held:
     """A rank's boxes; all export, too. Then the weights change and are re-allocated, and both is done again."""
-    from mimo.refit.trainer_shards import LiveTensors, build_trainer_shards
+    from mimo.refit.trainer_shards import ModelWeights
     from tests.support.export_live import export_model
 
     with loaded_model(flags, world_size, folder) as (built, grids, provider, config):
-        found = build_trainer_shards(built, grids, provider, config, "float32")
-        live, values = LiveTensors(built), {}
+        found = ModelWeights(built, grids, provider, config, "float32").locate()
+        live, values = found.live, {}
         for number, when in enumerate(("before", "after")):
             if number:
                 reallocate(built, 3)
@@ -66,12 +66,11 @@ def gathered(rank: int, flags: tuple[str, ...], world_size: int, folder: str, wi
              biases: torch.Tensor) -> list[tuple[Any, torch.Tensor]]:
     """Whole tensors, doubled and re-allocated since an earlier iteration; routers' biases are set to `biases`."""
     from mimo.platform import current_platform
-    from mimo.refit.gather_full import WholeTensors
-    from mimo.refit.trainer_shards import build_trainer_shards
+    from mimo.refit.trainer_shards import ModelWeights, WholeTensors
 
     with loaded_model(flags, world_size, folder) as (built, grids, provider, config):
-        found = build_trainer_shards(built, grids, provider, config, wire_dtype)
-        tensors = WholeTensors(built, found, current_platform().device)
+        found = ModelWeights(built, grids, provider, config, wire_dtype).locate()
+        tensors = WholeTensors(found, current_platform().device)
         assert [entry for entry, _ in tensors] == found.entries
         reallocate(built, 2)
         for name, buffer in built.model.named_buffers():
@@ -85,8 +84,7 @@ def gathered_after_a_step(rank: int, flags: tuple[str, ...], world_size: int,
     """Whole tensors after a training step, which are exported, too; and whether the step had left some to be gathered
     from other replicas on this rank."""
     from mimo.config.validate import validate
-    from mimo.refit.gather_full import WholeTensors
-    from mimo.refit.trainer_shards import LiveTensors, build_trainer_shards
+    from mimo.refit.trainer_shards import ModelWeights, WholeTensors
     from mimo.registry import model_provider
     from mimo.training.step import train_step
     from tests.support.export_live import export_model
@@ -95,11 +93,11 @@ def gathered_after_a_step(rank: int, flags: tuple[str, ...], world_size: int,
     layout, provider = validate(config, world_size), model_provider(config.model.model_provider)
     with equality.open_training(config, layout, rank) as (parts, loader):
         train_step(parts, loader.next_step())
-        found = build_trainer_shards(parts.built, parts.grids, provider, config.model_family, "float32")
-        live = LiveTensors(parts.built)
+        found = ModelWeights(parts.built, parts.grids, provider, config.model_family, "float32").locate()
+        live = found.live
         before = [live.view(part.address, part.box.sizes).clone() for part in found.slices]
         tensors = {entry.name: tensor.clone()
-                   for entry, tensor in WholeTensors(parts.built, found, parts.platform.device)}
+                   for entry, tensor in WholeTensors(found, parts.platform.device)}
         was_open = any(not torch.equal(value, live.view(part.address, part.box.sizes))
                        for part, value in zip(found.slices, before, strict=True))
         export_model(parts.built, parts.grids, provider, config.model_family, out)
@@ -125,7 +123,7 @@ def refused_holdings(rank: int, flags: tuple[str, ...], folder: str) -> dict[str
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(module, "module_pieces", lambda part, groups: change(pieces_of(part, groups)))
                 return weights.error_lines(
-                    lambda: module.build_trainer_shards(built, grids, Changed(), config, "float32"))
+                    lambda: module.ModelWeights(built, grids, Changed(), config, "float32").locate())
 
         def cloned(pieces: list[Any]) -> list[Any]:
             return [replace(piece, tensor=piece.tensor.clone()) if piece.name == norm.megatron else piece

@@ -148,8 +148,7 @@ def move(moved: Any, kind: str) -> int:
 def refusals(rank: int, flags: tuple[str, ...], world_size: int, out: str) -> dict[str, str]:
     """Return the errors of requests to a trainer while tensors are away, by case."""
     from mimo.checkpoint.state import RunState
-    from mimo.refit.gather_full import WholeTensors
-    from mimo.refit.trainer_shards import build_trainer_shards
+    from mimo.refit.trainer_shards import ModelWeights, WholeTensors
     from mimo.registry import model_provider
     from mimo.rl.offload import Offload
     from mimo.training.step import forward_step, run_schedule, train_step
@@ -168,8 +167,8 @@ def refusals(rank: int, flags: tuple[str, ...], world_size: int, out: str) -> di
         provider = model_provider(parts.config.model.model_provider)
         state = RunState(parts.config, parts.grids, parts.platform, built, parts.optimizer, parts.scheduler)
         train_step(parts, loader.next_step())
-        shards = build_trainer_shards(built, parts.grids, provider, family, "float32")
-        whole = WholeTensors(built, shards, parts.platform.device)
+        weights = ModelWeights(built, parts.grids, provider, family, "float32").locate()
+        whole = WholeTensors(weights, parts.platform.device)
         moved, batches = Offload(built, parts.optimizer), loader.next_step()
         for kind in ("gradients", "optimizer", "weights"):
             move(moved, kind)

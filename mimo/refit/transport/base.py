@@ -1,11 +1,10 @@
-"""Interface for messages between trainer ranks and workers, and the choice of its implementation."""
+"""Opens the connections between trainer ranks and workers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch.distributed import PrefixStore
@@ -17,29 +16,8 @@ from mimo.refit.transport.p2p import Wire
 from mimo.refit.transport.shared_memory import device_identity
 from mimo.watchdog.process_exit import on_daemon_thread
 
-
-class Transport(Protocol):
-    """Carries messages: a `Wire`, or with backend `ipc` a `TrainerEnd` or `WorkerEnd`."""
-
-    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
-                 ) -> list[tuple[str, Any]]:
-        """Start a chunk's messages; see `Wire.exchange`. Every rank calls it for every chunk, in order."""
-        ...
-
-    def follow(self, works: Sequence[tuple[str, Any]], check: Callable[[], None]) -> list[tuple[str, Any]]:
-        """Let what this thread does next with received messages come after their transfers; see `Wire.follow`."""
-        ...
-
-    def wait(self, works: Sequence[tuple[str, Any]], check: Callable[[], None], grace_s: float = 0.0) -> None:
-        """Wait for a chunk's messages; see `Wire.wait`."""
-        ...
-
-    def release(self, check: Callable[[], None], grace_s: float = 0.0) -> None:
-        """Give back the memory of a sync, after its last chunk. Raises the errors of `wait`."""
-        ...
-
-    def close(self) -> None:
-        ...
+Transport = Wire | TrainerEnd | WorkerEnd
+"""What carries messages. All have the methods of `Wire`."""
 
 
 class Opening:

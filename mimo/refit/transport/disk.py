@@ -17,12 +17,10 @@ from mimo.comm.host import broadcast_object, raise_on_any_rank
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel
 from mimo.protocols import ModelProvider
-from mimo.refit.gather_full import WholeTensors
 from mimo.refit.messages import torch_dtype
 from mimo.refit.rendezvous import RefitError
-from mimo.refit.sender import module_schemes
 from mimo.refit.tensor_slices import TensorMeta, meta_as_json, meta_from_json
-from mimo.refit.trainer_shards import build_trainer_shards
+from mimo.refit.trainer_shards import ModelWeights, WholeTensors
 from mimo.weights.safetensors_io import MAX_SHARD_BYTES, ShardWriter, TensorInfo, plan_shards, write_index
 
 # A folder of weights for engines elsewhere: one subfolder for each policy version, complete once it has a manifest.
@@ -45,7 +43,7 @@ class Manifest:
     Attributes:
         version: policy version of the weights.
         entries: every tensor, in the order of the chunk plan.
-        schemes: see `mimo.refit.sender.module_schemes`.
+        schemes: see `mimo.refit.trainer_shards.module_schemes`.
         file_bytes: size of each file of weights.
     """
 
@@ -196,14 +194,12 @@ class DiskWriter:
                  folder: str | Path, dtype: str, keep: int = KEEP, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         if keep < 1:
             raise ValueError(f"cannot keep {keep} of the versions written to {folder}: keep at least 1")
-        held = build_trainer_shards(built, grids, provider, family_config, dtype)
-        maps = {module: provider.weight_map(family_config, module).for_engine() for module in grids.layout.grids}
+        held = ModelWeights(built, grids, provider, family_config, dtype).locate()
         self._grids, self._root, self._keep = grids, Path(folder), keep
-        self._entries = tuple(held.entries)
-        self._schemes = module_schemes(maps, [entry.name for entry in held.entries])
-        (self._shards,) = plan_shards([[TensorInfo(entry.name, torch_dtype(entry.dtype), entry.shape)
-                                        for entry in held.entries]], max_shard_bytes)
-        self._whole = WholeTensors(built, held, next(built.model.parameters()).device)
+        self._entries, self._schemes = tuple(held.entries), held.schemes
+        self._shards = plan_shards([TensorInfo(entry.name, torch_dtype(entry.dtype), entry.shape)
+                                    for entry in held.entries], max_shard_bytes)
+        self._whole = WholeTensors(held, next(built.model.parameters()).device)
 
     def write(self, version: str) -> Path:
         """Write the present weights. Collective.

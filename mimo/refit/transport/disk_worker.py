@@ -19,7 +19,7 @@ from mimo.refit.plan import chunks
 from mimo.refit.receiver import DUMMY_FORMATS, LoaderSession, MimoWeightTransferEngine
 from mimo.refit.rendezvous import RefitError
 from mimo.refit.transport.disk import Manifest, read_manifest
-from mimo.refit.worker_plan import Taken, probe_schemes_of, recv_spec_as
+from mimo.refit.worker_plan import Probes, Taken, probe_schemes_of, recv_spec_as
 from mimo.weights.safetensors_io import HfSource
 
 # Size of the tensors that are passed to the model's loading at a time.
@@ -31,7 +31,7 @@ NAMED = 10  # most names in an error message
 _plans: WeakKeyDictionary[MimoWeightTransferEngine, tuple[str, Taken]] = WeakKeyDictionary()
 
 
-def probe_weights(worker: Any, folder: str) -> dict[str, Any]:
+def probe_weights(worker: Any, folder: str) -> Probes:
     """Check the files, and return how this worker's loader responds to each naming scheme.
 
     Raises:
@@ -43,13 +43,10 @@ def probe_weights(worker: Any, folder: str) -> dict[str, Any]:
     return probe_schemes_of(engine.model, manifest.entries, manifest.schemes)
 
 
-def plan_weights(worker: Any, folder: str, probes: Sequence[dict[str, Any]]) -> list[str]:
+def plan_weights(worker: Any, folder: str, probes: Sequence[Probes]) -> list[str]:
     """Return names of the tensors that this worker takes in.
 
-    Args:
-        worker: vLLM's worker.
-        folder: folder of one version.
-        probes: results of `probe_weights` on every worker.
+    `probes` are the results of `probe_weights` on every worker.
 
     Raises:
         ValueError: the tensors do not belong to this engine's model.

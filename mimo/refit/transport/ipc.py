@@ -116,16 +116,7 @@ def _reachable() -> Iterator[None]:
 
 
 class WorkerEnd:
-    """Transport of a worker.
-
-    Args:
-        store: store for flags.
-        rank: rank of this worker among all participants.
-        proxy: name of its proxy, for errors.
-        incoming: the messages to this worker.
-        device: device of its messages.
-        timeout_s: time limit of one wait.
-    """
+    """Transport of a worker."""
 
     def __init__(self, store: Store, rank: int, proxy: str, incoming: Incoming, device: torch.device,
                  timeout_s: float) -> None:
@@ -170,7 +161,7 @@ class WorkerEnd:
         self._sync, self._next = self._sync + 1, 0
 
     def close(self) -> None:
-        """See `Transport`. This may be called in the middle of a sync."""
+        """See `Wire`. This may be called in the middle of a sync."""
         with contextlib.suppress(RuntimeError):
             self._leave()
 
@@ -227,7 +218,7 @@ class TrainerEnd:
 
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
                  ) -> list[tuple[str, Any]]:
-        """See `Transport`. A chunk for which there is no room yet begins during the wait for an earlier one."""
+        """See `Wire`. A chunk for which there is no room yet begins during the wait for an earlier one."""
         assert not receives, "a trainer rank receives nothing"
         chunk = _Chunk(self._next, list(sends))
         self._next += 1
@@ -256,7 +247,7 @@ class TrainerEnd:
                 self._flags.set(ready(self._sync, worker, chunk.number), self._staging[worker].handle)
 
     def release(self, check: Callable[[], None], grace_s: float = 0.0) -> None:
-        """See `Transport`. This waits until this rank's workers have unmapped the memory."""
+        """See `Wire`. This waits until this rank's workers have unmapped the memory."""
         assert not self._pending, "a chunk was not waited for"
         wait = Wait(check, self.timeout_s + grace_s)
         wait.until("the end of the sync", lambda: not self._mapped(),
@@ -270,7 +261,7 @@ class TrainerEnd:
         _empty_cache(self._device)
 
     def close(self) -> None:
-        """See `Transport`. In the middle of a sync, workers get a moment to unmap the memory."""
+        """See `Wire`. In the middle of a sync, workers get a moment to unmap the memory."""
         if self._among is not None:
             self._among.close()
         self._pending.clear()

@@ -70,11 +70,14 @@ class Wire:
 
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
                  ) -> list[tuple[str, Any]]:
-        """Start sending and receiving contiguous messages. Return work handles to `wait` for, each with its name.
+        """Start sending and receiving a chunk's contiguous messages. Every rank calls it for every chunk, in order.
 
         Args:
             sends: receiver's rank and message, uint8.
             receives: sender's rank and tensor for its message, uint8.
+
+        Returns:
+            Work handles to `wait` for, each with its name.
         """
         if self.backend == "gloo":
             return [(f"send of {message.numel()} bytes to {self._names[rank]}",
@@ -150,7 +153,7 @@ class Wire:
                 raise RefitError(f"{what}: {message}") from error
 
     def release(self, check: Callable[[], None], grace_s: float = 0.0) -> None:
-        """Do nothing: there is no memory for a sync."""
+        """Give back the memory of a sync after its last chunk: there is none here."""
 
     def close(self) -> None:
         """End the group. A transfer in progress fails at once, here and on the other side."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,20 +23,21 @@ HOST_NAME = "mimo-refit"  # appears in /proc/<pid>/maps
 OPEN_LAZILY = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
 
 
-class Staging(Protocol):
-    """Shared memory in one of its processes.
+class Staging:
+    """Shared memory in one of its processes; see `make_staging` and `open_staging`.
 
     Attributes:
         handle: name by which other processes open it.
         memory: the whole memory, uint8.
     """
 
-    handle: str
-    memory: torch.Tensor
+    def __init__(self, handle: str, memory: torch.Tensor, free: Callable[[], None]) -> None:
+        self.handle, self.memory, self._free = handle, memory, free
 
     def release(self) -> None:
         """Free or unmap the memory. No view of `memory` may be used afterwards."""
-        ...
+        self.memory = torch.empty(0, dtype=torch.uint8)  # A mapping of host memory ends with its last tensor.
+        self._free()
 
 
 def make_staging(num_bytes: int, device: torch.device) -> Staging:
@@ -43,7 +46,22 @@ def make_staging(num_bytes: int, device: torch.device) -> Staging:
     Raises:
         RefitError: there is not enough memory.
     """
-    return _OwnCuda(num_bytes, device) if device.type == "cuda" else _OwnHost(num_bytes)
+    if device.type == "cuda":
+        address, driver_handle = ctypes.c_uint64(), _Handle()
+        _enter(device)
+        try:
+            _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        except RefitError:
+            torch.cuda.empty_cache()  # torch's allocator may hold unused memory.
+            _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        _call("cuIpcGetMemHandle", ctypes.byref(driver_handle), address)
+        return Staging(bytes(driver_handle).hex(), torch.as_tensor(_Region(address.value, num_bytes), device=device),
+                       partial(_give_up, "cuMemFree_v2", address, device))
+    # Anonymous memory of this process. Others open it through this process's file descriptor.
+    descriptor = os.memfd_create(HOST_NAME, os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, num_bytes)
+    handle = f"/proc/{os.getpid()}/fd/{descriptor}"
+    return Staging(handle, _mapped(descriptor, num_bytes), partial(os.close, descriptor))
 
 
 def open_staging(handle: str, num_bytes: int, device: torch.device) -> Staging:
@@ -52,7 +70,21 @@ def open_staging(handle: str, num_bytes: int, device: torch.device) -> Staging:
     Raises:
         RefitError: the memory does not exist, or this process may not open it.
     """
-    return _OpenedCuda(handle, num_bytes, device) if device.type == "cuda" else _OpenedHost(handle, num_bytes)
+    if device.type == "cuda":
+        address = ctypes.c_uint64()
+        _enter(device)
+        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(bytes.fromhex(handle)),
+              ctypes.c_uint(OPEN_LAZILY))
+        return Staging(handle, torch.as_tensor(_Region(address.value, num_bytes), device=device),
+                       partial(_give_up, "cuIpcCloseMemHandle", address, device))
+    try:
+        descriptor = os.open(handle, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise RefitError(f"shared memory {handle} cannot be opened: {error}") from error
+    try:
+        return Staging(handle, _mapped(descriptor, num_bytes), lambda: None)
+    finally:
+        os.close(descriptor)
 
 
 def device_identity(device: torch.device) -> str:
@@ -62,38 +94,6 @@ def device_identity(device: torch.device) -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     # Processes of the same machine can open each other's memory if they are in the same PID namespace.
     return f"host {boot} {os.readlink('/proc/self/ns/pid')}"
-
-
-class _OwnHost:
-    """Anonymous memory of this process. Others open it through this process's file descriptor."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._descriptor = os.memfd_create(HOST_NAME, os.MFD_CLOEXEC)
-        os.ftruncate(self._descriptor, num_bytes)
-        self.memory = _mapped(self._descriptor, num_bytes)
-        self.handle = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-
-    def release(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)  # The mapping ends with its last tensor.
-        os.close(self._descriptor)
-
-
-class _OpenedHost:
-    """Memory of another process."""
-
-    def __init__(self, handle: str, num_bytes: int) -> None:
-        try:
-            descriptor = os.open(handle, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise RefitError(f"shared memory {handle} cannot be opened: {error}") from error
-        try:
-            self.memory = _mapped(descriptor, num_bytes)
-        finally:
-            os.close(descriptor)
-        self.handle = handle
-
-    def release(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
 
 
 def _mapped(descriptor: int, num_bytes: int) -> torch.Tensor:
@@ -114,48 +114,15 @@ class _Region:
                                          "version": 3}
 
 
-class _OwnCuda:
-    """Memory of this process's GPU."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._device, address, handle = device, ctypes.c_uint64(), _Handle()
-        _enter(device)
-        try:
-            _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
-        except RefitError:
-            torch.cuda.empty_cache()  # torch's allocator may hold unused memory.
-            _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
-        self._address = address
-        _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
-        self.handle = bytes(handle).hex()
-        self.memory = torch.as_tensor(_Region(address.value, num_bytes), device=device)
-
-    def release(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
-        _enter(self._device)
-        _call("cuMemFree_v2", self._address)
-
-
-class _OpenedCuda:
-    """Memory of another process on the same GPU."""
-
-    def __init__(self, handle: str, num_bytes: int, device: torch.device) -> None:
-        self._device, address, self.handle = device, ctypes.c_uint64(), handle
-        _enter(device)
-        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(bytes.fromhex(handle)),
-              ctypes.c_uint(OPEN_LAZILY))
-        self._address = address
-        self.memory = torch.as_tensor(_Region(address.value, num_bytes), device=device)
-
-    def release(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
-        _enter(self._device)
-        _call("cuIpcCloseMemHandle", self._address)
-
-
 def _enter(device: torch.device) -> None:
     """Make torch's CUDA context current in this thread, and wait for queued work, which may use the memory."""
     torch.cuda.synchronize(device)
+
+
+def _give_up(name: str, address: ctypes.c_uint64, device: torch.device) -> None:
+    """Free or unmap memory of a GPU with this function of the CUDA driver."""
+    _enter(device)
+    _call(name, address)
 
 
 def _call(name: str, *arguments: Any) -> None:
