@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -87,33 +86,11 @@ class PromptCursor:
             self.pending = Pending(prompts, answers, found["pending"]["version"], found["pending"]["seconds"])
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """Result of an evaluation.
-
-    Attributes:
-        metrics: figures of the completions by name, as `rollout_metrics` returns them.
-        shown: some of the prompts with their completions as text.
-    """
-
-    metrics: Mapping[str, float]
-    shown: tuple[Generation, ...]
-
-
 class Collector:
     """Completions of the policy as it is (`--rollout-mode sync`) or as it was one update before (`one-step-off`).
 
-    Every method is collective over the trainer's world, but for `prefetch`, which only starts the engine.
-
-    Args:
-        config: the run.
-        grids: process groups.
-        watchdog: told about every wait.
-        sender: gives the engine weights.
-        source: draws and scores, on the first rank; None on the others.
-        held_out: the same for evaluations.
-        cursor: position of the run among its prompts.
-        devices: moves memory between trainer and engine if they share devices.
+    Every method is collective over the trainer's world, but for `prefetch`, which only starts the engine. On ranks
+    other than the first, `source` and `held_out` (for evaluations) are None.
 
     Attributes:
         probe: compares both sides' log-probs, see `--refit-verify-interval`; None without it.
@@ -138,9 +115,7 @@ class Collector:
     def collect(self, iteration: int, num_shown: int = 0) -> Rollouts:
         """Collect the completions to train on after `iteration` updates, on every rank.
 
-        Args:
-            iteration: number of updates.
-            num_shown: number of prompts to return with their completions as text.
+        The first `num_shown` prompts come with their completions as text.
 
         Raises:
             ValueError, RefitError: on the first rank, see `RolloutSource`. A refit raises RefitError on every rank.
@@ -255,12 +230,11 @@ class Collector:
     def _refit_limit_s(self) -> float:
         return 2 * self.config.rollout.refit_timeout_s + FIRST_RANK_SPEAKS_S
 
-    def evaluate(self, iteration: int, num_shown: int) -> HeldOut:
+    def evaluate(self, iteration: int, num_shown: int) -> tuple[dict[str, float], tuple[Generation, ...]]:
         """Score completions of the held-out prompts, drawn by the policy after `iteration` updates.
 
-        Args:
-            iteration: number of updates.
-            num_shown: number of prompts to return with their completions as text.
+        Returns:
+            Figures of the completions, see `rollout_metrics`, and these prompts.
 
         Raises:
             ValueError, RefitError, ReportedElsewhereError: as in `collect`.
@@ -277,9 +251,9 @@ class Collector:
             else:
                 with self.watchdog.waiting("rewards"):
                     rollouts = self.held_out.score(answers, num_shown)
-                result = HeldOut(rollout_metrics(rollouts), rollouts.shown)
+                result = rollout_metrics(rollouts), rollouts.shown
         with self._follower_timeout(), self.watchdog.waiting("the evaluation, which the first rank asks for"):
-            shared: HeldOut = self._shared(result, failure)
+            shared: tuple[dict[str, float], tuple[Generation, ...]] = self._shared(result, failure)
         self._finish_rollouts()
         return shared
 

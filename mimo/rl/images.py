@@ -28,11 +28,8 @@ if TYPE_CHECKING:
 def as_request(prompt: Prompt, tail: Sequence[int] = ()) -> dict[str, Any]:
     """Return a prompt as a request of vLLM: its tokens with one placeholder a video, PIL images, and frames of videos.
 
-    A model that cuts images into tiles gets whole images, which the engine cuts in the same way.
-
-    Args:
-        prompt: the prompt.
-        tail: tokens behind it.
+    A model that cuts images into tiles gets whole images, which the engine cuts in the same way. `tail` are tokens
+    behind the prompt.
 
     Raises:
         ValueError: pictures and videos of the prompt do not match, or it has tiles without the whole images.
@@ -113,10 +110,6 @@ class ImageTokens(Placeholders):
         """Return the places of image tokens in a packed row, as int64 indices by module.
 
         They follow from the prompts: a placeholder that the policy itself has sampled does not stand for an image.
-
-        Args:
-            prompts: prompts of the row's sequences.
-            starts: starts of the sequences in the row.
         """
         return {module: torch.from_numpy(np.concatenate(
             [start + prompt.places(module) for start, prompt in zip(starts, prompts, strict=True)]))
@@ -142,10 +135,6 @@ class ImageTokens(Placeholders):
 
     def text_parts(self, completions: Sequence[Completion], count: int) -> dict[str, Any]:
         """Return what the language side of a microbatch says of images, in the parts that encoder ranks share.
-
-        Args:
-            completions: completions of the microbatch.
-            count: number of parts.
 
         Returns:
             Fields of `TextBatch`: `keys`, `count` of them, and by module the image tokens of each part

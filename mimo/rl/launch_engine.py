@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -30,6 +30,9 @@ from mimo.rollout.process import EngineLostError, leave_group, leave_launcher, s
 from mimo.rollout.replicas import AnsweredError, RolloutClient, one_client
 from mimo.visual import VideoProcessorProvider
 
+if TYPE_CHECKING:
+    from mimo.rollout.ray_actors import RayEngines
+
 # Seconds in which the engine that caused an error may end.
 ENDING_S = 5.0
 # Seconds in which the processes of a replica end: 10 after SIGTERM, and what its guard needs.
@@ -43,12 +46,6 @@ VIDEO_PROCESSOR = "video_preprocessor_config.json"
 
 def write_processor(config: RlRunConfig, provider: ModelProvider, folder: Path, has_videos: bool) -> None:
     """Write the processor of a model with an encoder, for the images and videos of the run's prompts.
-
-    Args:
-        config: the run.
-        provider: the model family.
-        folder: folder of the model's config.json.
-        has_videos: whether prompts have videos.
 
     Raises:
         OSError: the folder cannot be written.
@@ -99,39 +96,12 @@ COLOCATED_MEMORY = 0.6
 UNQUANTIZED_LAYERS = (r"re:.*\.(shared_expert_)?gate$",)
 
 
-class Engine(Protocol):
-    """The rollout engine of a run. Only the first rank, which has started its processes, has one."""
-
-    @property
-    def client(self) -> RolloutClient:
-        """Client that calls the engine."""
-        ...
-
-    @property
-    def address(self) -> str:
-        """Address under which the engine's workers reach the first rank."""
-        ...
-
-    def fault(self) -> str:
-        """Say which of the engine's processes has ended; empty if all are there."""
-        ...
-
-    def silent(self, within_s: float) -> str:
-        """Say which replica does not answer within some seconds, because it hangs; empty if all do."""
-        ...
-
-    def close(self) -> None:
-        """End the engine's processes, whatever they do."""
-        ...
-
-
 class ChildEngines:
     """Replicas in child processes of this one.
 
-    Args:
-        options: options of each replica.
-        flags: the timeouts of starts and calls.
-        meanwhile: see `start_engine`.
+    Attributes:
+        client: calls the engine.
+        address: address under which the engine's workers reach the first rank.
     """
 
     def __init__(self, options: Sequence[EngineOptions], flags: RolloutConfig,
@@ -145,11 +115,13 @@ class ChildEngines:
         self.address = "127.0.0.1" if on_one_node else os.environ["MASTER_ADDR"]
 
     def fault(self) -> str:
+        """Say which of the engine's processes has ended; empty if all are there."""
         ended = [f"replica {number}: process {each.process.pid} has ended with code {each.process.exitcode}"
                  for number, each in enumerate(self._processes) if not each.process.is_alive()]
         return "; ".join(ended)
 
     def silent(self, within_s: float) -> str:
+        """Say which replica does not answer within some seconds, because it hangs; empty if all do."""
         deadline = time.monotonic() + within_s
         for number, each in enumerate(self._processes):
             try:
@@ -162,8 +134,13 @@ class ChildEngines:
         return ""
 
     def close(self) -> None:
+        """End the engine's processes, whatever they do."""
         for process in self._processes:
             process.close()
+
+
+type Engine = ChildEngines | RayEngines
+"""The rollout engine of a run. Only the first rank, which has started its processes, has one."""
 
 
 def lost_by(engine: Engine, error: BaseException) -> str:

@@ -48,10 +48,6 @@ class Offload:
     checkpoint, an export. Call the methods only between steps, and on all ranks that share a module.
 
     Host memory is pinned on CUDA and kept from one use to the next, because allocating it is slower than the copy.
-
-    Args:
-        built: this rank's model.
-        optimizer: its optimizers.
     """
 
     def __init__(self, built: BuiltModel, optimizer: HeteroOptimizer) -> None:

@@ -99,9 +99,7 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
 def check_cpu_engine(name: str, described: Mapping[str, Any]) -> None:
     """Raise ValueError for a model that vLLM does not compute on CPUs, or computes wrongly there.
 
-    Args:
-        name: value of --model-provider.
-        described: the model's config.json.
+    `described` is its config.json.
     """
     sizes = described.get("kv_lora_rank"), described.get("qk_rope_head_dim")
     if sizes[0] is not None and sizes != CPU_LATENTS:
@@ -214,13 +212,7 @@ def colocated_places(flags: RolloutConfig, num_ranks: Sequence[int]) -> list[lis
 
 
 def dry_run_report(config: RlRunConfig, layout: Layout, provider: ModelProvider) -> str:
-    """Return the plan that `train_rl.py --dry-run` prints: grids, the engine and its GPUs, the batch. Needs no torch.
-
-    Args:
-        config: the validated run.
-        layout: layout of its trainer.
-        provider: the model provider that `config` names.
-    """
+    """Return the plan that `train_rl.py --dry-run` prints: grids, engine and GPUs, the batch. Needs no torch."""
     # Imported late, as a run does not need it.
     from mimo.planner.memory import state_lines
 

@@ -221,11 +221,7 @@ class PolicyTrainer:
               scores: torch.Tensor) -> tuple[Totals, UpdateResult]:
         """Take one optimizer step on a part of the global batch. Collective.
 
-        Args:
-            completions: this part.
-            microbatches: this rank's share of it.
-            fixed: log-probs of these.
-            scores: advantages of all completions of the global batch.
+        `scores` are the advantages of all completions of the global batch.
 
         Returns:
             Figures of this part, and the result of the step.

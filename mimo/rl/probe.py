@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from megatron.core.utils import get_model_config
@@ -26,6 +26,7 @@ from mimo.rl.launch_engine import engine_dtype
 from mimo.rl.policy import PolicyTrainer
 from mimo.rl.prompts import Prompt, PromptSet
 from mimo.rl.rollouts import Completion, prompt_length
+from mimo.rollout.replicas import RolloutClient
 from mimo.watchdog.process_exit import ReportedElsewhereError
 
 # A token's difference counts as at most this many nats in k3, so that single tokens do not decide it.
@@ -36,14 +37,6 @@ KL_FLOOR = 2e-9
 
 LogProbs = Sequence[Sequence[float | None]]
 """For each prompt, the log-prob of every token from the second on; None for a token that is not compared."""
-
-
-class ScoresPrompts(Protocol):
-    """An engine or a handle to one."""
-
-    def prompt_logprobs(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
-        """Return, for each prompt, the log-prob of every token from the second on."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -83,7 +76,7 @@ class ProbeReport:
     worst: tuple[int, int]
 
 
-def compare_logprobs(engine: ScoresPrompts, prompts: Sequence[dict[str, Any]], expected: Expected,
+def compare_logprobs(engine: RolloutClient, prompts: Sequence[dict[str, Any]], expected: Expected,
                      names: Sequence[str] = ()) -> ProbeReport:
     """Ask an engine for the log-probs of prompts and compare them with the trainer's.
 
@@ -192,7 +185,7 @@ class RefitProbe:
     """
 
     def __init__(self, config: RlRunConfig, policy: PolicyTrainer, prompts: PromptSet | None,
-                 client: ScoresPrompts | None, vocab_size: int) -> None:
+                 client: RolloutClient | None, vocab_size: int) -> None:
         self._policy, self._client, self._grids = policy, client, policy.parts.grids
         self._rounding = rounding(config, policy.parts.platform.name)
         for_experts = 0
@@ -233,9 +226,7 @@ class RefitProbe:
     def compare(self, expected: Expected, weights: str) -> None:
         """Compare the engine's log-probs with the expected ones. The first rank asks the engine.
 
-        Args:
-            expected: what the engine should answer.
-            weights: name of the weights that it should have, for messages.
+        `weights` names the weights that the engine should have, for messages.
 
         Raises:
             RefitError: the engine did not answer, or its log-probs are further off than rounding explains; raised on

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from mimo.rl.images import ImageTokens, as_request, reduced
 from mimo.rl.prompts import FinitePromptSet, Prompt, PromptSet, VideoPromptSet
 from mimo.rl.rewards.protocol import Reward
 from mimo.rollout.engine import Rollout, Sampling
+from mimo.rollout.replicas import RolloutClient
 from mimo.text import counted
 
 logger = logging.getLogger("mimo.rl")
@@ -82,15 +82,6 @@ class Rollouts:
     shown: tuple[Generation, ...] = ()
 
 
-class Generator(Protocol):
-    """Interface of an engine that rollouts need."""
-
-    def generate(self, prompts: Sequence[dict[str, Any]], sampling: Sampling,
-                 seeds: Sequence[int] = ()) -> list[list[Rollout]]:
-        """Return `sampling.n` answers to each prompt, drawn from its seed if there are seeds."""
-        ...
-
-
 @dataclass(frozen=True)
 class Answers:
     """Answers of the engine.
@@ -126,7 +117,7 @@ class RolloutSource:
         images: how the model takes images; None if it takes none.
     """
 
-    engine: Generator
+    engine: RolloutClient
     prompts: PromptSet
     reward: Reward
     reward_name: str
@@ -139,10 +130,7 @@ class RolloutSource:
     def ask(self, first: int, count: int, version: str) -> Answers:
         """Ask the engine to complete `count` prompts, beginning with number `first`.
 
-        Args:
-            first: index of the first prompt.
-            count: number of prompts.
-            version: version of the weights that the last refit gave the engine.
+        `version` is that of the weights that the last refit gave it.
 
         Raises:
             ValueError: a prompt is too long, or an answer is not what was asked for.
@@ -240,11 +228,7 @@ def check_answers(prompts: Sequence[Prompt], answers: Sequence[Sequence[Rollout]
                   version: str) -> None:
     """Refuse answers that are not what was asked for.
 
-    Args:
-        prompts: the prompts that the engine was given.
-        answers: its answers to each prompt.
-        sampling: how they had to be drawn.
-        version: version of the weights that the last refit gave the engine.
+    `version` is that of the weights that the last refit gave the engine.
 
     Raises:
         ValueError: too few answers, another version, no tokens, or log-probs that do not belong to them.
@@ -270,12 +254,7 @@ def check_answers(prompts: Sequence[Prompt], answers: Sequence[Sequence[Rollout]
 
 
 def with_advantages(shown: Sequence[Generation], values: Sequence[float]) -> list[Generation]:
-    """Return the first prompts of a global batch with the advantages of their completions.
-
-    Args:
-        shown: the prompts, each with all its completions.
-        values: advantages of the whole batch.
-    """
+    """Return the first prompts of a global batch with the advantages of their completions."""
     left = iter(values)
     return [replace(prompt, answers=[replace(answer, advantage=next(left)) for answer in prompt.answers])
             for prompt in shown]

@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 def run(config: RlRunConfig, layout: Layout) -> int:
     """Train as configured, as one process of a torchrun launch (or alone).
 
-    Args:
-        config: the run's flags.
-        layout: layout from `mimo.config.rl_run.validate_rl`.
-
     Returns:
         Exit code: 0 at the end of the run or after SIGTERM.
 

@@ -197,22 +197,20 @@ def prepare_vllm(options: EngineOptions, place: NodePlace | None) -> dict[str, A
     return arguments
 
 
-class EngineNode:
-    """The workers of an engine on a node other than its first, as children of this process.
+def start_engine_node(options: EngineOptions, place: NodePlace) -> Any:
+    """Start the workers of an engine on a node other than its first, as children of this process.
 
     They take their orders from the `RolloutEngine` on the first node. Both have to start at the same time.
 
-    Args:
-        options: configuration of the whole engine.
-        place: the node.
+    Returns:
+        vLLM's executor, which has to be kept.
     """
+    arguments = prepare_vllm(options, place)
+    from mimo.refit.compat import start_node_workers
 
-    def __init__(self, options: EngineOptions, place: NodePlace) -> None:
-        arguments = prepare_vllm(options, place)
-        from mimo.refit.compat import start_node_workers
-
-        self._executor = start_node_workers(arguments)
-        _end_with_workers(worker_processes(self._executor))
+    executor = start_node_workers(arguments)
+    _end_with_workers(worker_processes(executor))
+    return executor
 
 
 class RolloutEngine:

@@ -10,6 +10,7 @@ The process is not an actor of a local Ray, because starting Ray takes longer: a
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import queue
@@ -206,15 +207,6 @@ def _send_at_once(opened: socket.socket) -> None:
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """Request to the engine, with the connection for its answer."""
-
-    connection: Connection
-    method: str
-    arguments: tuple[Any, ...]
-
-
 def _serve(options: EngineOptions, key: bytes, starter: Connection, setup: Callable[[], None] | None) -> None:
     threading.Thread(target=_end_with, args=(starter,), daemon=True).start()
     try:
@@ -225,44 +217,31 @@ def _serve(options: EngineOptions, key: bytes, starter: Connection, setup: Calla
         return
     # The engine processes one call at a time, all on this thread. Requests are read on other threads, so that a slow
     # caller does not delay others.
-    calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
-    threading.Thread(target=_accept, args=(listener, key, calls), daemon=True).start()
+    calls: queue.SimpleQueue[tuple[Connection, str, tuple[Any, ...]]] = queue.SimpleQueue()
+
+    def accept() -> None:
+        while True:
+            with contextlib.suppress(OSError):  # The caller has disconnected already.
+                threading.Thread(target=read_request, args=(listener.accept(),), daemon=True).start()
+
+    def read_request(connection: Connection) -> None:
+        try:
+            with socket.socket(fileno=os.dup(connection.fileno())) as opened:
+                _send_at_once(opened)
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+            calls.put((connection, *connection.recv()))
+        except (EOFError, OSError, multiprocessing.AuthenticationError):
+            connection.close()  # The caller has disconnected, or does not know the key.
+
+    threading.Thread(target=accept, daemon=True).start()
     starter.send((listener.address, ""))
     while True:
-        call = calls.get()
-        with call.connection:
-            _answer(engine, call)
-
-
-def _accept(listener: Listener, key: bytes, calls: queue.SimpleQueue[_Call]) -> None:
-    while True:
-        try:
-            connection = listener.accept()
-        except OSError:
-            continue  # The caller has disconnected already.
-        threading.Thread(target=_hear, args=(connection, key, calls), daemon=True).start()
-
-
-def _hear(connection: Connection, key: bytes, calls: queue.SimpleQueue[_Call]) -> None:
-    try:
-        with socket.socket(fileno=os.dup(connection.fileno())) as opened:
-            _send_at_once(opened)
-        deliver_challenge(connection, key)
-        answer_challenge(connection, key)
-        method, arguments = connection.recv()
-    except (EOFError, OSError, multiprocessing.AuthenticationError):
-        connection.close()  # The caller has disconnected, or does not know the key.
-    else:
-        calls.put(_Call(connection, method, arguments))
-
-
-def _answer(engine: RolloutEngine, call: _Call) -> None:
-    if call.connection.poll():
-        return  # The caller has disconnected: it sends nothing after its request.
-    try:
-        call.connection.send(answer_of(engine, call.method, call.arguments))
-    except OSError:
-        return  # The caller has disconnected.
+        connection, method, arguments = calls.get()
+        with connection, contextlib.suppress(OSError):  # The caller has disconnected.
+            # A caller sends nothing after its request, so that there is something to read only at its end.
+            if not connection.poll():
+                connection.send(answer_of(engine, method, arguments))
 
 
 def make_engine(options: EngineOptions, setup: Callable[[], None] | None,

@@ -36,7 +36,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from mimo.refit.rendezvous import RefitError
-from mimo.rollout.engine import EngineNode, EngineOptions, NodePlace, at_meeting_point
+from mimo.rollout.engine import EngineOptions, NodePlace, at_meeting_point, start_engine_node
 from mimo.rollout.process import EngineLostError, answer_of, make_engine
 from mimo.rollout.replicas import RolloutClient, one_client
 
@@ -80,7 +80,7 @@ class EngineActor:
             else:
                 if setup is not None:
                     setup()
-                self._node = EngineNode(options, place)
+                self._node = start_engine_node(options, place)
         except Exception:  # Any error is reported to the process that started this actor.
             return False, traceback.format_exc() + _printed()
         return True, ""
@@ -184,7 +184,7 @@ class RayCluster:
         while True:
             before = set(psutil.Process().children())
             try:
-                with _kept_signals(), _own_sessions(), _visible(self.gpus):
+                with _ray_starts(self.gpus):
                     ray.init(**arguments, log_to_driver=False, logging_level=logging.ERROR)
                 return
             except Exception as error:  # Ray raises its own errors, those of its network, and plain ones.
@@ -215,50 +215,35 @@ class RayCluster:
 
 
 @contextlib.contextmanager
-def _kept_signals() -> Iterator[None]:
-    """Context that keeps this process's handler of SIGTERM, which ends a run after its iteration. Ray replaces it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _ray_starts(gpus: Sequence[str]) -> Iterator[None]:
+    """Context in which Ray starts here, seeing only these GPUs, if any are given.
 
+    Ray replaces this process's handler of SIGTERM, which ends a run after its iteration, so it is put back.
 
-@contextlib.contextmanager
-def _own_sessions() -> Iterator[None]:
-    """Context in which Ray starts its processes in sessions of their own.
-
-    To stop a run, the launcher sends a signal to the whole process group of this process. The run then finishes its
-    iteration, and needs its engine for that. The kernel ends Ray's processes when this one ends, whatever their group.
+    Ray's processes get sessions of their own. To stop a run, the launcher sends a signal to the whole process group of
+    this process. The run then finishes its iteration, and needs its engine for that. The kernel ends Ray's processes
+    when this one ends, whatever their group.
     """
-    before = subprocess.Popen.__init__
+    is_main = threading.current_thread() is threading.main_thread()
+    handler, popen, visible = (signal.getsignal(signal.SIGTERM), subprocess.Popen.__init__,
+                               os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     def start(self: subprocess.Popen[Any], *arguments: Any, **options: Any) -> None:
-        before(self, *arguments, **options | {"start_new_session": True})
+        popen(self, *arguments, **options | {"start_new_session": True})
 
     subprocess.Popen.__init__ = start  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        subprocess.Popen.__init__ = before  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _visible(gpus: Sequence[str]) -> Iterator[None]:
-    """Context that limits the GPUs that Ray sees on a node that it starts."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     try:
         yield
     finally:
-        if gpus and before is None:
+        subprocess.Popen.__init__ = popen  # type: ignore[method-assign]
+        if is_main:
+            signal.signal(signal.SIGTERM, handler)
+        if visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        elif gpus:
             del os.environ["CUDA_VISIBLE_DEVICES"]
-        elif before is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 @dataclass(frozen=True)

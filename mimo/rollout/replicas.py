@@ -200,10 +200,6 @@ def share_out(sizes: Sequence[int], count: int) -> list[list[int]]:
 
     The number of prompts comes first, because the lengths of completions are not known beforehand.
 
-    Args:
-        sizes: size of each prompt.
-        count: number of replicas.
-
     Returns:
         Indices of each replica's prompts, ascending. They depend only on the sizes.
     """
