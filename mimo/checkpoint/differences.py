@@ -87,13 +87,7 @@ def model_differences(saved: Mapping[str, Any], provider: ModelProvider, family_
     """Find the fields that affect what the modules compute and that differ from those of the checkpoint's model.
 
     If the provider does not say which fields do, all count, except for the field that names the checkpoint to start
-    from.
-
-    Args:
-        saved: `model_fields` of the checkpoint.
-        provider: the model family of the run.
-        family_config: its configuration.
-        modules: the modules that are loaded.
+    from. `saved` are the checkpoint's `model_fields`.
     """
     if not isinstance(provider, ComparableProvider):
         known = {field.name for field in dataclasses.fields(family_config)}

@@ -88,10 +88,6 @@ def find_checkpoint(state: RunState) -> Source | None:
 def find_source(flags: CheckpointConfig, root: Path) -> Source | None:
     """Find the checkpoint that a run starts from, as `find_checkpoint` does, on one rank and without a model.
 
-    Args:
-        flags: flags of the run.
-        root: folder of --load.
-
     Raises:
         ValueError: --load has no checkpoint, --save has checkpoints of another run, or the latest one is not complete.
     """
@@ -166,12 +162,6 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog, flag: str
 
 def load_weights(state: RunState, folder: Path, watchdog: Watchdog, flag: str) -> None:
     """Load only weights and buffers, in place. Optimizers keep their copies. Collective over the world.
-
-    Args:
-        state: state of the run.
-        folder: the checkpoint.
-        watchdog: told about the wait.
-        flag: flag that names the folder, for messages.
 
     Raises:
         ValueError: as `load_checkpoint`.

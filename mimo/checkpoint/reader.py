@@ -84,9 +84,7 @@ def require_checksums(folder: Path) -> None:
 def damage_of(folder: Path, max_bytes: int) -> str | None:
     """Describe the damage of a checkpoint; None if it has none.
 
-    Args:
-        folder: the checkpoint's own folder.
-        max_bytes: in a larger checkpoint, only the lengths of the files are checked.
+    In a checkpoint of more than `max_bytes`, only the lengths of the files are checked.
     """
     try:
         read_common(folder)

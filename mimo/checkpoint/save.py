@@ -56,13 +56,7 @@ def publish(root: Path, iteration: int, metadata: Metadata, written: list[bytes]
             keep_last: int | None) -> None:
     """Write the files that all ranks share and the flags for people, then give the folder its name.
 
-    Args:
-        root: folder of the run's checkpoints.
-        iteration: iteration of the checkpoint.
-        metadata: the index, without places in files.
-        written: result of `write_files` of each rank.
-        common: the common state, which is the same on every rank.
-        keep_last: number of complete checkpoints to keep; None keeps all.
+    `written` has the result of `write_files` of each rank.
 
     Raises:
         OSError: a file cannot be written, or the folder cannot be renamed.
@@ -104,10 +98,6 @@ def _error_of(done: Future[Any] | None) -> str | None:
 
 class Saver:
     """Saves the checkpoints of a run. The constructor and every method are collective over the world.
-
-    Args:
-        state: the state to save.
-        watchdog: told about waits, under the limit for files.
 
     Attributes:
         last_iteration: iteration of the last `save`; None before the first.

@@ -140,10 +140,7 @@ def stream_object(name: str, value: Any, *, main: bool) -> ShardedObject:
 def common_state(state: RunState, progress: Progress, steps: dict[str, dict[str, int]] | None) -> dict[str, Any]:
     """Return the part of a checkpoint that is plain data and the same on every rank.
 
-    Args:
-        state: state of the run.
-        progress: its progress.
-        steps: Adam's counts of updates by module and part; None if no optimizer is saved.
+    `steps` are Adam's counts of updates by module and part; None if no optimizer is saved.
     """
     config = state.config
     return {
@@ -170,10 +167,7 @@ def common_state(state: RunState, progress: Progress, steps: dict[str, dict[str,
 def weights_only_state(modules: Iterable[str], config: str, model: dict[str, Any]) -> dict[str, Any]:
     """Return a `common_state` for weights that were not made by a run of this trainer.
 
-    Args:
-        modules: modules of the checkpoint.
-        config: flags of a run of the model, as TOML.
-        model: fields of the model, as from `mimo.checkpoint.differences.model_fields`.
+    `config` has the flags of a run of the model as TOML, and `model` its `mimo.checkpoint.differences.model_fields`.
     """
     return {
         "checkpoint_version": CHECKPOINT_VERSION,
@@ -199,11 +193,8 @@ def weights_only_state(modules: Iterable[str], config: str, model: dict[str, Any
 def rng_objects(platform: Platform | None, grids: Grids) -> dict[str, ShardedObject]:
     """Return entries for this rank's generator state, one for each of its modules.
 
-    The shape of an entry has the sizes of the module's grid, so that a grid of other sizes finds no state.
-
-    Args:
-        platform: owner of the generators; None for entries without state, for loading.
-        grids: process groups.
+    The shape of an entry has the sizes of the module's grid, so that a grid of other sizes finds no state. Without a
+    platform, the entries have no state, for loading.
     """
     state = None if platform is None else _plain(platform.rng_state())
     objects = {}

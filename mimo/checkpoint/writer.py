@@ -68,10 +68,7 @@ class Plan:
 def make_plan(sharded: dict[str, Any], grids: Grids, files_per_rank: int) -> Plan:
     """Plan a save. Collective over the world.
 
-    Args:
-        sharded: sharded tensors and objects of this rank, in nested dictionaries.
-        grids: process groups.
-        files_per_rank: largest number of files of a rank. They have about the same size.
+    The files of a rank, at most `files_per_rank`, have about the same size.
 
     Raises:
         ValueError: the ranks' slices of a tensor overlap or leave something out; raised on rank 0.
@@ -200,10 +197,6 @@ class SummedStream:
     def end_item(self, item: WriteItem, name: str) -> list[Any]:
         """Describe what was written since the last call as plain data.
 
-        Args:
-            item: the item that it is.
-            name: name of the file.
-
         Returns:
             Key and offsets of the item, name of the file, offset, length and checksum.
         """
@@ -227,11 +220,7 @@ def save_item(tensor: torch.Tensor, stream: SummedStream) -> None:
 def write_files(folder: Path, plan: Plan, objects: dict[str, bytes], copies: list[torch.Tensor] | None) -> bytes:
     """Write all files of this rank in parallel.
 
-    Args:
-        folder: folder of the checkpoint.
-        plan: plan of this rank's writes.
-        objects: objects by unique key, as bytes.
-        copies: copies to write in place of the plan's tensors; None writes the tensors themselves.
+    `copies` are written in place of the plan's tensors, if there are any.
 
     Returns:
         Every item with its place and checksum, as JSON.
@@ -266,11 +255,7 @@ def write_file(folder: Path, objects: dict[str, bytes], planned: PlannedFile,
 def write_shared_files(folder: Path, metadata: Metadata, written: Iterable[list[Any]], common: dict[str, Any]) -> None:
     """Write the files that all ranks share: the index, the common state, and checksums.
 
-    Args:
-        folder: folder of the checkpoint, with the files of all ranks.
-        metadata: the index, without places in files.
-        written: items of all ranks, from `SummedStream.end_item`.
-        common: the common state.
+    `written` are the items of all ranks, from `SummedStream.end_item`.
 
     Raises:
         OSError: a file cannot be written.
