@@ -118,12 +118,8 @@ def find_source(flags: CheckpointConfig, root: Path) -> Source | None:
 def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog, flag: str = "--load") -> Loaded:
     """Load what the flags ask for, in place. Collective over the world.
 
-    Args:
-        state: state of the run.
-        folder: the checkpoint.
-        watchdog: told about the wait.
-        flag: flag that names the folder, as in `Source`. With `--save`, the run continues from its own checkpoint and
-            loads all of it, because flags such as --no-load-optim are about --load.
+    `flag` names the folder, as in `Source`. With `--save`, the run continues from its own checkpoint and loads all of
+    it, because flags such as --no-load-optim are about --load.
 
     Raises:
         ValueError: tensors are missing, left over or of another shape or dtype, all of which the message lists, or

@@ -127,9 +127,7 @@ def write_file(path: Path, data: bytes) -> None:
 def check_writable(root: Path, name: str) -> None:
     """Write a file into the folder and remove it.
 
-    Args:
-        root: folder of the checkpoints; must be there.
-        name: distinguishes processes that do this together.
+    `name` distinguishes processes that do this together.
 
     Raises:
         OSError: it cannot be done.

@@ -76,6 +76,23 @@ def broadcast_result[T](grids: Grids, make: Callable[[], T]) -> T:
     return result
 
 
+def broadcast_outcome(grids: Grids, value: Any, failure: Exception | None) -> Any:
+    """Return rank 0's `value` on every rank, unless rank 0 has failed. Collective over the world.
+
+    All ranks go on together from a failure, so that they can try again.
+
+    Raises:
+        Exception: on rank 0: its failure.
+        ReportedElsewhereError: on the other ranks.
+    """
+    value, has_failed = broadcast_object(grids, (value, failure is not None))
+    if failure is not None:
+        raise failure
+    if has_failed:
+        raise ReportedElsewhereError("rank 0 reports what is wrong")
+    return value
+
+
 def raise_on_any_rank(grids: Grids, error: str | None) -> None:
     """Raise on every rank if any has an error.
 

@@ -24,12 +24,12 @@ import numpy as np
 
 from mimo.boxes import Box
 from mimo.refit.messages import Views
-from mimo.refit.plan import Op, SendOp
+from mimo.refit.plan import Op
 from mimo.refit.tensor_slices import DTYPE_BYTES, TensorMeta
 
 
-def cut[Planned: Op](operations: Iterable[Planned], entries: Sequence[TensorMeta], loader: frozenset[str],
-                     block_bytes: int) -> list[Planned]:
+def cut(operations: Iterable[Op], entries: Sequence[TensorMeta], loader: frozenset[str],
+        block_bytes: int) -> list[Op]:
     """Cut the boxes of a plan into blocks of rows. Tensors for the loader stay whole, as do single rows.
 
     Args:
@@ -38,7 +38,7 @@ def cut[Planned: Op](operations: Iterable[Planned], entries: Sequence[TensorMeta
         loader: names that go through the worker's loader.
         block_bytes: largest size of a block.
     """
-    found: list[Planned] = []
+    found: list[Op] = []
     for operation in operations:
         box = operation.box
         row_bytes = box.numel // max(1, box.sizes[0] if box.sizes else 1) * DTYPE_BYTES[entries[operation.entry].dtype]
@@ -48,10 +48,9 @@ def cut[Planned: Op](operations: Iterable[Planned], entries: Sequence[TensorMeta
             continue
         for first in range(box.starts[0], box.stops[0], rows):
             block = Box((first, *box.starts[1:]), (min(first + rows, box.stops[0]), *box.stops[1:]))
-            part = dataclasses.replace(operation, box=block, target=operation.target.inside(box, block))
-            if isinstance(part, SendOp):
-                part = dataclasses.replace(part, source=part.source.inside(box, block))
-            found.append(part)
+            source = operation.source and operation.source.inside(box, block)
+            found.append(dataclasses.replace(operation, box=block, target=operation.target.inside(box, block),
+                                             source=source))
     return found
 
 
@@ -92,7 +91,7 @@ def key(rank: int, worker: int) -> str:
     return f"delta/{rank}/{worker}"
 
 
-def announce(by_worker: dict[int, list[SendOp]], loaders: dict[int, frozenset[str]], sums: dict[int, list[int]],
+def announce(by_worker: dict[int, list[Op]], loaders: dict[int, frozenset[str]], sums: dict[int, list[int]],
              before: dict[int, list[int]]) -> tuple[frozenset[int], dict[int, Announcement]]:
     """Compare the checksums of a rank's blocks with those of the last refit.
 
@@ -125,8 +124,8 @@ def changed_entries(changed: Iterable[Iterable[int]], groups: Sequence[Sequence[
     return frozenset(entry for group in groups if not entries.isdisjoint(group) for entry in group)
 
 
-def select[Planned: Op](operations: Sequence[Planned], changed: Sequence[bool], loader: frozenset[str],
-                        entries: frozenset[int]) -> list[Planned]:
+def select(operations: Sequence[Op], changed: Sequence[bool], loader: frozenset[str],
+           entries: frozenset[int]) -> list[Op]:
     """Select the operations of a rank and a worker that a delta refit carries out.
 
     Args:

@@ -345,8 +345,7 @@ class Verification:
     def fault(self, sent: Mapping[int, Sums]) -> str:
         """Describe the first box whose checksums differ; empty if there is none.
 
-        Args:
-            sent: the checksums that each rank of the trainer announced.
+        `sent` are the checksums that each rank of the trainer announced.
         """
         for message in self.messages:
             theirs = sent[message.sender].get(str(message.chunk), [])

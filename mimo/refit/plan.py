@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
+from typing import Literal
 
 from mimo.boxes import Box, View, consecutive_runs, contiguous_strides, moved_offset, partition_problems
 from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Holder, Holders, RecvSpec, TensorMeta, TensorSlice
@@ -46,21 +47,12 @@ class Op(Transfer):
     Attributes:
         sender: rank of the trainer.
         receiver: index of the worker.
+        source: address of the box on the sender, if it is planned there.
     """
 
     sender: int
     receiver: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendOp(Op):
-    """An operation with its address on the sender.
-
-    Attributes:
-        source: address of the box on the sender.
-    """
-
-    source: Address
+    source: Address | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +147,7 @@ def senders(pieces: Iterable[Piece], receiver: int) -> list[int]:
 
 
 def send_plan(entries: Sequence[TensorMeta], holders: Holders, slices: Iterable[TensorSlice],
-              specs: Mapping[int, RecvSpec], rank: int) -> list[SendOp]:
+              specs: Mapping[int, RecvSpec], rank: int) -> list[Op]:
     """Plan what a rank of the trainer sends, entry by entry.
 
     Workers whose `specs` share one object are planned together. Names that this rank does not hold may be left out of
@@ -164,7 +156,7 @@ def send_plan(entries: Sequence[TensorMeta], holders: Holders, slices: Iterable[
     Raises:
         ValueError: this rank does not hold what the holders say, or has a tensor that is not in the chunk plan.
     """
-    return [SendOp(share.entry, share.name, share.box, share.target, rank, receiver, share.source)
+    return [Op(share.entry, share.name, share.box, share.target, rank, receiver, share.source)
             for share in shares(entries, holders, slices, specs, rank) for receiver in share.receivers]
 
 
@@ -212,23 +204,15 @@ def wanted_slices(spec: RecvSpec, entries: Mapping[str, TensorMeta]) -> dict[str
     return found
 
 
-def by_sender(operations: Iterable[Op]) -> dict[int, list[Op]]:
-    """Group a worker's operations by their senders."""
+def grouped(operations: Iterable[Op], end: Literal["sender", "receiver"]) -> dict[int, list[Op]]:
+    """Group operations by the rank or worker at one of their ends."""
     found: dict[int, list[Op]] = {}
     for operation in operations:
-        found.setdefault(operation.sender, []).append(operation)
+        found.setdefault(getattr(operation, end), []).append(operation)
     return found
 
 
-def by_receiver(operations: Iterable[SendOp]) -> dict[int, list[SendOp]]:
-    """Group a rank's operations by their receivers."""
-    found: dict[int, list[SendOp]] = {}
-    for operation in operations:
-        found.setdefault(operation.receiver, []).append(operation)
-    return found
-
-
-def within[Planned: Op](operations: Sequence[Planned], chunk: range) -> Sequence[Planned]:
+def within(operations: Sequence[Op], chunk: range) -> Sequence[Op]:
     """Return the chunk's operations in plan order."""
     entry = attrgetter("entry")
     return operations[bisect_left(operations, chunk.start, key=entry):bisect_left(operations, chunk.stop, key=entry)]
@@ -256,11 +240,7 @@ def digest(entries: Sequence[TensorMeta], operations: Iterable[Op]) -> str:
 def first_difference(mine: Sequence[str], theirs: Sequence[str], me: str, them: str) -> str:
     """Describe where two ends first disagree; empty if they agree.
 
-    Args:
-        mine: operations of one end, from `described`.
-        theirs: operations of the other end.
-        me: name of the one end, such as `trainer rank 3`.
-        them: name of the other end.
+    Operations are those of `described`, and the names of the ends such as `trainer rank 3`.
     """
     for number, (here, there) in enumerate(itertools.zip_longest(mine, theirs)):
         if here != there:

@@ -338,7 +338,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         operations = planning.receive_plan(self._entries, holders, spec, self._worker)
         check_plan(self._entries, holders, spec, operations)
         self._loader_names = frozenset(spec.loader)
-        self._by_sender = planning.by_sender(operations)
+        self._by_sender = planning.grouped(operations, "sender")
         if self._options.delta:
             self._by_sender = {sender: delta.cut(own, self._entries, self._loader_names, self._options.block_bytes)
                                for sender, own in self._by_sender.items()}

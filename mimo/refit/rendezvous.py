@@ -105,10 +105,7 @@ class Rendezvous:
     def host(cls, name: str, who: str, timeout_s: float) -> tuple[Rendezvous, StoreAddress]:
         """Serve a store for one run, on a free port of one address of this machine.
 
-        Args:
-            name: name or address under which the others reach this machine; a loopback address if all are on it.
-            who: name of this participant.
-            timeout_s: seconds to wait for others.
+        The others reach this machine under `name`, a loopback address if all are on it.
 
         Returns:
             The rendezvous, and the address by which the others join it.
@@ -131,11 +128,7 @@ class Rendezvous:
     def join(cls, place: StoreAddress, who: str, timeout_s: float, listener: int | None = None) -> Rendezvous:
         """Connect to the store of a run.
 
-        Args:
-            place: address of the store.
-            who: name of this participant.
-            timeout_s: seconds to wait for others.
-            listener: descriptor of the socket on which this participant serves the store; None if another one does.
+        `listener` is the descriptor of the socket on which this participant serves the store; None if another one does.
 
         Raises:
             RefitError: nobody answers there, or it is the store of another run.

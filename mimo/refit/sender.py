@@ -214,7 +214,7 @@ class WeightSender:
             rendezvous.publish("holders", holders_table(weights.holders))
         specs = self._read_specs()
         operations = planning.send_plan(weights.entries, weights.holders, weights.slices, specs, trainer.rank)
-        self._by_worker = planning.by_receiver(operations)
+        self._by_worker = planning.grouped(operations, "receiver")
         if self.options.delta:
             # The plan in blocks, and what each worker's loader has to get together.
             self._loaders = {worker: frozenset(spec.loader) for worker, spec in specs.items()}
@@ -238,18 +238,21 @@ class WeightSender:
                               for worker in range(self.num_workers)]
         self._result(SETUP, call)
 
-    def _chunks_of(self, by_worker: dict[int, list[planning.SendOp]]) -> list[list[Part]]:
+    def _chunks_of(self, by_worker: dict[int, list[planning.Op]]) -> list[list[Part]]:
         return parts_of_chunks(self.weights.entries, self.options.chunk_bytes, by_worker, attrgetter("source"))
 
-    def _blocks_of(self, by_worker: dict[int, list[planning.SendOp]]
+    def _blocks_of(self, by_worker: dict[int, list[planning.Op]]
                    ) -> tuple[Views, list[torch.dtype], dict[int, list[int]]]:
         """Return this rank's blocks, their dtypes on the wire, and the number of the block of each operation.
 
         A block that goes to several workers is one block.
         """
         numbers: dict[tuple[Address, tuple[int, ...], int], int] = {}
-        places = {worker: [numbers.setdefault((each.source, each.box.sizes, each.entry), len(numbers))
-                           for each in operations] for worker, operations in by_worker.items()}
+        places: dict[int, list[int]] = {worker: [] for worker in by_worker}
+        for worker, operations in by_worker.items():
+            for each in operations:
+                assert each.source is not None, "a rank plans where its boxes are"
+                places[worker].append(numbers.setdefault((each.source, each.box.sizes, each.entry), len(numbers)))
         views = Views([address for address, _, _ in numbers], [sizes for _, sizes, _ in numbers])
         return views, [torch_dtype(self.weights.entries[entry].dtype) for _, _, entry in numbers], places
 

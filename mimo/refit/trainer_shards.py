@@ -225,11 +225,7 @@ def _rank_slices(pieces: Mapping[str, Sequence[ModelPiece]], built: BuiltModel, 
 def piece_slices(rule: Rule, scheme: NamingScheme, piece: ModelPiece, address: Address) -> Iterator[TensorSlice]:
     """Cut a piece into boxes of Hugging Face tensors.
 
-    Args:
-        rule: rule of the piece's tensor.
-        scheme: naming scheme of the Hugging Face names.
-        piece: a slice of a whole Megatron tensor.
-        address: address of its first element, with the strides of the piece.
+    `address` is that of the piece's first element, with the strides of the piece.
 
     Raises:
         ValueError: the piece is no set of boxes, because it is split on an axis that the conversion reshapes.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mimo.checkpoint.paths import SHARED_STREAM
-from mimo.comm.host import broadcast_object
+from mimo.comm.host import broadcast_object, broadcast_outcome
 from mimo.config.rl_run import RlRunConfig
 from mimo.grid.groups import Grids
 from mimo.observability.trackers import Generation
@@ -20,7 +19,7 @@ from mimo.refit.sender import WeightSender
 from mimo.rl.offload import Devices
 from mimo.rl.rollouts import Answers, Rollouts, RolloutSource, rollout_metrics
 from mimo.rollout.engine import Rollout
-from mimo.watchdog.process_exit import ReportedElsewhereError, on_daemon_thread
+from mimo.watchdog.process_exit import on_daemon_thread
 from mimo.watchdog.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -69,8 +68,7 @@ class PromptCursor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Return to the position at which `streams` was called.
 
-        Args:
-            state: what it returned; the first rank needs the stream.
+        The first rank needs the stream.
 
         Raises:
             ValueError: this is the state of another program.
@@ -108,6 +106,11 @@ class Collector:
         self.probe: RefitProbe | None = None
         self.report: RefitReport | None = None
         self.waited_s = self.refit_s = self.verify_s = 0.0
+        # Watchdog limits: of refits, of rank 0 while it waits for vLLM, and of the ranks that wait for rank 0, which
+        # waits for vLLM and then for rewards.
+        self._refit_limit_s = 2 * config.rollout.refit_timeout_s + FIRST_RANK_SPEAKS_S
+        self._engine_limit_s = config.rollout.rollout_timeout_s + FIRST_RANK_SPEAKS_S
+        self._follower_limit_s = self._engine_limit_s + config.train.watchdog_timeout_s + FIRST_RANK_SPEAKS_S
         self._num_refits = 0
         self._version: int | None = None
         self._prefetched: Future[Answers] | None = None
@@ -131,8 +134,8 @@ class Collector:
         failure = None
         if not has_answers and self.source is not None:
             try:
-                with (self._engine_timeout(),
-                      self.watchdog.waiting("completions of the rollout engine", version=self._version)):
+                with self.watchdog.waiting_up_to(self._engine_limit_s, "completions of the rollout engine",
+                                                 version=self._version):
                     answers = self.source.ask(self.cursor.first, self.config.prompts_per_step, str(self._version))
             except RefitError as error:
                 failure = error
@@ -141,9 +144,10 @@ class Collector:
             assert answers is not None
             with self.watchdog.waiting("rewards"):
                 rollouts = self.source.score(answers, num_shown)
-        with (self._follower_timeout(),
-              self.watchdog.waiting("completions and rewards, which the first rank asks for", version=self._version)):
-            shared: Rollouts = self._shared(rollouts, failure)
+        with self.watchdog.waiting_up_to(
+                self._follower_limit_s, "completions and rewards, which the first rank asks for",
+                version=self._version):
+            shared: Rollouts = broadcast_outcome(self.grids, rollouts, failure)
         self.cursor.first += self.config.prompts_per_step
         self.cursor.pending = None
         self._finish_rollouts()
@@ -165,8 +169,8 @@ class Collector:
             ValueError, RefitError: on the first rank, see `RolloutSource`.
         """
         began = time.perf_counter()
-        with (self._engine_timeout(),
-              self.watchdog.waiting("completions drawn beside the update", version=self._version)):
+        with self.watchdog.waiting_up_to(self._engine_limit_s, "completions drawn beside the update",
+                                         version=self._version):
             if self._prefetched is not None:
                 answers = self._prefetched.result()
                 self._prefetched = None
@@ -211,24 +215,20 @@ class Collector:
         self._num_refits += 1
 
     def _send(self, iteration: int) -> RefitReport:
-        with (self.watchdog.limit(self._refit_limit_s),
-              self.watchdog.waiting("refit of the rollout engine", version=iteration)):
+        with self.watchdog.waiting_up_to(self._refit_limit_s, "refit of the rollout engine", version=iteration):
             self.devices.for_refit()
             report: RefitReport = broadcast_object(self.grids, self.sender.send(str(iteration)))
             return report
 
     def _ready_for_rollouts(self) -> None:
-        with self.watchdog.limit(self._refit_limit_s), self.watchdog.waiting("memory of the rollout engine"):
+        with self.watchdog.waiting_up_to(self._refit_limit_s, "memory of the rollout engine"):
             self.devices.for_rollout()
 
     def _compare(self, probe: RefitProbe, expected: Expected, iteration: int, weights: str) -> None:
-        with (self._engine_timeout() if self.source is not None else self._follower_timeout(),
-              self.watchdog.waiting("log-probs of the rollout engine, to verify a refit", version=iteration)):
+        with self.watchdog.waiting_up_to(
+                self._engine_limit_s if self.source is not None else self._follower_limit_s,
+                "log-probs of the rollout engine, to verify a refit", version=iteration):
             probe.compare(expected, weights)
-
-    @property
-    def _refit_limit_s(self) -> float:
-        return 2 * self.config.rollout.refit_timeout_s + FIRST_RANK_SPEAKS_S
 
     def evaluate(self, iteration: int, num_shown: int) -> tuple[dict[str, float], tuple[Generation, ...]]:
         """Score completions of the held-out prompts, drawn by the policy after `iteration` updates.
@@ -243,8 +243,8 @@ class Collector:
         result, failure = None, None
         if self.held_out is not None:
             try:
-                with (self._engine_timeout(),
-                      self.watchdog.waiting("completions of held-out prompts", version=self._version)):
+                with self.watchdog.waiting_up_to(self._engine_limit_s, "completions of held-out prompts",
+                                                 version=self._version):
                     answers = self.held_out.ask(0, self.config.rl.eval_prompts, str(iteration))
             except RefitError as error:
                 failure = error
@@ -252,13 +252,13 @@ class Collector:
                 with self.watchdog.waiting("rewards"):
                     rollouts = self.held_out.score(answers, num_shown)
                 result = rollout_metrics(rollouts), rollouts.shown
-        with self._follower_timeout(), self.watchdog.waiting("the evaluation, which the first rank asks for"):
-            shared: tuple[dict[str, float], tuple[Generation, ...]] = self._shared(result, failure)
+        with self.watchdog.waiting_up_to(self._follower_limit_s, "the evaluation, which the first rank asks for"):
+            shared: tuple[dict[str, float], tuple[Generation, ...]] = broadcast_outcome(self.grids, result, failure)
         self._finish_rollouts()
         return shared
 
     def _finish_rollouts(self) -> None:
-        with self._engine_timeout(), self.watchdog.waiting("memory of the trainer"):
+        with self.watchdog.waiting_up_to(self._engine_limit_s, "memory of the trainer"):
             self.devices.for_training()
         if not self.devices.keeps_weights:
             self._version = None
@@ -278,24 +278,3 @@ class Collector:
             return None
         return Answers(first=first, prompts=prompts, answers=pending.answers, version=pending.version,
                        seconds=pending.seconds)
-
-    def _shared(self, value: Any, failure: RefitError | None) -> Any:
-        """Return the first rank's value on every rank, or raise its failure there and ReportedElsewhereError elsewhere.
-
-        All ranks go on together from a failure, so that another engine can take the place of one that is lost.
-        """
-        value, has_failed = broadcast_object(self.grids, (value, failure is not None))
-        if failure is not None:
-            raise failure
-        if has_failed:
-            raise ReportedElsewhereError("rank 0 reports what is wrong")
-        return value
-
-    def _engine_timeout(self) -> AbstractContextManager[None]:
-        """Watchdog limit while rank 0 waits for vLLM."""
-        return self.watchdog.limit(self.config.rollout.rollout_timeout_s + FIRST_RANK_SPEAKS_S)
-
-    def _follower_timeout(self) -> AbstractContextManager[None]:
-        """Watchdog limit of the ranks that wait for rank 0, which waits for vLLM and then for rewards."""
-        return self.watchdog.limit(self.config.rollout.rollout_timeout_s + self.config.train.watchdog_timeout_s
-                                   + 2 * FIRST_RANK_SPEAKS_S)

@@ -149,12 +149,12 @@ class RlLoop:
         hosts = find_hosts(self.grids, self.platform) if on_all_hosts else ()
         limit_s = flags.engine_start_timeout_s + CLOSING_S * flags.engine_dp  # of replicas that did not start in time
         if self.grids.rank != 0:
-            with (self.watchdog.limit(limit_s + 2 * FIRST_RANK_SPEAKS_S),
-                  self.watchdog.waiting("the first rank, which starts the rollout engine")):
+            with self.watchdog.waiting_up_to(limit_s + 2 * FIRST_RANK_SPEAKS_S,
+                                             "the first rank, which starts the rollout engine"):
                 self._find_weights()
             return None
         STARTUP.say("starting vLLM, which loads its model and prepares its kernels")
-        with self.watchdog.limit(limit_s + FIRST_RANK_SPEAKS_S), self.watchdog.waiting("start of the rollout engine"):
+        with self.watchdog.waiting_up_to(limit_s + FIRST_RANK_SPEAKS_S, "start of the rollout engine"):
             engine = start_engine(self.config, self.provider, self._has_videos, self._find_weights, hosts)
         if isinstance(self.devices, SharedDevices):
             self.devices.client = engine.client
@@ -169,15 +169,14 @@ class RlLoop:
     def _connect(self) -> None:
         """Agree with the engine on weights, which every rank sends, and make what collects completions."""
         flags, engine = self.config.rollout, self._engine
-        closing_s = CLOSING_S * flags.engine_dp
-        with (self.watchdog.limit(flags.engine_start_timeout_s + closing_s + 2 * FIRST_RANK_SPEAKS_S),
-              self.watchdog.waiting("the first rank, which starts the rollout engine")):
+        limit_s = flags.engine_start_timeout_s + CLOSING_S * flags.engine_dp + 2 * FIRST_RANK_SPEAKS_S
+        with self.watchdog.waiting_up_to(limit_s, "the first rank, which starts the rollout engine"):
             num_workers = broadcast_object(self.grids, engine.client.num_workers if engine is not None else None)
             self.devices.for_training()
         STARTUP.say("agreeing with vLLM on where each weight goes")
         # The engine's first answer may take as long as any of its calls.
-        with (self.watchdog.limit(2 * flags.refit_timeout_s + FIRST_RANK_SPEAKS_S),
-              self.watchdog.waiting("the rollout engine's agreement on weights")):
+        with self.watchdog.waiting_up_to(2 * flags.refit_timeout_s + FIRST_RANK_SPEAKS_S,
+                                         "the rollout engine's agreement on weights"):
             sender = connect(self.parts.built, self.grids, self.provider, self.config.model_family,
                              engine.client if engine is not None else None, num_workers,
                              refit_options(self.config), engine.address if engine is not None else "", self._weights)
@@ -258,8 +257,8 @@ class RlLoop:
             problem = format_error(error)
         flags = self.config.rollout
         closing_s = 2 * CLOSING_S * flags.engine_dp  # of the lost engine, and of one that does not start in time
-        with (self.watchdog.limit(flags.engine_start_timeout_s + closing_s + 2 * FIRST_RANK_SPEAKS_S),
-              self.watchdog.waiting("the first rank, which starts another rollout engine")):
+        with self.watchdog.waiting_up_to(flags.engine_start_timeout_s + closing_s + 2 * FIRST_RANK_SPEAKS_S,
+                                         "the first rank, which starts another rollout engine"):
             problem = broadcast_object(self.grids, problem)
         if problem:
             return problem

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from megatron.core.utils import get_model_config
 
-from mimo.comm.host import broadcast_object, gather, shared_errors
+from mimo.comm.host import broadcast_object, broadcast_outcome, gather, shared_errors
 from mimo.config.rl_run import RlRunConfig
 from mimo.protocols import LANGUAGE
 from mimo.refit.rendezvous import RefitError
@@ -27,7 +27,6 @@ from mimo.rl.policy import PolicyTrainer
 from mimo.rl.prompts import Prompt, PromptSet
 from mimo.rl.rollouts import Completion, prompt_length
 from mimo.rollout.replicas import RolloutClient
-from mimo.watchdog.process_exit import ReportedElsewhereError
 
 # A token's difference counts as at most this many nats in k3, so that single tokens do not decide it.
 MAX_DIFFERENCE = 1.0
@@ -80,11 +79,7 @@ def compare_logprobs(engine: RolloutClient, prompts: Sequence[dict[str, Any]], e
                      names: Sequence[str] = ()) -> ProbeReport:
     """Ask an engine for the log-probs of prompts and compare them with the trainer's.
 
-    Args:
-        engine: serves the weights of the last refit.
-        prompts: requests in vLLM's form: `{"prompt_token_ids": [...]}`.
-        expected: the trainer's log-probs.
-        names: names of the prompts for messages; without any, messages use their numbers.
+    Requests are in vLLM's form. Without `names` of the prompts, messages use their numbers.
 
     Raises:
         ValueError: the two sides do not have the same tokens, or none to compare.
@@ -171,14 +166,8 @@ ROUNDING = {"float32": Rounding(23, 2.0, 2.0), "tf32": Rounding(10, 2.0, 2.0), "
 class RefitProbe:
     """Compares log-probs of training prompts, each followed by random tokens. Methods are collective over the world.
 
-    Random tokens reach all experts, and they include tokens that prompts never contain.
-
-    Args:
-        config: the run.
-        policy: computes the trainer's side, in the same way as for updates.
-        prompts: training prompts, on the first rank; None on the others.
-        client: the engine, on the first rank.
-        vocab_size: number of tokens of the model.
+    Random tokens reach all experts, and they include tokens that prompts never contain. `prompts` (training prompts)
+    and `client` are None on ranks other than the first.
 
     Attributes:
         reports: results of the last comparison that passed, by what was compared, on the first rank.
@@ -241,11 +230,7 @@ class RefitProbe:
             except (RefitError, ValueError) as problem:
                 error = RefitError(f"--refit-verify-interval: after a refit of {weights}, {problem}")
                 error.__cause__ = problem
-        failed = broadcast_object(self._grids, error is not None)
-        if error is not None:
-            raise error
-        if failed:
-            raise ReportedElsewhereError("rank 0 reports what is wrong")
+        broadcast_outcome(self._grids, None, error)
 
     def _with_tails(self, prompts: PromptSet, seq_length: int, vocab_size: int) -> Iterator[tuple[Prompt, Completion]]:
         """Yield training prompts, each with a sequence that continues it with random tokens."""

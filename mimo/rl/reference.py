@@ -102,14 +102,7 @@ def reference_policy(state: RunState, provider: ModelProvider, config: RlConfig,
     Its weights come from --ref-load or --ref-load-hf. Without these flags it has the weights that the run started from.
     In a new run the model has them now. A resumed run reads them again: from --load, if that is not the folder of
     --save and gave only weights, otherwise from --load-hf or the provider's own flag. Model, optimizers and schedule
-    are unchanged afterwards.
-
-    Args:
-        state: the run, with its weights loaded.
-        provider: the model family.
-        config: the algorithm.
-        watchdog: told about every wait.
-        resumed: whether this run has already trained the weights.
+    are unchanged afterwards. `resumed` says whether this run has already trained the weights.
 
     Returns:
         The policy, and a line for the log that says where it is from.

@@ -216,9 +216,7 @@ def start_engine_node(options: EngineOptions, place: NodePlace) -> Any:
 class RolloutEngine:
     """A vLLM engine in this process. Its workers may be other processes.
 
-    Args:
-        options: configuration of the engine.
-        place: the first node of an engine of several nodes; None for an engine of one.
+    `place` is the first node of an engine of several nodes; None for an engine of one.
     """
 
     def __init__(self, options: EngineOptions, place: NodePlace | None = None) -> None:

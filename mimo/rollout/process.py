@@ -153,12 +153,8 @@ def start_processes(options: Sequence[EngineOptions], start_timeout_s: float = 6
                     meanwhile: Callable[[], None] | None = None) -> list[EngineProcess]:
     """Start replicas of an engine at the same time.
 
-    Args:
-        options: configuration of each replica.
-        start_timeout_s: seconds that the start of all of them may take.
-        call_timeout_s: seconds that a call may take.
-        setup: see `EngineProcess`.
-        meanwhile: called once in this process, while the replicas start.
+    All of them have to start within `start_timeout_s`. `setup` is that of `EngineProcess`. `meanwhile` is called once
+    in this process, while the replicas start.
 
     Raises:
         RefitError: one did not start. The error names it, and the others are ended.

@@ -76,7 +76,7 @@ class StepObserver:
         if self._profiler.is_running:
             self._handshake.flush()
         # Writing a trace takes long, and all ranks wait for it.
-        with self._watchdog.limit(self._limit_s), self._watchdog.waiting("traces of --profile-ranks"):
+        with self._watchdog.waiting_up_to(self._limit_s, "traces of --profile-ranks"):
             for line in gather(self._grids, self._profiler.close()):
                 self._say(line)
 

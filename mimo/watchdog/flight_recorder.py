@@ -61,10 +61,7 @@ def find_groups(record: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]])
 def dump(folder: Path, rank: int, backend: str) -> None:
     """Write the record to the file `rank_<rank>` of a folder, if torch records.
 
-    Args:
-        folder: folder for the dumps of all ranks, which `torchfrtrace <folder>` reads.
-        rank: this rank.
-        backend: `nccl` or `gloo`.
+    `torchfrtrace <folder>` reads the folder with the dumps of all ranks.
 
     Raises:
         OSError: the file cannot be written.

@@ -96,11 +96,7 @@ def write_error_file(message: str, *, is_cause: bool = True) -> None:
 
     The file has the format of `torch.distributed.elastic.multiprocessing.errors`. The summary calls the failure with
     the earliest time, in whole seconds, the root cause. So the time is rounded down on the rank that met the error and
-    up on ranks that stop because of it.
-
-    Args:
-        message: what to show.
-        is_cause: whether this rank met the error itself.
+    up on ranks that stop because of it. `is_cause` says whether this rank met the error itself.
     """
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not name:

@@ -233,9 +233,7 @@ def frames_inward(frame: FrameType | None) -> Iterator[FrameType]:
 def stack_lines(frame: FrameType, *, code: bool = True) -> tuple[str, ...]:
     """Format the innermost frames, the innermost first: `training/step.py:176 run_schedule: return schedule(`.
 
-    Args:
-        frame: the innermost frame.
-        code: include the lines of code, which are read from disk.
+    With `code`, they include the lines of code, which are read from disk.
     """
     lines = []
     for each in frames_inward(frame):

@@ -226,11 +226,17 @@ class Watchdog:
             self._extra_s = outer
 
     @contextmanager
+    def waiting_up_to(self, seconds: float, what: str, **details: Any) -> Iterator[None]:
+        """Context of a wait that may take `seconds`; see `limit` and `waiting`."""
+        with self.limit(seconds), self.waiting(what, **details):
+            yield
+
+    @contextmanager
     def on_files(self, what: str, **details: Any) -> Iterator[None]:
         """Context of a save or a load, which may take `files_timeout_s`; see `waiting`."""
         limit_s = self.files_timeout_s
         said = None if math.isinf(limit_s) else f"--checkpoint-timeout-s {limit_s:g}"
-        with self.limit(limit_s), self.waiting(what, **details, limit=said):
+        with self.waiting_up_to(limit_s, what, **details, limit=said):
             yield
 
     def time_left(self, usual_s: float, since: float = -math.inf) -> float:

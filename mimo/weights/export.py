@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from mimo.checkpoint.reader import CheckpointTensors
 from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.weights.configuration import CONFIG_JSON, exported_configuration
-from mimo.weights.dcp import CheckpointTensors
 from mimo.weights.match import FLOAT_DTYPES, SHAPE_ERRORS, check_values, fitted, report
 from mimo.weights.rules import NamingScheme, Rule, StoredTensor, WeightMap, hf_shapes
 from mimo.weights.safetensors_io import (
@@ -44,16 +44,6 @@ class PlannedRule:
 
     rule: Rule
     infos: tuple[TensorInfo, ...]
-
-    def convert(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor, int]]:
-        """Convert a whole Megatron tensor to Hugging Face tensors: name, rows, and number of the first row."""
-        parts, first = self.rule.convert.to_hf(tensor), 0 if self.rule.rows is None else self.rule.rows.first
-        return [(info.name, part.to(info.dtype), first) for info, part in zip(self.infos, parts, strict=True)]
-
-    def check(self, tensor: torch.Tensor) -> list[str]:
-        """Return a line for each Hugging Face tensor that is not finite, or would not be in the planned dtype."""
-        return [line for info, part in zip(self.infos, self.rule.convert.to_hf(tensor), strict=True)
-                for line in check_values(info.name, part, info.dtype)]
 
 
 @dataclass(frozen=True)
@@ -195,10 +185,12 @@ def converted(wholes: Iterable[tuple[PlannedRule, torch.Tensor]],
         wholes: each rule's tensor, one at a time.
         problems: notes of values that cannot be written. After the first one, values are only checked.
     """
-    for rule, whole in wholes:
-        problems += rule.check(whole)
-        if not problems:
-            yield from rule.convert(whole)
+    for planned, whole in wholes:
+        first_row = 0 if planned.rule.rows is None else planned.rule.rows.first
+        for info, part in zip(planned.infos, planned.rule.convert.to_hf(whole), strict=True):
+            problems += check_values(info.name, part, info.dtype)
+            if not problems:
+                yield info.name, part.to(info.dtype), first_row
 
 
 def export_checkpoint(checkpoint_dir: str | Path, out_dir: str | Path, provider: ModelProvider, family_config: Any,

@@ -38,11 +38,7 @@ def local_folder(flag: str, path: str) -> str:
     """Return the local folder of a model, with its small files; a path that is no id of the hub is returned unchanged.
 
     An existing file or folder always wins over a model of the hub with the same name. Processes that start together on
-    a node ask the hub once.
-
-    Args:
-        flag: flag or argument that gave the path, for messages.
-        path: value of the flag.
+    a node ask the hub once. Messages name `flag`, which gave the path.
 
     Raises:
         ValueError: it is an id, and neither the hub nor the cache has the model.
@@ -51,7 +47,8 @@ def local_folder(flag: str, path: str) -> str:
     if found is None or os.path.lexists(path) or path.endswith(".json"):
         return path
     from filelock import FileLock
-    from huggingface_hub import constants
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
 
     revision = found["revision"] or constants.DEFAULT_REVISION
     name = f"models--{found['repo'].replace('/', '--')}--{revision.replace('/', '--')}"
@@ -67,12 +64,13 @@ def local_folder(flag: str, path: str) -> str:
             folder = _download(f"{flag} {path}", found["repo"], revision, SMALL_FILES, "there is no such folder, and ")
             record.write_text(json.dumps(folder))
     except OSError as error:
-        # A shared cache that only its owner writes may have the model.
-        shared = _cached(found["repo"], revision)
-        if shared is None:
+        try:
+            # A shared cache that only its owner writes may have the model.
+            folder = snapshot_download(found["repo"], revision=revision, allow_patterns=list(SMALL_FILES),
+                                       ignore_patterns=list(IN_FOLDERS), local_files_only=True)
+        except (LocalEntryNotFoundError, IncompleteSnapshotError, OSError):
             cache = f"the cache {constants.HF_HUB_CACHE} (HF_HOME)"
             raise ValueError(f"{flag} {path}: {cache} cannot be written: {error}") from error
-        return shared
     return str(folder)
 
 
@@ -166,18 +164,6 @@ def _download(given: str, repo: str, revision: str, patterns: Sequence[str], tri
     except (httpx.HTTPError, HfHubHTTPError, ValueError, OSError) as error:
         reason = f"{repo} at {revision} cannot be had from the hub at {hub}: {_line(error)}"
     raise ValueError(f"{given}: {tried}{reason}")
-
-
-def _cached(repo: str, revision: str) -> str | None:
-    """Return the folder of the cache that has a model; None if it is not there."""
-    import huggingface_hub
-    from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
-
-    try:
-        return str(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=list(SMALL_FILES),
-                                                     ignore_patterns=list(IN_FOLDERS), local_files_only=True))
-    except (LocalEntryNotFoundError, IncompleteSnapshotError, OSError):
-        return None
 
 
 def _line(error: BaseException) -> str:

@@ -254,11 +254,17 @@ def load_single_weights(state: RunState, source: MegatronSource, vocab_size: int
         ReportedElsewhereError: the same, on the other ranks.
     """
     with watchdog.on_files("checkpoint to load", folder=source.path):
-        folder = _find(state, source)
+        folder = broadcast_result(state.grids, lambda: _folder(Path(source.path), source.flag))
         contents = _read(state, source, folder)
         saved = state.saved()
         entries, notes = _check(state, source, folder, contents, saved, vocab_size)
-        _fill(state, source, folder, entries)
+        error = None
+        try:
+            if entries:
+                DataOnlyLoadStrategy(state.config.checkpoint.ckpt_verify).load(by_index(entries), folder)
+        except (ValueError, OSError, CheckpointingException) as problem:
+            error = f"{source.flag}: {problem}"
+        raise_on_any_rank(state.grids, error)
         broadcast_from_writers(saved, state.grids)
         check_finite(state, saved, folder)
     notes += [f"passed over: {count} {'tensors' if count > 1 else 'tensor'}, {reason}"
@@ -268,12 +274,8 @@ def load_single_weights(state: RunState, source: MegatronSource, vocab_size: int
     return [f"weights from {folder}", *(f"  {note}" for note in notes)]
 
 
-def _find(state: RunState, source: MegatronSource) -> Path:
-    """Find the checkpoint's own folder on the first rank. Nothing in it is changed."""
-    return broadcast_result(state.grids, lambda: _folder(Path(source.path), source.flag))
-
-
 def _folder(root: Path, flag: str) -> Path:
+    """Find the checkpoint's own folder. Nothing in it is changed."""
     if not root.is_dir():
         raise ValueError(f"{flag} {root}: there is no such folder")
     old = sorted([*root.glob("mp_rank_*"), *root.glob("*/mp_rank_*")])
@@ -372,14 +374,3 @@ def _entry(piece: ShardedTensor, tensor: GlobalTensor) -> list[ShardedTensor]:
         key=stored.key, data=data.view(*ones, *data.shape), dtype=piece.dtype, local_shape=(*ones, *data.shape),
         global_shape=(*stored.axes, *tensor.shape), global_offset=(*stored.index, *offset), axis_fragmentations=None,
         replica_id=piece.replica_id)]
-
-
-def _fill(state: RunState, source: MegatronSource, folder: Path, entries: list[ShardedTensor]) -> None:
-    """Read everything in place. A damaged file stops every rank."""
-    error = None
-    try:
-        if entries:
-            DataOnlyLoadStrategy(state.config.checkpoint.ckpt_verify).load(by_index(entries), folder)
-    except (ValueError, OSError, CheckpointingException) as problem:
-        error = f"{source.flag}: {problem}"
-    raise_on_any_rank(state.grids, error)

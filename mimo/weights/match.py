@@ -50,10 +50,7 @@ def match_source(catalog: Catalog, wanted: Mapping[str, WeightMap],
                  others: Mapping[str, WeightMap]) -> tuple[dict[str, ModuleMatch], list[str]]:
     """Match a source's names with the maps of the modules that are loaded from it.
 
-    Args:
-        catalog: contents of the source.
-        wanted: map of each module to load from it.
-        others: maps of the model's other modules, whose tensors may be in the source, too.
+    `others` are the maps of the model's other modules, whose tensors may be in the source, too.
 
     Returns:
         A match for each wanted module, and a line for each tensor that is missing or that nothing uses.
@@ -131,12 +128,7 @@ def check_tensor(match: ModuleMatch, rule: Rule, catalog: Catalog, shape: Sequen
                  dtype: torch.dtype) -> list[str]:
     """Describe why a rule's source tensors do not fit, a line each; empty if one of them is missing.
 
-    Args:
-        match: the module's match.
-        rule: one of its rules.
-        catalog: the source.
-        shape: shape of the model's whole tensor; None if there is no model, so that only the rule decides.
-        dtype: dtype of the model's tensor.
+    `shape` and `dtype` are those of the model's whole tensor; without a shape, only the rule decides.
     """
     names = match.sources(rule)
     if any(name not in catalog.tensors for name in names):

@@ -58,11 +58,31 @@ class Opening:
                 time.
         """
         if self._options.backend == "ipc":
-            return _open_ipc(self._rendezvous, self._scope, self._options, self._rank, self._num_trainers,
-                             self._device, self._names, incoming)
+            return self._open_ipc(Incoming([dict(each) for each in incoming]))
         self._rendezvous.until(self._scope, self._wire.done, lambda: f"{self._scope}: {self._names[self._rank]} "
                                                                      "waits for connections with the others")
         return self._wire.result()
+
+    def _open_ipc(self, incoming: Incoming) -> Transport:
+        rendezvous, rank, num_trainers, names = self._rendezvous, self._rank, self._num_trainers, self._names
+        flags, timeout_s = PrefixStore("ipc", rendezvous.store), self._options.timeout_s
+        # From the devices of all participants, each of them chooses the same proxies.
+        rendezvous.publish(f"ipc/{rank}", {"device": device_identity(self._device), "incoming": incoming.as_json()})
+        told = [rendezvous.read(f"ipc/{each}", self._scope, f"the device of {name}")
+                for each, name in enumerate(names)]
+        devices = [each["device"] for each in told]
+        found = proxies(devices[:num_trainers], devices[num_trainers:])
+        if rank >= num_trainers:
+            return WorkerEnd(flags, rank, names[found[rank - num_trainers]], incoming, self._device, timeout_s)
+        # What a worker gets from another GPU's rank travels to its proxy first, in a group of the trainer's ranks.
+        among = None
+        if num_trainers > 1:
+            backend = "nccl" if self._device.type == "cuda" else "gloo"
+            among = Wire(rendezvous.store, "trainers", rank, num_trainers, backend, timeout_s, names)
+        tables = {num_trainers + worker: Incoming.from_json(told[num_trainers + worker]["incoming"])
+                  for worker, proxy in enumerate(found) if proxy == rank}
+        return TrainerEnd(flags, rank, dict(enumerate(found, num_trainers)), tables, among, self._device, timeout_s,
+                          names)
 
     def abandon(self) -> None:
         """Close the connections, now or when they have opened."""
@@ -75,28 +95,6 @@ class Opening:
             torch.cuda.set_device(self._device)  # each thread has its own current device
         return Wire(own.store, "weights", self._rank, len(self._names), self._options.backend, self._options.timeout_s,
                     self._names)
-
-
-def _open_ipc(rendezvous: Rendezvous, scope: str, options: RefitOptions, rank: int, num_trainers: int,
-              device: torch.device, names: Sequence[str], incoming: Sequence[Mapping[int, int]]) -> Transport:
-    flags = PrefixStore("ipc", rendezvous.store)
-    table = Incoming([dict(each) for each in incoming])
-    # From the devices of all participants, each of them chooses the same proxies.
-    rendezvous.publish(f"ipc/{rank}", {"device": device_identity(device), "incoming": table.as_json()})
-    told = [rendezvous.read(f"ipc/{each}", scope, f"the device of {name}") for each, name in enumerate(names)]
-    devices = [each["device"] for each in told]
-    found = proxies(devices[:num_trainers], devices[num_trainers:])
-    if rank >= num_trainers:
-        return WorkerEnd(flags, rank, names[found[rank - num_trainers]], table, device, options.timeout_s)
-    # What a worker gets from another GPU's rank travels to its proxy first, in a group of the trainer's ranks alone.
-    among = None
-    if num_trainers > 1:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        among = Wire(rendezvous.store, "trainers", rank, num_trainers, backend, options.timeout_s, names)
-    tables = {num_trainers + worker: Incoming.from_json(told[num_trainers + worker]["incoming"])
-              for worker, proxy in enumerate(found) if proxy == rank}
-    by_worker = dict(enumerate(found, num_trainers))
-    return TrainerEnd(flags, rank, by_worker, tables, among, device, options.timeout_s, names)
 
 
 def proxies(trainers: Sequence[str], workers: Sequence[str]) -> list[int]:

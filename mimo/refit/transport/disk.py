@@ -124,10 +124,7 @@ def prune(root: Path, keep: int) -> None:
 def wait_for_weights(root: Path, version: str | None, timeout_s: float) -> Path:
     """Wait for a complete subfolder and return the newest.
 
-    Args:
-        root: folder into which a trainer writes; it need not exist yet.
-        version: policy version to wait for; None for any.
-        timeout_s: seconds to wait.
+    A version of None stands for any. The folder need not exist yet.
 
     Raises:
         RefitError: there is none in time, with what is there instead; or the manifest of the newest is damaged.

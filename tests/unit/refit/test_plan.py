@@ -16,9 +16,6 @@ from hypothesis import strategies as st
 from mimo.boxes import Box
 from mimo.refit.plan import (
     Op,
-    SendOp,
-    by_receiver,
-    by_sender,
     bytes_moved,
     bytes_needed,
     check_holders,
@@ -29,6 +26,7 @@ from mimo.refit.plan import (
     digest,
     encoded,
     first_difference,
+    grouped,
     receive_plan,
     send_plan,
     within,
@@ -63,8 +61,8 @@ class Ends:
     ranks: list[Tensors]
     workers: list[Tensors]
 
-    def sent(self, rank: int) -> dict[int, list[SendOp]]:
-        return by_receiver(send_plan(self.entries, self.holders, self.slices[rank], self.specs, rank))
+    def sent(self, rank: int) -> dict[int, list[Op]]:
+        return grouped(send_plan(self.entries, self.holders, self.slices[rank], self.specs, rank), "receiver")
 
     def received(self, worker: int) -> list[Op]:
         return receive_plan(self.entries, self.holders, self.specs[worker], worker)
@@ -105,7 +103,7 @@ def transfer(model: SmallModel, trainer: TrainerLayout, engine: EngineLayout,
         check_plan(ends.entries, ends.holders, spec, operations)
         expected = expected_of(model, ends.workers[worker], spec)
         live = {name: np.full(tensor.shape, PADDING) for name, tensor in expected.items()}
-        received = by_sender(operations)
+        received = grouped(operations, "sender")
         assert received.keys() == {rank for rank, plan in enumerate(sent) if worker in plan}
         for rank, part in received.items():
             assert fields(part) == fields(sent[rank][worker])
@@ -213,7 +211,7 @@ def refusal(trainer: Ends, engine: Ends) -> str:
             check_recv_spec(engine.entries, spec)
             operations = engine.received(worker)
             check_plan(engine.entries, engine.holders, spec, operations)
-            received = by_sender(operations)
+            received = grouped(operations, "sender")
             for rank, plan in enumerate(sent):
                 mine, theirs = plan.get(worker, []), received.get(rank, [])
                 if digest(trainer.entries, mine) != digest(engine.entries, theirs):

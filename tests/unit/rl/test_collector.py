@@ -61,6 +61,7 @@ class DevicesOfASleepingEngine(Devices):
 def test_only_an_engine_that_lost_its_weights_gets_them_again(devices, version):
     made = collector(PromptCursor())
     made.devices, made.watchdog, made.probe, made._version = devices, Watchdog(0, "rank 0"), None, 3
+    made._engine_limit_s = 1.0
     made._finish_rollouts()
     made.watchdog.close()
     assert made._version == version, "the version that `refit` need not send again"

@@ -143,7 +143,7 @@ def folder(tmp_path: Path) -> Path:
 def test_few_files_are_open_at_once(folder: Path) -> None:
     source = HfSource(folder)
     assert [source.read(name).sum().item() for name in "abcab"] == [8, 0, 1, 8, 0]
-    assert len(source._open) == 2
+    assert source._handle.cache_info().currsize == 2
     source.close()
     assert source.read("a", slice(1, 3)).shape == (2, 2)
 
