@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -146,10 +146,7 @@ def common_state(state: RunState, progress: Progress, steps: dict[str, dict[str,
     return {
         "checkpoint_version": CHECKPOINT_VERSION,
         "format": FORMAT,
-        "iteration": progress.iteration,
-        "consumed_samples": progress.consumed_samples,
-        "skipped_iterations": progress.skipped_iterations,
-        "bad_samples": progress.bad_samples,
+        **asdict(progress),
         "loader_samples": state.streams["consumed_samples"],
         "scheduler": state.scheduler.state_dict(),
         "optimizer_steps": steps,
@@ -172,10 +169,7 @@ def weights_only_state(modules: Iterable[str], config: str, model: dict[str, Any
     return {
         "checkpoint_version": CHECKPOINT_VERSION,
         "format": FORMAT,
-        "iteration": 0,
-        "consumed_samples": 0,
-        "skipped_iterations": 0,
-        "bad_samples": 0,
+        **asdict(Progress()),
         "loader_samples": 0,
         "scheduler": None,
         "optimizer_steps": None,

@@ -41,7 +41,7 @@ from mimo.refit.plan import check_plan, check_recv_spec
 from mimo.refit.rendezvous import NO_WEIGHTS, RefitError, Rendezvous, StoreAddress, format_error, without_collections
 from mimo.refit.tensor_slices import holders_from_table, meta_from_json, recv_spec_table, table_digest
 from mimo.refit.transport.base import Opening, Transport
-from mimo.refit.worker_plan import worker_recv_spec
+from mimo.refit.worker_plan import plan_taken, probe_offered
 
 
 class Guard:
@@ -319,8 +319,12 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._opening = Opening(rendezvous, SETUP, self._options, self._num_trainers + self._worker,
                                 self._num_trainers, self.device, self._everybody)
         # What this worker wants, from running its own loader; all workers choose the naming schemes together.
-        taken = worker_recv_spec(self.model, self._entries, model["spellings"], self._options.route,
-                                 lambda value: self._share("probes", value, num_workers))
+        probes, everyone = probe_offered(self.model, self._entries, model["spellings"]), []
+        if probes:
+            rendezvous.publish(f"probes/{self._worker}", probes)
+            everyone = [rendezvous.read(f"probes/{worker}", SETUP, f"probes of worker {worker}")
+                        for worker in range(num_workers)]
+        taken = plan_taken(self.model, self._entries, model["spellings"], self._options.route, everyone)
         spec, self._renamed, self._loader_layers = taken.spec, taken.loader_names, taken.loader_layers
         numbers = {entry.name: number for number, entry in enumerate(self._entries)}
         self._groups = [([numbers[name] for name in names], layers) for names, layers in taken.groups]
@@ -365,13 +369,6 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if other is not None:
             raise RefitError(f"worker {self._worker} is there twice, as {other} and as {own}: each replica of the "
                              "engine needs a first_worker of its own")
-
-    def _share(self, key: str, value: Any, num_workers: int) -> list[Any]:
-        """Publish this worker's plain value and return those of all workers."""
-        assert self._rendezvous is not None
-        self._rendezvous.publish(f"{key}/{self._worker}", value)
-        return [self._rendezvous.read(f"{key}/{worker}", SETUP, f"{key} of worker {worker}")
-                for worker in range(num_workers)]
 
     @without_collections()
     def _receive(self, scope: str, update_info: UpdateInfo) -> None:

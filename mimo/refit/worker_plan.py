@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,29 +202,11 @@ class Taken:
     groups: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
 
 
-def worker_recv_spec(model: torch.nn.Module, entries: Sequence[TensorMeta], offered: Sequence[Mapping[str, Any]],
-                     route: str, share: Callable[[Any], list[Any]]) -> Taken:
-    """Find out what a model's loader does with the trainer's tensors.
+def probe_offered(model: torch.nn.Module, entries: Sequence[TensorMeta],
+                  offered: Sequence[Mapping[str, Any]]) -> Probes:
+    """Try each naming scheme that the trainer offers with this worker's loader, if there is a choice.
 
-    Args:
-        model: the live model, which does not change.
-        entries: every tensor of the chunk plan.
-        offered: see `mimo.refit.trainer_shards.module_schemes`.
-        route: see `RefitOptions`.
-        share: returns every worker's value, given this worker's. All workers choose the naming schemes together.
-
-    Raises:
-        ValueError: no naming scheme fits, nothing fills some tensors of the model, or one would lose precision.
-    """
-    probes = probe_schemes_of(model, entries, offered)
-    return recv_spec_as(model, entries, offered, route, share(probes) if probes else [])
-
-
-def probe_schemes_of(model: torch.nn.Module, entries: Sequence[TensorMeta],
-                     offered: Sequence[Mapping[str, Any]]) -> Probes:
-    """Try each naming scheme with this worker's loader. Return an empty mapping if there is no choice.
-
-    All workers have the same choices.
+    All workers have the same choices. See `mimo.refit.trainer_shards.module_schemes` for `offered`.
     """
     names = _distinct_names(offered)
     own = {part["module"]: entries[part["first"]:part["first"] + part["count"]] for part in offered}
@@ -233,9 +215,20 @@ def probe_schemes_of(model: torch.nn.Module, entries: Sequence[TensorMeta],
     return probe_schemes(model, open_choices)
 
 
-def recv_spec_as(model: torch.nn.Module, entries: Sequence[TensorMeta], offered: Sequence[Mapping[str, Any]],
-                 route: str, probes: Sequence[Probes]) -> Taken:
-    """Do the second half of `worker_recv_spec`, given the results of `probe_schemes_of` of every worker."""
+def plan_taken(model: torch.nn.Module, entries: Sequence[TensorMeta], offered: Sequence[Mapping[str, Any]],
+               route: str, probes: Sequence[Probes]) -> Taken:
+    """Plan what a worker takes in, given the results of `probe_offered` of every worker.
+
+    Args:
+        model: the live model, which does not change.
+        entries: every tensor of the chunk plan.
+        offered: see `mimo.refit.trainer_shards.module_schemes`.
+        route: see `RefitOptions`.
+        probes: may be empty if there is no choice. All workers choose the naming schemes together.
+
+    Raises:
+        ValueError: no naming scheme fits, nothing fills some tensors of the model, or one would lose precision.
+    """
     names = _distinct_names(offered)
     chosen = {module: next(iter(schemes)) for module, schemes in names.items()}
     if any(probes):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +21,6 @@ KEPT = frozenset({"architectures", "model_type", "num_hidden_layers", "vision_fe
                   "max_position_embeddings", "max_sequence_length", "vision_use_head", "num_nextn_predict_layers"})
 ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Comparison:
-    """Result of a comparison.
-
-    Attributes:
-        problems: a line for each difference that is refused.
-        notes: for a person: differences that --allow-difference names, and what was not compared.
-    """
-
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
 
 def read_config_json(folder: Path) -> dict[str, Any] | None:
@@ -66,23 +52,25 @@ def differing_fields(provider: ComparableProvider, family_config: Any, values: M
 
 
 def compare_folder(provider: ModelProvider, family_config: Any, folder: str | Path, modules: Iterable[str],
-                   allowed: Collection[str]) -> Comparison:
+                   allowed: Collection[str]) -> tuple[list[str], list[str]]:
     """Compare the run's model with the config.json of a folder, module by module.
 
     `allowed` are the fields that --allow-difference names.
 
+    Returns:
+        A line for each difference that is refused. And notes for a person: differences that --allow-difference names,
+        and what was not compared.
+
     Raises:
         ValueError: config.json is not JSON.
     """
-    found = Comparison()
     if not isinstance(provider, ComparableProvider):
-        found.notes.append(f"the model provider cannot compare its flags with {CONFIG_JSON} of {folder}: check them")
-        return found
+        return [], [f"the model provider cannot compare its flags with {CONFIG_JSON} of {folder}: check them"]
     values = read_config_json(Path(folder))
     if values is None:
-        found.notes.append(f"{folder} has no {CONFIG_JSON}: nothing says whether flags such as --norm-epsilon and "
-                           "--rotary-base are those of its weights; check them")
-        return found
+        return [], [f"{folder} has no {CONFIG_JSON}: nothing says whether flags such as --norm-epsilon and "
+                    "--rotary-base are those of its weights; check them"]
+    problems, notes = [], []
     differing: dict[str, tuple[Any, Any]] = {}
     for module in modules:
         try:
@@ -90,20 +78,19 @@ def compare_folder(provider: ModelProvider, family_config: Any, folder: str | Pa
         except ValueError as error:
             message = str(error).removeprefix("--hf-config: ")
             if WHOLE in allowed:
-                found.notes.append(f"{folder}: {CONFIG_JSON} is not compared for {module}: {message}")
+                notes.append(f"{folder}: {CONFIG_JSON} is not compared for {module}: {message}")
             else:
-                found.problems.append(
+                problems.append(
                     f"{CONFIG_JSON}, {module}: {message} (--allow-difference {flag_name(WHOLE)[2:]} takes the weights "
                     "for the model of the flags all the same)")
     for name, (ours, theirs) in differing.items():
         shown = f"{CONFIG_JSON}: {flag_name(name)} {ours}, but {theirs} there ({provider.hf_key(name)})"
         if name in allowed:
-            found.notes.append(f"{folder}: {shown}; --allow-difference keeps that of the run")
+            notes.append(f"{folder}: {shown}; --allow-difference keeps that of the run")
         else:
-            found.problems.append(f"{shown}; --hf-config {folder} gives its value, --allow-difference "
-                                  f"{flag_name(name)[2:]} keeps that of the run")
-    found.problems = list(dict.fromkeys(found.problems))
-    return found
+            problems.append(f"{shown}; --hf-config {folder} gives its value, --allow-difference "
+                            f"{flag_name(name)[2:]} keeps that of the run")
+    return list(dict.fromkeys(problems)), notes
 
 
 def exported_configuration(provider: ModelProvider, family_config: Any, base: Path | None,

@@ -106,9 +106,9 @@ def import_hf(hf_dir: str | Path, save_dir: str | Path, provider: ModelProvider,
     if root.is_dir() and any(root.glob("iter_*")) or (root / RELEASE).exists():
         raise ValueError(f"{root} already holds checkpoints; give a folder without")
     modules = (*provider.encoders(family_config), LANGUAGE)
-    found = compare_folder(provider, family_config, source.path, modules, allowed)
-    report(f"{source.path}: its weights belong to a model that computes something else", found.problems)
-    for note in found.notes:
+    problems, notes = compare_folder(provider, family_config, source.path, modules, allowed)
+    report(f"{source.path}: its weights belong to a model that computes something else", problems)
+    for note in notes:
         logger.warning("%s", note)
     tensors = _plan(source, provider, family_config, params_dtype)
     # The folder gets its name when everything is in it, so that a folder `release` is always complete.
@@ -122,7 +122,6 @@ def import_hf(hf_dir: str | Path, save_dir: str | Path, provider: ModelProvider,
         raise ValueError(f"{root}: the checkpoint needs {format_bytes(needed)}, and the disk has "
                          f"{format_bytes(free)} left")
     _, metadata = create_default_global_save_plan([SavePlan([tensor.write_item() for tensor in tensors])])
-    problems: list[str] = []
     try:
         written = _write_tensors(folder, tensors, source, progress, problems)
         report(f"{source.path} cannot be trained from", problems)

@@ -171,12 +171,12 @@ def _compare_configurations(grids: Grids, provider: ModelProvider, family_config
         for folder in dict.fromkeys(paths.of(module) for module in modules):
             chosen = [module for module in modules if paths.of(module) == folder]
             try:
-                found = compare_folder(provider, family_config, folder, chosen, allowed)
+                found, more = compare_folder(provider, family_config, folder, chosen, allowed)
             except ValueError as error:
                 problems.append(str(error))
                 continue
-            problems += [f"{paths.flag(folder)}: {line}" for line in found.problems]
-            notes += found.notes
+            problems += [f"{paths.flag(folder)}: {line}" for line in found]
+            notes += more
     agree(grids, "the weights belong to a model that computes something else", problems)
     return list(broadcast_object(grids, notes))
 

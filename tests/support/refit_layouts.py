@@ -17,7 +17,7 @@ from functools import cache, cached_property
 import numpy as np
 
 from mimo.boxes import Box
-from mimo.refit.plan import Op, SendOp
+from mimo.refit.plan import Op
 from mimo.refit.tensor_slices import Address, Holder, Holders, RecvSpec, TensorMeta, TensorSlice
 from scripts.bench.refit_shapes import EngineLayout, TrainerLayout
 
@@ -262,7 +262,7 @@ def taken(tensors: Tensors, address: Address, box: Box) -> Array:
                       [stride * tensor.itemsize for stride in address.strides])
 
 
-def packed(operations: Iterable[SendOp], tensors: Tensors) -> Array:
+def packed(operations: Iterable[Op], tensors: Tensors) -> Array:
     """Pack the boxes of one message in order."""
     return np.concatenate([taken(tensors, each.source, each.box).reshape(-1) for each in operations])
 

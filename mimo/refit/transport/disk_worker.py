@@ -19,7 +19,7 @@ from mimo.refit.plan import chunks
 from mimo.refit.receiver import DUMMY_FORMATS, LoaderSession, MimoWeightTransferEngine
 from mimo.refit.rendezvous import RefitError
 from mimo.refit.transport.disk import Manifest, read_manifest
-from mimo.refit.worker_plan import Probes, Taken, probe_schemes_of, recv_spec_as
+from mimo.refit.worker_plan import Probes, Taken, plan_taken, probe_offered
 from mimo.weights.safetensors_io import HfSource
 
 # Size of the tensors that are passed to the model's loading at a time.
@@ -40,7 +40,7 @@ def probe_weights(worker: Any, folder: str) -> Probes:
     engine, (manifest, _) = _engine_of(worker), _opened(Path(folder))
     if _known(engine, manifest) is not None:
         return {}
-    return probe_schemes_of(engine.model, manifest.entries, manifest.schemes)
+    return probe_offered(engine.model, manifest.entries, manifest.schemes)
 
 
 def plan_weights(worker: Any, folder: str, probes: Sequence[Probes]) -> list[str]:
@@ -54,7 +54,7 @@ def plan_weights(worker: Any, folder: str, probes: Sequence[Probes]) -> list[str
     engine, manifest = _engine_of(worker), read_manifest(Path(folder))
     taken = _known(engine, manifest)
     if taken is None:
-        taken = recv_spec_as(engine.model, manifest.entries, manifest.schemes, "loader", probes)
+        taken = plan_taken(engine.model, manifest.entries, manifest.schemes, "loader", probes)
         _plans[engine] = manifest.sequence(), taken
     return list(taken.spec.loader)
 

@@ -332,7 +332,7 @@ def test_workers_trace_their_loaders_while_the_trainer_finds_its_boxes(monkeypat
     from mimo.refit import receiver
 
     ranks, engine, traced = Ranks.of(2), engine_of(), threading.Event()
-    trace, holders = receiver.worker_recv_spec, ranks.weights[0].holders
+    trace, holders = receiver.plan_taken, ranks.weights[0].holders
     ranks.weights[0].holders = {}
 
     def noted(*args: Any) -> Any:
@@ -344,7 +344,7 @@ def test_workers_trace_their_loaders_while_the_trainer_finds_its_boxes(monkeypat
         assert traced.wait(30), "the worker waits for the boxes"
         ranks.weights[0].holders = holders
 
-    monkeypatch.setattr(receiver, "worker_recv_spec", noted)
+    monkeypatch.setattr(receiver, "plan_taken", noted)
     monkeypatch.setattr(ranks.weights[0], "locate", locate)
     assert ranks.connect(engine, 1, IMPATIENT) == [None, None]
     ranks.send("policy")

@@ -32,9 +32,8 @@ def found_in(tmp_path: Path, provider: str, config: dict[str, Any], theirs: dict
         if values is not None:
             (place / "config.json").write_text(json.dumps(values))
     run = parse(["--model-provider", provider, "--hf-config", str(own), *flags])
-    found = compare_folder(registry.model_provider(provider), run.model_family, folder, modules,
-                           run.checkpoint.allowed_differences)
-    return found.problems, found.notes
+    return compare_folder(registry.model_provider(provider), run.model_family, folder, modules,
+                          run.checkpoint.allowed_differences)
 
 
 @pytest.mark.parametrize("name", ALL)
