@@ -81,14 +81,9 @@ class Optimized:
         """Return entries for `values`, as views."""
         found = []
         for kind, value in self.values().items():
-            key = state_key(self.saved.module, kind)
+            key = f"mimo.{self.saved.module}.optimizer.state.{kind}"
             found += flat_range(self.saved, self.begin, self.end, value.detach(), key, owned=self.owned)
         return found
-
-
-def state_key(module: str, kind: str) -> str:
-    """Return the beginning of the keys of a kind of optimizer state of a module."""
-    return f"mimo.{module}.optimizer.state.{kind}"
 
 
 def optimized(optimizer: HeteroOptimizer, saved: Iterable[Saved]) -> list[Optimized]:

@@ -101,7 +101,6 @@ class Saver:
 
     Attributes:
         last_iteration: iteration of the last `save`; None before the first.
-        last_stall_s: seconds for which the last `save` blocked the caller.
         last_bytes: bytes of tensors that this rank wrote in the last `save`.
 
     Raises:
@@ -125,7 +124,6 @@ class Saver:
         self._stream_owners: dict[str, int] | None = None
         self._pending: _Pending | None = None
         self.last_iteration: int | None = None
-        self.last_stall_s = 0.0
         self.last_bytes = 0
         self._unlock: Callable[[], object] | None = None
         # This may wait until the lock of a lost machine has expired.
@@ -151,7 +149,6 @@ class Saver:
             ValueError: the folder cannot be written, or a data stream's state is not plain data. Earlier checkpoints
                 are not touched.
         """
-        began = time.perf_counter()
         with self._watchdog.on_files("checkpoint", iteration=progress.iteration):
             self.finish()
             write, common = self._prepare(progress)
@@ -161,7 +158,6 @@ class Saver:
             self.last_iteration = progress.iteration
             if self._buffer is None:
                 self.finish()
-        self.last_stall_s = time.perf_counter() - began
 
     def poll(self, any_writing: bool) -> None:
         """Move a checkpoint that is written in the background to its next stage, if every rank is ready for that.

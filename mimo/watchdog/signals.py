@@ -30,8 +30,7 @@ class StopSignal:
     A forked child (a data worker) gets the former handlers back: SIGTERM must end it, and must not reach its parent.
 
     Attributes:
-        requested: whether the run was asked to stop.
-        name: the first signal, for example `SIGTERM`; None before.
+        name: the first signal, for example `SIGTERM`; None as long as the run is not asked to stop.
     """
 
     def __init__(self, watchdog: Watchdog, *, grace_s: float = 20.0) -> None:
@@ -42,7 +41,6 @@ class StopSignal:
                 Phases under `Watchdog.limit` may take that limit if it is longer.
             grace_s: least seconds without progress after a signal; below the 30 s after which torchrun kills.
         """
-        self.requested = False
         self.name: str | None = None
         self._watchdog = watchdog
         self._grace_s = grace_s
@@ -88,7 +86,6 @@ class StopSignal:
     def _request(self, number: signal.Signals) -> None:
         if self.name is None:
             self.name = number.name
-        self.requested = True
 
     def _listen(self) -> None:
         """Body of the daemon thread: count signals, and once there is one, watch for progress."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from mimo.weights.safetensors_io import (
     MAX_SHARD_BYTES,
     HfSource,
     Progress,
-    Shard,
     ShardWriter,
     TensorInfo,
     check_empty,
@@ -31,6 +29,9 @@ from mimo.weights.safetensors_io import (
     plan_shards,
     write_index,
 )
+
+Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
+"""Shape and dtype of whole tensors, by Megatron name."""
 
 # Keys of the dtype in config.json.
 DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -73,91 +74,73 @@ class ExportOptions:
         return WEIGHT_DTYPES[self.dtype] if self.dtype and dtype in FLOAT_DTYPES else dtype
 
 
-@dataclass
+@dataclass(frozen=True)
 class ExportPlan:
-    """Everything that an export writes, known before the first tensor is read.
+    """Everything that an export writes, known before the first tensor is read. See `plan_export`.
 
     Attributes:
-        maps: each module's weight map, encoders first.
         options: options of the export.
         base: the model that this one was made from; None without one.
         configuration: contents of config.json; None if the base has none.
         rules: module -> its rules, in the map's order.
+        infos: tensors that rules write.
         extras: tensors of the base that are copied.
     """
 
-    maps: Mapping[str, WeightMap]
     options: ExportOptions
-    base: HfSource | None = None
-    configuration: dict[str, Any] | None = None
-    rules: dict[str, list[PlannedRule]] = field(default_factory=dict)
-    extras: list[TensorInfo] = field(default_factory=list)
+    base: HfSource | None
+    configuration: dict[str, Any] | None
+    rules: Mapping[str, Sequence[PlannedRule]]
+    infos: Sequence[TensorInfo]
+    extras: Sequence[TensorInfo]
 
-    def open_base(self, out: Path, provider: ModelProvider, family_config: Any) -> None:
-        """Check the folder to write, and open the base and its configuration.
+    def write(self, out: Path, source: str, whole: Callable[[str, Rule], torch.Tensor],
+              progress: Progress | None = None) -> int:
+        """Write the folder, with the tensors of one rule in memory at a time.
 
-        Raises:
-            ValueError: the folder has weights already, or the base is no folder of weights or another model.
-        """
-        check_empty(out)
-        self.base = HfSource(self.options.base) if self.options.base else None
-        self.configuration = exported_configuration(provider, family_config, self.base.path if self.base else None,
-                                                    self.maps)
+        `whole` returns the whole Megatron tensor of a module's rule, and `source` is the name of what is exported, for
+        messages.
 
-    def add_module(self, module: str, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> list[str]:
-        """Plan a module's rules under the base's naming scheme. Return a line for each rule that does not fit."""
-        weight_map = self.maps[module]
-        scheme = weight_map.best_scheme(self.base.tensors) if self.base else weight_map.schemes[0]
-        self.rules[module], unfit = plan_rules(module, weight_map, scheme, tensors, self.options)
-        return unfit
-
-    def add_base_tensors(self) -> None:
-        """Plan the copies from the base: its tensors that no rule makes and that a weight map ignores.
+        Returns:
+            Number of tensors written.
 
         Raises:
-            ValueError: the base is another model, because it lacks tensors, has others, or has them in other shapes.
+            ValueError: values are not finite, or would not be in the new dtype; lists all tensors.
+            OSError: the folder cannot be written, for example because the disk is full.
         """
-        if self.base is None:
-            return
-        written = {info.name: info for info in self.infos}
-        problems = []
-        for name, info in written.items():
-            if name not in self.base.tensors:
-                problems.append(f"missing: {name} {list(info.shape)} of the model is not in the base")
-            elif self.base.tensors[name].shape != info.shape:
-                problems.append(f"shape: {name} is {list(self.base.tensors[name].shape)} in the base, "
-                                f"{list(info.shape)} in the model")
-        ignored = [pattern for weight_map in self.maps.values() for pattern, _ in weight_map.ignored]
-        repeated = [one.pattern for weight_map in self.maps.values() for one in weight_map.repeated]
-        for name, entry in self.base.tensors.items():
-            if name in written or any(re.search(pattern, name) for pattern in repeated):
-                continue
-            if entry.dtype is None or not any(re.search(pattern, name) for pattern in ignored):
-                problems.append(f"not used: {name} {list(entry.shape)} of the base is not in the model")
-            else:
-                self.extras.append(TensorInfo(name, self.options.dtype_of(None, entry.dtype), entry.shape))
-        report(f"base {self.base.path} is another model", problems)
+        shards = plan_shards([*self.infos, *self.extras], self.options.max_shard_bytes)
+        count, total, problems = 0, sum(len(shard.tensors) for shard in shards), list[str]()
+        with ShardWriter(out, shards) as writer:
+            for info, tensor, first_row in self._tensors(whole):
+                problems += check_values(info.name, tensor, info.dtype)
+                # After the first problem, values are only checked.
+                if not problems and writer.write(info.name, tensor.to(info.dtype), first_row):
+                    count += 1
+                    if progress:
+                        progress(count, total, info.name)
+            hint = ""
+            if self.options.dtype == "float16":
+                hint = " with --dtype float16 (bfloat16 has the range of float32)"
+            report(f"{source} cannot be exported{hint}", problems)
+            writer.finish()
+            writer.publish()
+        write_index(out, shards)
+        self._write_other_files(out)
+        return count
 
-    @property
-    def infos(self) -> list[TensorInfo]:
-        """Tensors that rules write."""
-        return [info for rules in self.rules.values() for info in infos_of(rules)]
-
-    def base_tensors(self, problems: list[str]) -> Iterator[tuple[str, torch.Tensor, int]]:
-        """Yield the tensors to copy, in the form of `converted`, and note wrong values."""
+    def _tensors(self, whole: Callable[[str, Rule], torch.Tensor]) -> Iterator[tuple[TensorInfo, torch.Tensor, int]]:
+        """Yield rows of each tensor, in its own dtype, with the number of the first row."""
+        for module, rules in self.rules.items():
+            for planned in rules:
+                rule = planned.rule
+                for info, part in zip(planned.infos, rule.convert.to_hf(whole(module, rule)), strict=True):
+                    yield info, part, 0 if rule.rows is None else rule.rows.first
         for info in self.extras:
             assert self.base is not None
-            copied = self.base.read(info.name)
-            problems += check_values(info.name, copied, info.dtype)
-            if not problems:
-                yield info.name, copied.to(info.dtype), 0
+            yield info, self.base.read(info.name), 0
 
-    def finish(self, out: Path, shards: Iterable[Shard]) -> None:
-        """Write everything besides the weights, once their files have their names.
-
-        This is the index, the base's other files, and config.json with the dtype of most of the weights.
-        """
-        write_index(out, shards)
+    def _write_other_files(self, out: Path) -> None:
+        """Write the base's other files, and config.json with the dtype of most of the weights."""
         if self.base is not None:
             for path in sorted(self.base.path.rglob("*")):
                 place = path.relative_to(self.base.path)
@@ -177,25 +160,61 @@ class ExportPlan:
             config_file.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
 
 
-def converted(wholes: Iterable[tuple[PlannedRule, torch.Tensor]],
-              problems: list[str]) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """Convert whole Megatron tensors to rows of Hugging Face tensors: name, rows, number of the first.
+def plan_export(maps: Mapping[str, WeightMap], options: ExportOptions, out: Path, provider: ModelProvider,
+                family_config: Any, tensors: Mapping[str, Shapes], problems: Sequence[str], source: str) -> ExportPlan:
+    """Plan an export from names and shapes, so that whatever does not fit is found before a tensor is read.
 
-    Args:
-        wholes: each rule's tensor, one at a time.
-        problems: notes of values that cannot be written. After the first one, values are only checked.
+    `tensors` are the existing whole tensors of each module, and `problems` lines about those that are missing or left
+    over. `source` is the name of what is exported, for messages.
+
+    Raises:
+        ValueError: the folder has weights already, the base is no folder of weights or another model, or the tensors
+            do not fit the weight maps.
     """
-    for planned, whole in wholes:
-        first_row = 0 if planned.rule.rows is None else planned.rule.rows.first
-        for info, part in zip(planned.infos, planned.rule.convert.to_hf(whole), strict=True):
-            problems += check_values(info.name, part, info.dtype)
-            if not problems:
-                yield info.name, part.to(info.dtype), first_row
+    check_empty(out)
+    base = HfSource(options.base) if options.base else None
+    configuration = exported_configuration(provider, family_config, base.path if base else None, maps)
+    rules, lines = {}, [*problems]
+    for module, weight_map in maps.items():
+        scheme = weight_map.best_scheme(base.tensors) if base else weight_map.schemes[0]
+        rules[module], unfit = plan_rules(module, weight_map, scheme, tensors[module], options)
+        lines += unfit
+    report(f"{source} does not fit the model", lines)
+    infos = [info for planned in rules.values() for info in infos_of(planned)]
+    return ExportPlan(options, base, configuration, rules, infos, _copied(base, maps, infos, options) if base else [])
+
+
+def _copied(base: HfSource, maps: Mapping[str, WeightMap], infos: Sequence[TensorInfo],
+            options: ExportOptions) -> list[TensorInfo]:
+    """Plan the copies from the base: its tensors that no rule makes and that a weight map ignores.
+
+    Raises:
+        ValueError: the base is another model, because it lacks tensors, has others, or has them in other shapes.
+    """
+    written = {info.name: info for info in infos}
+    problems, copied = [], []
+    for name, info in written.items():
+        if name not in base.tensors:
+            problems.append(f"missing: {name} {list(info.shape)} of the model is not in the base")
+        elif base.tensors[name].shape != info.shape:
+            problems.append(f"shape: {name} is {list(base.tensors[name].shape)} in the base, "
+                            f"{list(info.shape)} in the model")
+    ignored = [pattern for weight_map in maps.values() for pattern, _ in weight_map.ignored]
+    repeated = [one.pattern for weight_map in maps.values() for one in weight_map.repeated]
+    for name, entry in base.tensors.items():
+        if name in written or any(re.search(pattern, name) for pattern in repeated):
+            continue
+        if entry.dtype is None or not any(re.search(pattern, name) for pattern in ignored):
+            problems.append(f"not used: {name} {list(entry.shape)} of the base is not in the model")
+        else:
+            copied.append(TensorInfo(name, options.dtype_of(None, entry.dtype), entry.shape))
+    report(f"base {base.path} is another model", problems)
+    return copied
 
 
 def export_checkpoint(checkpoint_dir: str | Path, out_dir: str | Path, provider: ModelProvider, family_config: Any,
                       options: ExportOptions | None = None, progress: Progress | None = None) -> int:
-    """Write the weights of a checkpoint as a Hugging Face folder, with the tensors of one rule in memory at a time.
+    """Write the weights of a checkpoint as a Hugging Face folder.
 
     Args:
         checkpoint_dir: the checkpoint's own folder (`SAVE/iter_0000010`).
@@ -209,46 +228,28 @@ def export_checkpoint(checkpoint_dir: str | Path, out_dir: str | Path, provider:
         Number of tensors written.
 
     Raises:
-        ValueError: the checkpoint lacks tensors of the model, has others, or has them in other shapes; the base is
-            another model; the folder has weights already; values are not finite, or would not be in the new dtype. The
-            message lists everything that does not fit.
-        OSError: the folder cannot be written, for example because the disk is full.
+        ValueError, OSError: as `plan_export` and `ExportPlan.write`. The message lists everything that does not fit.
     """
-    options, out = options or ExportOptions(), Path(out_dir)
     reader = CheckpointTensors(Path(checkpoint_dir))
-    plan = ExportPlan({module: provider.weight_map(family_config, module)
-                       for module in (*provider.encoders(family_config), LANGUAGE)}, options)
-    plan.open_base(out, provider, family_config)
-    # Everything is planned from names and shapes, so that whatever does not fit is found before a tensor is read.
+    maps = {module: provider.weight_map(family_config, module)
+            for module in (*provider.encoders(family_config), LANGUAGE)}
     places: dict[str, dict[str, StoredTensor]] = {}
+    tensors: dict[str, Shapes] = {}
     problems: list[str] = []
-    for module, weight_map in plan.maps.items():
+    for module, weight_map in maps.items():
         places[module], found = locate(reader.tensors, module, weight_map)
-        tensors = {name: reader.tensors[f"{module}.{place.key}"] for name, place in places[module].items()}
-        problems += found + plan.add_module(module, {
-            name: (shape[len(places[module][name].index):], dtype) for name, (dtype, shape) in tensors.items()})
-    report(f"checkpoint {reader.folder} does not fit the model", problems)
-    plan.add_base_tensors()
-    shards = plan_shards([*plan.infos, *plan.extras], options.max_shard_bytes)
-    with ShardWriter(out, shards) as writer:
-        # A generator, so that one tensor is in memory at a time.
-        wholes = ((rule, reader.read(f"{module}.{places[module][rule.rule.megatron].key}",
-                                     places[module][rule.rule.megatron].index))
-                  for module, rules in plan.rules.items() for rule in rules)
-        count, total = 0, sum(len(shard.tensors) for shard in shards)
-        for name, tensor, first_row in itertools.chain(converted(wholes, problems), plan.base_tensors(problems)):
-            if writer.write(name, tensor, first_row):
-                count += 1
-                if progress:
-                    progress(count, total, name)
-        hint = ""
-        if options.dtype == "float16":
-            hint = " with --dtype float16 (bfloat16 has the range of float32)"
-        report(f"{reader.folder} cannot be exported{hint}", problems)
-        writer.finish()
-        writer.publish()
-    plan.finish(out, shards)
-    return count
+        stored = {name: reader.tensors[f"{module}.{place.key}"] for name, place in places[module].items()}
+        tensors[module] = {name: (shape[len(places[module][name].index):], dtype)
+                           for name, (dtype, shape) in stored.items()}
+        problems += found
+    plan = plan_export(maps, options or ExportOptions(), Path(out_dir), provider, family_config, tensors, problems,
+                       f"checkpoint {reader.folder}")
+
+    def whole(module: str, rule: Rule) -> torch.Tensor:
+        place = places[module][rule.megatron]
+        return reader.read(f"{module}.{place.key}", place.index)
+
+    return plan.write(Path(out_dir), str(reader.folder), whole, progress)
 
 
 def locate(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], module: str,
@@ -272,8 +273,7 @@ def locate(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], module: s
 
 
 def plan_rules(module: str, weight_map: WeightMap, scheme: NamingScheme,
-               tensors: Mapping[str, tuple[Sequence[int], torch.dtype]],
-               options: ExportOptions) -> tuple[list[PlannedRule], list[str]]:
+               tensors: Shapes, options: ExportOptions) -> tuple[list[PlannedRule], list[str]]:
     """List the tensors that a module's rules write, and a line for each rule that does not take its tensor.
 
     Rules of tensors that do not exist are left out.

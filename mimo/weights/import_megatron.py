@@ -204,17 +204,16 @@ def listing(what: str, contents: Contents, reports: list[Findings], left: set[tu
 
 def grouped(problems: Iterable[tuple[str, str]]) -> list[str]:
     """Return one line for the same problem of all layers and experts, and after MAX_LINES one that counts the rest."""
+    def order(problem: tuple[str, str]) -> tuple[list[tuple[int, str]], str]:
+        """Sort layer 2 before layer 10."""
+        return [(int(part), "") if part.isdecimal() else (-1, part) for part in problem[0].split(".")], problem[1]
+
     alike: dict[tuple[str, str], list[str]] = {}
-    for name, text in sorted(problems, key=lambda problem: (_natural(problem[0]), problem[1])):
+    for name, text in sorted(problems, key=order):
         alike.setdefault((re.sub(r"\.\d+(?=\.)", ".*", name), text), []).append(name)
     lines = [names[0] + text + (f", and {len(names) - 1} like it in other layers or experts" if len(names) > 1 else "")
              for (_, text), names in alike.items()]
     return lines if len(lines) <= MAX_LINES else [*lines[:MAX_LINES], f"... and {len(lines) - MAX_LINES} more"]
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts layer 2 before layer 10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
 FORMAT = "torch_dist"

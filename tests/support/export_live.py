@@ -14,9 +14,8 @@ from mimo.comm.host import gather
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
 from mimo.protocols import ModelProvider
-from mimo.weights.export import ExportOptions, ExportPlan, converted
+from mimo.weights.export import ExportOptions, plan_export
 from mimo.weights.match import module_pieces
-from mimo.weights.safetensors_io import ShardWriter, plan_shards
 
 
 @torch.no_grad()
@@ -46,19 +45,10 @@ def export_model(built: BuiltModel, grids: Grids, provider: ModelProvider, famil
 
 def _write(wholes: dict[str, dict[str, torch.Tensor]], provider: ModelProvider, family_config: Any, out: Path,
            options: ExportOptions) -> None:
-    plan = ExportPlan({module: provider.weight_map(family_config, module) for module in wholes}, options)
-    plan.open_base(out, provider, family_config)
-    problems: list[str] = []
+    maps = {module: provider.weight_map(family_config, module) for module in wholes}
     for module, tensors in wholes.items():
-        assert {rule.megatron for rule in plan.maps[module].rules} == tensors.keys(), module
-        problems += plan.add_module(module, {name: (whole.shape, whole.dtype) for name, whole in tensors.items()})
-    plan.add_base_tensors()
-    shards = plan_shards([*plan.infos, *plan.extras], options.max_shard_bytes)
-    with ShardWriter(out, shards) as writer:
-        rules = ((rule, wholes[module][rule.rule.megatron]) for module, rules in plan.rules.items() for rule in rules)
-        for name, tensor, first_row in itertools.chain(converted(rules, problems), plan.base_tensors(problems)):
-            writer.write(name, tensor, first_row)
-        assert not problems, problems
-        writer.finish()
-        writer.publish()
-    plan.finish(out, shards)
+        assert {rule.megatron for rule in maps[module].rules} == tensors.keys(), module
+    shapes = {module: {name: (whole.shape, whole.dtype) for name, whole in tensors.items()}
+              for module, tensors in wholes.items()}
+    plan = plan_export(maps, options, out, provider, family_config, shapes, [], "the trainer")
+    plan.write(out, "the trainer", lambda module, rule: wholes[module][rule.megatron])

@@ -66,53 +66,41 @@ class Incoming:
         return cls([{sender: size for sender, size in chunk} for chunk in plain])
 
 
-def ready(sync: int, worker: int, number: int) -> str:
-    """Name the flag by which a proxy says that a chunk is complete. Its value is the handle of the memory."""
-    return f"{sync}/ready/{worker}/{number}"
-
-
-def taken(sync: int, worker: int, number: int) -> str:
-    """Name the flag by which a worker says that it has copied a chunk."""
-    return f"{sync}/taken/{worker}/{number}"
-
-
-def released(sync: int, worker: int) -> str:
-    """Name the flag by which a worker says that it has unmapped the memory."""
-    return f"{sync}/released/{worker}"
-
-
 class Flags:
-    """Flags through which the two ends signal each other, in a store."""
+    """Flags of a sync through which the two ends signal each other, in a store.
+
+    By `ready` a proxy says that a chunk is complete; the value is the handle of the memory. By `taken` a worker says
+    that it has copied a chunk, and by `released` that it has unmapped the memory.
+    """
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self._store, self.sync = store, 1
 
-    def set(self, flag: str, value: str = "set") -> None:
-        with _reachable():
-            self._store.set(flag, value)
+    @contextmanager
+    def _key(self, kind: str, worker: int, number: int) -> Iterator[str]:
+        try:
+            yield f"{self.sync}/{kind}/{worker}/{number}"
+        except RuntimeError as error:
+            raise RefitError(f"the refit store, which the trainer's first rank serves, is gone: {error}") from error
 
-    def has(self, flag: str) -> bool:
-        with _reachable():
-            return self._store.check([flag])
+    def set(self, kind: str, worker: int, number: int = 0, value: str = "set") -> None:
+        with self._key(kind, worker, number) as key:
+            self._store.set(key, value)
 
-    def take(self, flag: str) -> str:
+    def has(self, kind: str, worker: int, number: int = 0) -> bool:
+        with self._key(kind, worker, number) as key:
+            return self._store.check([key])
+
+    def take(self, kind: str, worker: int, number: int = 0) -> str:
         """Wait for a flag, delete it and return its value."""
-        with _reachable():
-            value = self._store.get(flag).decode()
-        self.drop(flag)
-        return value
+        with self._key(kind, worker, number) as key:
+            value = self._store.get(key).decode()
+            self._store.delete_key(key)
+            return value
 
-    def drop(self, flag: str) -> None:
-        with _reachable():
-            self._store.delete_key(flag)
-
-
-@contextmanager
-def _reachable() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise RefitError(f"the refit store, which the trainer's first rank serves, is gone: {error}") from error
+    def drop(self, kind: str, worker: int, number: int = 0) -> None:
+        with self._key(kind, worker, number) as key:
+            self._store.delete_key(key)
 
 
 class WorkerEnd:
@@ -123,7 +111,7 @@ class WorkerEnd:
         self.timeout_s = timeout_s
         self._flags, self._rank, self._proxy = Flags(store), rank, proxy
         self._incoming, self._device = incoming, device
-        self._sync, self._next = 1, 0
+        self._next = 0
         self._staging: Staging | None = None
 
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
@@ -143,9 +131,8 @@ class WorkerEnd:
             assert {sender: into.numel() for sender, into in receives} == self._incoming.chunks[number]
             if not receives:
                 continue
-            flag = ready(self._sync, self._rank, number)
-            wait.until(what, partial(self._flags.has, flag))
-            handle = self._flags.take(flag)
+            wait.until(what, partial(self._flags.has, "ready", self._rank, number))
+            handle = self._flags.take("ready", self._rank, number)
             if self._staging is None:
                 self._staging = open_staging(handle, self._incoming.num_bytes, self._device)
             for sender, into in receives:
@@ -153,12 +140,12 @@ class WorkerEnd:
             if self._device.type == "cuda":
                 # The proxy may overwrite the messages as soon as the flag is set.
                 torch.cuda.current_stream(self._device).synchronize()
-            self._flags.set(taken(self._sync, self._rank, number))
+            self._flags.set("taken", self._rank, number)
 
     def release(self, check: Callable[[], None], grace_s: float = 0.0) -> None:
         assert self._next == len(self._incoming.chunks), "a chunk was not waited for"
         self._leave()
-        self._sync, self._next = self._sync + 1, 0
+        self._flags.sync, self._next = self._flags.sync + 1, 0
 
     def close(self) -> None:
         """See `Wire`. This may be called in the middle of a sync."""
@@ -171,7 +158,7 @@ class WorkerEnd:
         if staging is not None:
             staging.release()
             _empty_cache(self._device)
-            self._flags.set(released(self._sync, self._rank))
+            self._flags.set("released", self._rank)
 
 
 @dataclass(eq=False)
@@ -211,7 +198,7 @@ class TrainerEnd:
         self._flags, self._rank, self._names = Flags(store), rank, names
         self._by_worker, self._incoming, self._among = by_worker, incoming, among
         self._device = device
-        self._sync, self._next = 1, 0
+        self._next = 0
         self._staging: dict[int, Staging] = {}
         self._opened: set[int] = set()  # workers that have seen a flag and may have mapped their memory
         self._pending: deque[_Chunk] = deque()
@@ -244,7 +231,7 @@ class TrainerEnd:
                 chunk.event.synchronize()
             for worker in self._receivers(chunk.number):
                 self._opened.add(worker)
-                self._flags.set(ready(self._sync, worker, chunk.number), self._staging[worker].handle)
+                self._flags.set("ready", worker, chunk.number, self._staging[worker].handle)
 
     def release(self, check: Callable[[], None], grace_s: float = 0.0) -> None:
         """See `Wire`. This waits until this rank's workers have unmapped the memory."""
@@ -254,10 +241,10 @@ class TrainerEnd:
                    lambda: f"{self._listed(self._mapped())} released the shared memory")
         for worker in self._incoming:
             for number in range(max(0, self._next - SLOTS), self._next):
-                self._flags.drop(taken(self._sync, worker, number))
-            self._flags.drop(released(self._sync, worker))
+                self._flags.drop("taken", worker, number)
+            self._flags.drop("released", worker)
         self._free()
-        self._sync, self._next = self._sync + 1, 0
+        self._flags.sync, self._next = self._flags.sync + 1, 0
         _empty_cache(self._device)
 
     def close(self) -> None:
@@ -277,7 +264,7 @@ class TrainerEnd:
             chunk = self._pending.popleft()
             before = chunk.number - SLOTS
             for worker in self._receivers(before):
-                self._flags.drop(taken(self._sync, worker, before))
+                self._flags.drop("taken", worker, before)
             own = [(worker, message) for worker, message in chunk.sends if self._by_worker[worker] == self._rank]
             for worker, message in own:
                 self._room(worker, chunk.number, self._rank).copy_(message)
@@ -306,10 +293,10 @@ class TrainerEnd:
     def _late(self) -> list[int]:
         """Return the workers that have not yet copied the chunk whose memory the next one needs."""
         before = self._pending[0].number - SLOTS
-        return [worker for worker in self._receivers(before) if not self._flags.has(taken(self._sync, worker, before))]
+        return [worker for worker in self._receivers(before) if not self._flags.has("taken", worker, before)]
 
     def _mapped(self) -> list[int]:
-        return [worker for worker in sorted(self._opened) if not self._flags.has(released(self._sync, worker))]
+        return [worker for worker in sorted(self._opened) if not self._flags.has("released", worker)]
 
     def _listed(self, workers: Sequence[int]) -> str:
         return ", ".join(self._names[worker] for worker in workers)

@@ -65,7 +65,7 @@ def test_sigterm_lets_a_moving_run_finish(start):
     # A shell's background jobs start with SIGINT ignored, so it is compared with what it was.
     process = ready(start("import signal\nINTERRUPT = signal.getsignal(signal.SIGINT)\n"
                           + PRELUDE.replace("0.5", "1.5") + READY + """
-while not stop.requested:
+while not stop.name:
     time.sleep(0.05)
 for step in range(10):  # longer than the grace, but each part is progress
     time.sleep(0.2)
@@ -87,7 +87,7 @@ print(name)
 
 def test_the_grace_is_twice_what_a_part_of_the_run_has_taken(start):
     process = ready(start(PRELUDE + "watchdog.longest_s = 1.5\n" + READY + """
-while not stop.requested:
+while not stop.name:
     time.sleep(0.05)
 watchdog.progress()
 time.sleep(1.5)  # longer than the least grace
@@ -108,7 +108,7 @@ def test_no_part_of_the_run_stretches_the_grace_beyond_the_limit_of_the_watchdog
 
 def test_sigint_once_is_a_request_and_twice_an_exit(start):
     process = ready(start(PRELUDE.replace("0.5", "600") + READY + EVENT + """
-while not stop.requested:
+while not stop.name:
     time.sleep(0.05)
 print(stop.name, flush=True)
 receive()
@@ -135,7 +135,7 @@ signal.signal(signal.SIGUSR1, lambda *_: seen.append(1))
 while not seen:
     time.sleep(0.05)
 time.sleep(1)
-print(stop.requested)
+print(bool(stop.name))
 """))
     process.send_signal(signal.SIGUSR1)
     out, error = process.communicate()
@@ -151,7 +151,7 @@ if pid == 0:
     os._exit(0)
 _, status = os.waitpid(pid, 0)
 time.sleep(1)
-print(os.waitstatus_to_exitcode(status), stop.requested)
+print(os.waitstatus_to_exitcode(status), bool(stop.name))
 """)
     os.kill(int(process.stdout.readline()), signal.SIGTERM)
     out, error = process.communicate()
