@@ -169,7 +169,7 @@ class FolderLock:
 
     def _locked(self, patience_s: float) -> int:
         """Open the file and lock it, if its file system has locks. Wait for another holder for up to `patience_s`."""
-        ends, has_told = time.monotonic() + patience_s, False
+        ends, has_warned = time.monotonic() + patience_s, False
         while True:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -187,8 +187,8 @@ class FolderLock:
                     holder = _parsed(os.pread(file, 4096, 0))
                     os.close(file)
                     raise ValueError(self._refusal(holder)) from error
-                if patience_s > ENDING_S and not has_told:
-                    has_told = True
+                if patience_s > ENDING_S and not has_warned:
+                    has_warned = True
                     logger.warning("--save %s: the file system still holds the lock of a run that has not renewed it; "
                                    "waiting for up to %.0f s", self._path.parent, patience_s)
             os.close(file)

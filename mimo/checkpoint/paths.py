@@ -110,9 +110,7 @@ def _delete(folder: Path) -> None:
 
 def write_tracker(root: Path, latest: str) -> None:
     """Write the tracker atomically: an iteration, or `release` for imported weights."""
-    temporary = root / f".{TRACKER}.new"
-    write_file(temporary, latest.encode())
-    temporary.replace(root / TRACKER)
+    replace_file(root / TRACKER, latest.encode())
     _sync_folder(root)
 
 
@@ -122,6 +120,13 @@ def write_file(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a whole file, or replace it, in one step."""
+    temporary = path.with_name(f".{path.name}.writing")
+    write_file(temporary, data)
+    temporary.replace(path)
 
 
 def check_writable(root: Path, name: str) -> None:

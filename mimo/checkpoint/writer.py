@@ -231,12 +231,12 @@ def write_files(folder: Path, plan: Plan, objects: dict[str, bytes], copies: lis
     tensors = iter(plan.tensors if copies is None else copies)
     own = [[next(tensors) for _ in file.tensors] for file in plan.files]
     with ThreadPoolExecutor(max(len(plan.files), 1)) as pool:
-        found = list(pool.map(partial(write_file, folder, objects), plan.files, own))
+        found = list(pool.map(partial(write_planned_file, folder, objects), plan.files, own))
     return json.dumps(list(itertools.chain.from_iterable(found))).encode()
 
 
-def write_file(folder: Path, objects: dict[str, bytes], planned: PlannedFile,
-               tensors: list[torch.Tensor]) -> list[list[Any]]:
+def write_planned_file(folder: Path, objects: dict[str, bytes], planned: PlannedFile,
+                       tensors: list[torch.Tensor]) -> list[list[Any]]:
     """Write one file. Return a description of each item, as `write_shared_files` takes them."""
     items = []
     with (folder / planned.name).open("wb") as file:

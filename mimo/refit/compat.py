@@ -76,6 +76,12 @@ def module_tables(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, An
     return module._parameters, module._buffers, module._non_persistent_buffers_set
 
 
+def copy_module_tables(module: torch.nn.Module) -> None:
+    """Give a module copies of its tables, so that the originals stay as they are. See `module_tables`."""
+    for name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+        vars(module)[name] = vars(module)[name].copy()
+
+
 def nccl_options(timeout: timedelta) -> Any:
     """Return options of an NCCL group with a time limit. `ProcessGroupNCCL.Options._timeout` has no public setter."""
     from torch.distributed import ProcessGroupNCCL

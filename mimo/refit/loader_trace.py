@@ -223,46 +223,28 @@ def loading_time(model: torch.nn.Module) -> Iterator[None]:
     reloading. If it has kept nothing, because the model is only built, the present tensors are used. Tensors that vLLM
     never moves to the meta device stay live. On exit, everything in the modules is as before.
     """
-    saved = [_Saved(module) for module in model.modules()]
-    kept = any(one.module in layerwise.LAYERWISE_INFO for one in saved)
+    saved = [(module, dict(vars(module))) for module in model.modules()]
+    kept = any(module in layerwise.LAYERWISE_INFO for module, _ in saved)
     shared: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
     try:
-        for one in saved:
-            info = layerwise.LAYERWISE_INFO.get(one.module)
+        for module, _ in saved:
+            info = layerwise.LAYERWISE_INFO.get(module)
             # A module without an entry was added after loading, and has nothing to load.
-            metas: Any = info.restore_metadata if info else ({}, {}) if kept else capture_layer_to_meta(one.module)
-            for place, live, meta in zip(one.tables, one.contents, metas, strict=True):
+            metas: Any = info.restore_metadata if info else ({}, {}) if kept else capture_layer_to_meta(module)
+            lives = compat.module_tables(module)[:2]
+            compat.copy_module_tables(module)
+            for place, live, meta in zip(compat.module_tables(module)[:2], lives, metas, strict=True):
                 for name in [name for name in place if name not in SKIP_TENSORS]:
                     del place[name]
                 for name, tensor in meta.items():
-                    vars(one.module).pop(name, None)
-                    place[name] = _restored(one.module, tensor, live.get(name), shared)
+                    vars(module).pop(name, None)
+                    place[name] = _restored(module, tensor, live.get(name), shared)
         vars(model)["_do_torchao_reload"] = False  # Otherwise load_weights quantizes the weights.
         yield
     finally:
-        for one in saved:
-            one.restore()
-
-
-class _Saved:
-    """References of a module, kept so that they can be restored."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-        self.attributes = dict(vars(module))
-        *self.tables, self.not_saved = compat.module_tables(module)
-        self.contents = [dict(table) for table in self.tables]
-        self.names_not_saved = set(self.not_saved)
-
-    def restore(self) -> None:
-        """Restore these references in the module."""
-        vars(self.module).clear()
-        vars(self.module).update(self.attributes)
-        for table, content in zip(self.tables, self.contents, strict=True):
-            table.clear()
-            table.update(content)
-        self.not_saved.clear()
-        self.not_saved.update(self.names_not_saved)
+        for module, attributes in saved:  # with the original tables, which have not changed
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 def _restored(module: torch.nn.Module, meta: torch.Tensor, live: torch.Tensor | None,

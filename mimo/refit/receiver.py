@@ -443,12 +443,12 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         for sender, (numbers, views) in self._blocks.items():
             found = checksums(views.of(live)).tolist() if numbers else []
             for number, stands in zip(numbers, found, strict=True):
-                told = changes[sender].sums[number]
-                if stands != told:
+                expected = changes[sender].sums[number]
+                if stands != expected:
                     each = self._by_sender[sender][number]
                     raise RefitError(
                         f"worker {self._worker}: {each.name} {each.box} has checksum {stands} in {each.target.tensor}, "
-                        f"and {told} on trainer rank {sender}, after a refit of what has changed")
+                        f"and {expected} on trainer rank {sender}, after a refit of what has changed")
 
     def _chunks_of(self, by_sender: dict[int, list[planning.Op]]) -> list[list[Part]]:
         return parts_of_chunks(self._entries, self._options.chunk_bytes, by_sender,

@@ -306,8 +306,8 @@ class _Places:
 def _gather_distinct(grids: Grids, value: Any) -> list[tuple[Any, list[int]]]:
     """Gather a value of every rank. Return the distinct ones, each with its ranks. Equal ones are sent once."""
     digests = gather(grids, hashlib.sha256(repr(value).encode()).hexdigest())
-    told = gather(grids, value if digests.index(digests[grids.rank]) == grids.rank else None)
-    return [(told[digests.index(digest)], [rank for rank, other in enumerate(digests) if other == digest])
+    values = gather(grids, value if digests.index(digests[grids.rank]) == grids.rank else None)
+    return [(values[digests.index(digest)], [rank for rank, other in enumerate(digests) if other == digest])
             for digest in dict.fromkeys(digests)]
 
 

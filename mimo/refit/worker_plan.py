@@ -169,8 +169,8 @@ def choose_scheme(probes: Sequence[Probes]) -> dict[str, str]:
                   for scheme in tried}
         fitting = [scheme for scheme, fault in faults.items() if not fault]
         if not fitting:
-            told = "; ".join(f"as {scheme}, {fault}" for scheme, fault in faults.items())
-            raise ValueError(f"the engine's loader takes the names of module {module} in no naming scheme: {told}")
+            reasons = "; ".join(f"as {scheme}, {fault}" for scheme, fault in faults.items())
+            raise ValueError(f"the engine's loader takes the names of module {module} in no naming scheme: {reasons}")
         chosen[module] = fitting[0]
     return chosen
 

@@ -172,9 +172,9 @@ def start_processes(options: Sequence[EngineOptions], start_timeout_s: float = 6
             meanwhile()
         left = set(range(len(processes)))
         while left:
-            spoke = wait([processes[number].starter for number in left], max(0.0, deadline - time.monotonic()))
+            answered = wait([processes[number].starter for number in left], max(0.0, deadline - time.monotonic()))
             # If time is up, the first of those that are left raises the error.
-            for number in [each for each in sorted(left) if processes[each].starter in spoke] or sorted(left):
+            for number in [each for each in sorted(left) if processes[each].starter in answered] or sorted(left):
                 left.remove(number)
                 try:
                     processes[number].wait_until_up(0.0)

@@ -53,7 +53,7 @@ class StallStore:
         self._store, self._process, self._world_size, self._write = store, process, world_size, write
         self._prefix = f"mimo/stall/{run}/"
         self._status: RankStatus | None = None
-        self._asked, self._told, self._closed = threading.Event(), threading.Event(), threading.Event()
+        self._asked, self._concluded, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._ended: Literal["finished", "failed"] = "finished"
         self._silent: tuple[RankProcess, ...] | None = None
         self._heard, self._writing = time.monotonic(), False
@@ -75,7 +75,7 @@ class StallStore:
         self._status = status
         self._asked.set()
         begin = time.monotonic()
-        while not self._told.wait(GATHER_POLL_S):
+        while not self._concluded.wait(GATHER_POLL_S):
             now = time.monotonic()
             if now - begin > TALK_S or (not self._writing and now - max(self._heard, begin) > SILENT_S):
                 break
@@ -113,7 +113,7 @@ class StallStore:
             # The store is gone with the launcher or rank 0. `conclude` returns None then.
             pass
         finally:
-            self._told.set()
+            self._concluded.set()
 
     def _key(self, name: str) -> str:
         return self._prefix + name

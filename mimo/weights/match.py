@@ -59,15 +59,15 @@ def match_source(catalog: Catalog, wanted: Mapping[str, WeightMap],
     known: set[str] = set()
     for module, weight_map in wanted.items():
         match = matches[module] = ModuleMatch(module, weight_map.best_scheme(catalog.tensors))
-        told: set[str] = set()  # several rules may want the same tensor
+        reported: set[str] = set()  # several rules may want the same tensor
         for rule in weight_map.rules:
             missing = [name for name in match.sources(rule) if name not in catalog.tensors]
             if missing and len(missing) == len(rule.hf) and match.scheme.may_lack(rule):
                 match.absent.append(rule.megatron)
                 continue
             match.rules[rule.megatron] = rule
-            problems += [f"missing: {name} (for {module} {rule.megatron})" for name in missing if name not in told]
-            told.update(missing)
+            problems += [f"missing: {name} (for {module} {rule.megatron})" for name in missing if name not in reported]
+            reported.update(missing)
         known |= {name for rule in weight_map.rules for name in match.sources(rule)}
     for weight_map in others.values():
         scheme = weight_map.best_scheme(catalog.tensors)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from mimo.checkpoint.paths import replace_file
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
@@ -382,6 +384,4 @@ def write_index(folder: Path, shards: Iterable[Shard]) -> None:
     located = {info.name: shard.file for shard in shards for info in shard.tensors}
     total = sum(info.num_bytes for shard in shards for info in shard.tensors)
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(located.items()))}, indent=2)
-    temporary = folder / f".{INDEX}.writing"
-    temporary.write_text(text + "\n", encoding="utf-8")
-    temporary.replace(folder / INDEX)
+    replace_file(folder / INDEX, f"{text}\n".encode())

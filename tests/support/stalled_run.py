@@ -83,7 +83,7 @@ def stay_in_a_save() -> None:
         say()
         time.sleep(FOR_EVER_S)
 
-    writer.write_file = write_that_stays  # type: ignore[assignment]
+    writer.write_planned_file = write_that_stays  # type: ignore[assignment]
 
 
 FAULTS: dict[str, Callable[[], None]] = {

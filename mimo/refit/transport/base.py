@@ -68,9 +68,9 @@ class Opening:
         flags, timeout_s = PrefixStore("ipc", rendezvous.store), self._options.timeout_s
         # From the devices of all participants, each of them chooses the same proxies.
         rendezvous.publish(f"ipc/{rank}", {"device": device_identity(self._device), "incoming": incoming.as_json()})
-        told = [rendezvous.read(f"ipc/{each}", self._scope, f"the device of {name}")
-                for each, name in enumerate(names)]
-        devices = [each["device"] for each in told]
+        published = [rendezvous.read(f"ipc/{each}", self._scope, f"the device of {name}")
+                     for each, name in enumerate(names)]
+        devices = [each["device"] for each in published]
         found = proxies(devices[:num_trainers], devices[num_trainers:])
         if rank >= num_trainers:
             return WorkerEnd(flags, rank, names[found[rank - num_trainers]], incoming, self._device, timeout_s)
@@ -79,7 +79,7 @@ class Opening:
         if num_trainers > 1:
             backend = "nccl" if self._device.type == "cuda" else "gloo"
             among = Wire(rendezvous.store, "trainers", rank, num_trainers, backend, timeout_s, names)
-        tables = {num_trainers + worker: Incoming.from_json(told[num_trainers + worker]["incoming"])
+        tables = {num_trainers + worker: Incoming.from_json(published[num_trainers + worker]["incoming"])
                   for worker, proxy in enumerate(found) if proxy == rank}
         return TrainerEnd(flags, rank, dict(enumerate(found, num_trainers)), tables, among, self._device, timeout_s,
                           names)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from mimo.checkpoint.paths import write_file
+from mimo.checkpoint.paths import replace_file
 from mimo.comm.host import broadcast_object, raise_on_any_rank
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel
@@ -75,9 +75,7 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest in one step, which makes a subfolder complete. Raises OSError."""
-    temporary = folder / f".{MANIFEST}.writing"
-    write_file(temporary, json.dumps(manifest.as_json()).encode())
-    temporary.replace(folder / MANIFEST)
+    replace_file(folder / MANIFEST, json.dumps(manifest.as_json()).encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -154,9 +152,9 @@ def _described(root: Path) -> str:
     begun = subfolders(root)
     if not begun:
         return "no trainer has written there"
-    told = [f"{path.name} has version {read_manifest(path).version!r}" if is_complete(path)
-            else f"{path.name} has no {MANIFEST} yet; it is being written or was abandoned" for path in begun[-3:]]
-    return ", ".join(told)
+    lines = [f"{path.name} has version {read_manifest(path).version!r}" if is_complete(path)
+             else f"{path.name} has no {MANIFEST} yet; it is being written or was abandoned" for path in begun[-3:]]
+    return ", ".join(lines)
 
 
 def _digest(value: Any) -> str:

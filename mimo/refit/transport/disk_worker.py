@@ -121,12 +121,12 @@ def _opened(folder: Path) -> tuple[Manifest, HfSource]:
     held = {name: (str(tensor.dtype).removeprefix("torch."), tensor.shape) for name, tensor in source.tensors.items()}
     for name in sorted(announced.keys() | held.keys()):
         if announced.get(name) != held.get(name):
-            raise RefitError(f"{folder}: {name} is {_told(announced.get(name))} in the manifest and "
-                             f"{_told(held.get(name))} in the files")
+            raise RefitError(f"{folder}: {name} is {_described(announced.get(name))} in the manifest and "
+                             f"{_described(held.get(name))} in the files")
     return manifest, source
 
 
-def _told(what: tuple[str, tuple[int, ...]] | None) -> str:
+def _described(what: tuple[str, tuple[int, ...]] | None) -> str:
     return "absent" if what is None else f"{what[0]} {list(what[1])}"
 
 
