@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.utils import sharded_state_dict_default
 from megatron.core.utils import unwrap_model
 
@@ -50,21 +51,26 @@ class Saved:
         return PROJECTOR if "input_projections." in self.name else self.module
 
 
+def sharded_tensors(module: torch.nn.Module, prefix: str, groups: ProcessGroupCollection
+                    ) -> Iterator[tuple[ShardedTensor | ShardedTensorFactory, list[ShardedTensor]]]:
+    """Yield Megatron Core's entry and pieces of every parameter and persistent buffer of a rank's part of a module.
+
+    Gate and up halves are separate pieces. Their data are views, so that copying into them changes the model.
+    """
+    state = sharded_state_dict_default(unwrap_model(module), prefix, (), {"dp_cp_group": groups.dp_cp})
+    for entry in nested_values(state):
+        # Extra state holds the scaling history of fp8 layers and nothing else.
+        if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and entry.data is not None:
+            detached = replace(entry, data=entry.data.detach())
+            yield entry, [detached] if isinstance(detached, ShardedTensor) else list(nested_values(detached.build()))
+
+
 def saved_tensors(model: HeteroModel, grids: Grids) -> list[Saved]:
     """Return every parameter and persistent buffer of this rank, modules in the model's order."""
     found = []
     for name, part in named_modules_of(model):
-        module = unwrap_model(part)
-        state = sharded_state_dict_default(module, f"{name}.", (), {"dp_cp_group": grids.collections[name].dp_cp})
-        experts = {
-            id(parameter) for parameter in module.parameters() if not vars(parameter).get("allreduce", True)
-        }
-        for entry in nested_values(state):
-            # Extra state holds the scaling history of fp8 layers and nothing else.
-            if not isinstance(entry, (ShardedTensor, ShardedTensorFactory)) or entry.data is None:
-                continue
-            detached = replace(entry, data=entry.data.detach())
-            pieces = [detached] if isinstance(detached, ShardedTensor) else list(nested_values(detached.build()))
+        experts = {id(parameter) for parameter in part.parameters() if not vars(parameter).get("allreduce", True)}
+        for entry, pieces in sharded_tensors(part, f"{name}.", grids.collections[name]):
             for piece in pieces:
                 assert isinstance(piece, ShardedTensor), piece
                 # A factory has to split by views. Values that are loaded into copies would be lost.

@@ -187,9 +187,7 @@ def is_covered(stored: TensorStorageMetadata) -> bool:
 class CheckedReader(FileSystemReader):
     """FileSystemReader of torch that unpickles data only and verifies checksums.
 
-    Args:
-        folder: the checkpoint.
-        verify: compare every item with its checksum. Checkpoints without checksums are read as they are.
+    With `verify` it compares every item with its checksum. Checkpoints without checksums are read as they are.
     """
 
     def __init__(self, folder: Path, verify: bool = True) -> None:

@@ -45,8 +45,6 @@ from mimo.watchdog.watchdog import Watchdog
 CONFIG_FILE = "run_config.toml"
 # Seconds for which the publishing thread lets the thread that started it go first.
 START_S = 0.001
-
-
 # Number of files that a rank writes in parallel.
 WRITERS_PER_RANK = 2
 logger = logging.getLogger(__name__)

@@ -282,12 +282,8 @@ def start_engine(config: RlRunConfig, provider: ModelProvider, has_videos: bool,
                  meanwhile: Callable[[], None] | None = None, hosts: Sequence[Host] = ()) -> Engine:
     """Describe the model in the run's folder and start its engine where `--engine-placement` says; on the first rank.
 
-    Args:
-        config: the run.
-        provider: the model family.
-        has_videos: whether prompts have videos.
-        meanwhile: called once in this process, while the processes of the engine start. What it raises ends them.
-        hosts: the trainer's hosts, whose GPUs the engine shares if Ray starts it there.
+    `meanwhile` is called once in this process, while the processes of the engine start; what it raises ends them. On
+    `hosts`, the trainer's, the engine shares GPUs if Ray starts it there.
 
     Raises:
         ValueError: the model has no Hugging Face counterpart, the folder cannot be written, there are too few GPUs, or

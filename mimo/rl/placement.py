@@ -146,12 +146,8 @@ def visible_gpus(count: int, variable: str | None) -> list[str]:
 def choose_gpus(flags: RolloutConfig, num_local_ranks: int, num_gpus: int) -> list[int]:
     """Choose the GPUs of all workers, replica by replica, in the first rank's numbering.
 
-    Rank i of the first host has GPU i.
-
-    Args:
-        flags: the engine's flags.
-        num_local_ranks: number of trainer ranks on the first host.
-        num_gpus: number of GPUs that the first rank sees.
+    Rank i of the first host has GPU i. The first host has `num_local_ranks` trainer ranks, and the first rank sees
+    `num_gpus` GPUs.
 
     Raises:
         ValueError: there are too few GPUs, or a trainer rank has one of them; the message has the numbers.

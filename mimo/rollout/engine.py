@@ -281,10 +281,7 @@ class RolloutEngine:
     def load_from_disk(self, folder: str, version: str | None = None, timeout_s: float = 600.0) -> str:
         """Take in weights that `mimo.refit.transport.disk.DiskWriter` has written to a folder.
 
-        Args:
-            folder: folder of the writer.
-            version: policy version to wait for; None for the newest.
-            timeout_s: seconds to wait for it.
+        It waits up to `timeout_s` for this policy version; None stands for the newest.
 
         Returns:
             The version that is served now.

@@ -91,12 +91,8 @@ class EngineHandle(RolloutClient):
 class EngineProcess:
     """Starts an engine in a child process. End it with `close`. `start_processes` starts several at once.
 
-    Args:
-        options: configuration of the engine.
-        start_timeout_s: seconds that the start may take.
-        call_timeout_s: seconds that a call may take.
-        setup: importable function that the child calls before it makes the engine.
-        is_awaited: whether to return only after the start; otherwise call `wait_until_up`.
+    `setup` is an importable function that the child calls before it makes the engine. Without `is_awaited`, call
+    `wait_until_up`.
 
     Raises:
         RefitError: the engine did not start, with its own traceback.

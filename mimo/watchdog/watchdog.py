@@ -242,9 +242,7 @@ class Watchdog:
     def time_left(self, usual_s: float, since: float = -math.inf) -> float:
         """Return the seconds until the main thread has been without progress for too long.
 
-        Args:
-            usual_s: limit outside `limit` contexts.
-            since: monotonic time before which idleness does not count.
+        `usual_s` is the limit outside `limit` contexts. Idleness before the monotonic time `since` does not count.
         """
         allowed_s = max(usual_s, self._extra_s)
         return allowed_s - (time.monotonic() - max(since, self.last_change))
@@ -367,11 +365,8 @@ SUMMARY_FILE = "stall-summary.txt"
 def open_watchdog(timeout_s: float, grids: Grids, run_dir: str | Path, files_timeout_s: float = 0.0) -> Watchdog:
     """Start the watchdog of this rank, once the process groups exist. Collective over the world.
 
-    Args:
-        timeout_s: seconds without progress that count as a stall.
-        grids: process groups.
-        run_dir: folder for every rank's `stall-rankN.txt` and for `stall-summary.txt`.
-        files_timeout_s: the same limit for saves and loads; 0 for no limit.
+    `run_dir` is for every rank's `stall-rankN.txt` and for `stall-summary.txt`. A `files_timeout_s` of 0 stands for no
+    limit.
     """
     folder, places = Path(run_dir), rank_places(grids.layout)
 

@@ -9,12 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import unwrap_model
 
 from mimo.boxes import Box
+from mimo.checkpoint.entries import sharded_tensors
 from mimo.weights.rules import NamingScheme, PaddedRows, Rule, SeveralForms, WeightMap, global_name, is_expert
 from mimo.weights.safetensors_io import Catalog, HfSource, SourceTensor
 
@@ -222,19 +220,10 @@ class ModelPiece:
 
 def module_pieces(module: torch.nn.Module, groups: ProcessGroupCollection) -> list[ModelPiece]:
     """Return every parameter and saved buffer of a rank's part of a module. Gate and up halves are separate pieces."""
-    state = unwrap_model(module).sharded_state_dict(
-        prefix="", sharded_offsets=(), metadata={"dp_cp_group": groups.dp_cp})
-    pieces = []
-    for entry in nested_values(state):
-        built = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
-        for part in built:
-            if isinstance(part, ShardedTensor):
-                assert part.data is not None
-                stacked, tensor = part.prepend_axis_num, part.data.detach()
-                pieces.append(ModelPiece(
-                    name=global_name(part.key, part.global_offset[:stacked]), shape=tuple(part.global_shape[stacked:]),
-                    box=Box.at(part.global_offset[stacked:], tensor.shape), tensor=tensor))
-    return pieces
+    return [ModelPiece(global_name(part.key, part.global_offset[:part.prepend_axis_num]),
+                       tuple(part.global_shape[part.prepend_axis_num:]),
+                       Box.at(part.global_offset[part.prepend_axis_num:], part.data.shape), part.data)
+            for _, parts in sharded_tensors(module, "", groups) for part in parts]
 
 
 def replica_group(piece: ModelPiece, groups: ProcessGroupCollection) -> Any:

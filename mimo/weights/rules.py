@@ -87,10 +87,8 @@ def is_expert(name: str) -> bool:
 def stored_tensors(names: Iterable[str], stacked_layers: bool = True) -> dict[str, StoredTensor]:
     """Return the place of each tensor in a checkpoint of a model with exactly these global tensors.
 
-    Args:
-        names: names of all tensors.
-        stacked_layers: whether layers of a block are stacked if all of them have tensors of the same names, as Megatron
-            Core does for a transformer block without a pattern of dense and MoE layers.
+    `stacked_layers` says whether layers of a block are stacked if all of them have tensors of the same names, as
+    Megatron Core does for a transformer block without a pattern of dense and MoE layers.
     """
     names = list(names)
     blocks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
