@@ -123,6 +123,6 @@ def test_killed_between_a_name_and_the_next(context: Any, tmp_path: Path) -> Non
     kill_before(processes, "os.rename .saving")
     assert not paths.iteration_dir(tmp_path, published).exists(), "the one that is replaced has lost its name"
     surplus = f"os.remove .deleted_{paths.iteration_dir(tmp_path, published - 1).name}"
-    for change in (".distcp", ".new latest", "os.remove .deleted", surplus):
+    for change in (".distcp", ".writing latest", "os.remove .deleted", surplus):
         kill_before(processes, change)
     assert processes.published > published
