@@ -50,31 +50,18 @@ class Line:
     dots: bool = False
 
 
-@dataclass(frozen=True)
-class Points:
-    """A line, thinned.
+def thin(x: Floats, y: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return at most `2 * MAX_POINTS` points as they are, and more as `MAX_POINTS` means of neighbouring ones.
 
-    Attributes:
-        x: middle of the iterations that a point stands for, float64 `[k]`.
-        mean, low, high: mean, minimum and maximum of their values, float64 `[k]`.
-        thinned: whether a point stands for several.
+    Returns:
+        Middle of the iterations that each point stands for, and mean, minimum and maximum of their values.
     """
-
-    x: Floats
-    mean: Floats
-    low: Floats
-    high: Floats
-    thinned: bool
-
-
-def thin(x: Floats, y: Floats) -> Points:
-    """Return at most `2 * MAX_POINTS` points as they are, and more as `MAX_POINTS` means of neighbouring ones."""
     if len(x) <= 2 * MAX_POINTS:
-        return Points(x, y, y, y, thinned=False)
+        return x, y, y, y
     starts = np.unique(np.linspace(0, len(x), MAX_POINTS, endpoint=False).astype(np.int64))
     counts = np.diff(np.append(starts, len(x)))
-    return Points(np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts,
-                  np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts), thinned=True)
+    return (np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts,
+            np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts))
 
 
 def _digits(values: Floats) -> list[float]:
@@ -84,15 +71,15 @@ def _digits(values: Floats) -> list[float]:
 
 def _traces(line: Line) -> list[dict[str, Any]]:
     """Return a line, with the shade of its range behind it if it is thinned."""
-    points, colour, found = thin(line.x, line.y), f"var(--s{line.colour})", []
-    x = [round(at, 1) for at in points.x.tolist()]
+    (middles, mean, *ends), colour, found = thin(line.x, line.y), f"var(--s{line.colour})", []
+    x = [round(at, 1) for at in middles.tolist()]
     main: dict[str, Any] = {
-        "type": "scatter", "name": label(line.name), "legendgroup": label(line.name), "x": x, "y": _digits(points.mean),
+        "type": "scatter", "name": label(line.name), "legendgroup": label(line.name), "x": x, "y": _digits(mean),
         "mode": "lines+markers" if len(x) == 1 or (line.dots and len(x) <= MAX_DOTS) else "lines",
         "line": {"color": colour, "width": 1.8, "dash": "dash" if line.dashed else "solid"}, "marker": {"size": 6},
     }
-    if points.thinned:
-        low, high = _digits(points.low), _digits(points.high)
+    if len(x) < len(line.x):
+        low, high = map(_digits, ends)
         shade = {"type": "scatter", "x": x, "mode": "lines", "line": {"color": colour, "width": 0},
                  "legendgroup": main["legendgroup"], "showlegend": False, "hoverinfo": "skip", "opacity": 0.25}
         found = [shade | {"y": low}, shade | {"y": high, "fill": "tonexty"}]

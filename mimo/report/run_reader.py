@@ -6,8 +6,10 @@ import json
 import math
 import re
 import tomllib
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,6 @@ SHOWN_OF_STALL = 4000
 # Seconds within which all reports of one stall are written.
 SAME_STALL_S = 10.0
 
-# Number of records with the same keys that become numbers together.
-AT_ONCE = 1024
 # Most steps of all ranks that are read, because the files of thousands of ranks are large.
 MAX_STEPS = 6
 STEP_FILE = re.compile(r"step-(\d+)\.json")
@@ -154,46 +154,23 @@ def _figure(value: object) -> float:
 
 
 class _Columns:
-    """Collects records as columns.
-
-    Those of a long run are too many to keep as they are. Records with the same keys become numbers together: keys
-    change often, but there are few sets of them (with images or without, after a checkpoint or not).
-    """
+    """Collects records as columns of numbers; those of a long run are too many to keep as they are."""
 
     def __init__(self) -> None:
         self._count = 0
-        # The places and values of the latest records by their keys, and all earlier records as numbers.
-        self._open: dict[tuple[str, ...], tuple[list[int], list[list[Any]]]] = {}
-        self._done: list[tuple[tuple[str, ...], list[int], Floats]] = []
+        self._columns: dict[str, array[float]] = {}
 
     def add(self, record: Mapping[str, Any]) -> None:
-        keys = tuple(record)
-        places, rows = self._open.setdefault(keys, ([], []))
-        places.append(self._count)
-        rows.append(list(record.values()))
+        for key, value in record.items():
+            column = self._columns.setdefault(key, array("d"))
+            column.extend(repeat(math.nan, self._count - len(column)))  # of earlier records without this key
+            column.append(_figure(value))
         self._count += 1
-        if len(rows) == AT_ONCE:
-            self._close(keys)
-
-    def _close(self, keys: tuple[str, ...]) -> None:
-        places, rows = self._open.pop(keys)
-        try:
-            values = np.array(rows, dtype=np.float64)
-        except (ValueError, TypeError):  # some value is no figure
-            values = np.array([[_figure(value) for value in row] for row in rows], dtype=np.float64)
-        self._done.append((keys, places, values))
 
     def table(self) -> Table:
         """Return all records. If an iteration has several, the last one counts."""
-        for keys in list(self._open):
-            self._close(keys)
-        full: dict[str, Floats] = {}
-        for keys, found, values in self._done:
-            rows = np.array(found)
-            for key, column in zip(keys, values.T, strict=True):
-                if key not in full:
-                    full[key] = np.full(self._count, math.nan)
-                full[key][rows] = column
+        full = {key: np.append(column, np.full(self._count - len(column), math.nan))
+                for key, column in self._columns.items()}
         every = full.get("iteration", np.empty(0)).astype(np.int64)
         # `np.unique` finds the first place of a value. Reversed, this is the last record of an iteration.
         iterations, places = np.unique(every[::-1], return_index=True)
@@ -208,10 +185,10 @@ def _parsed(text: bytes) -> Any:
         return None
 
 
-# Each reader of a file returns what it could read, and sentences about what is broken.
+# Each reader of a file returns what it could read, and adds sentences about what is broken to `problems`.
 
 
-def _read_metrics(path: Path) -> tuple[Table, Table, list[str]]:
+def _read_metrics(path: Path, problems: list[str]) -> tuple[Table, Table]:
     steps, evaluations, broken, last_is_broken = _Columns(), _Columns(), 0, False
     with path.open("rb") as file:
         for line in file:
@@ -226,22 +203,23 @@ def _read_metrics(path: Path) -> tuple[Table, Table, list[str]]:
                 steps.add(record)
             elif any(key.endswith(EVALUATED) for key in record):
                 evaluations.add(record)
-    problems = []
     if broken:
         which = "The last line" if broken == 1 and last_is_broken else f"{broken} line{'s' * (broken > 1)}"
         problems.append(f"{which} of {METRICS} cannot be read and {'is' if broken == 1 else 'are'} left out"
                         + (": the run ended while it was written." if last_is_broken else "."))
-    return steps.table(), evaluations.table(), problems
+    return steps.table(), evaluations.table()
 
 
-def _read_flags(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def _read_flags(path: Path, problems: list[str]) -> dict[str, dict[str, Any]]:
+    unknown, found = "what the run was meant to be is not known.", {}
     if not path.is_file():
-        return {}, [f"There is no {FLAGS}: what the run was meant to be is not known."]
+        problems.append(f"There is no {FLAGS}: {unknown}")
+        return {}
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # TOML or UTF-8
-        return {}, [f"{FLAGS} cannot be read ({error}): what the run was meant to be is not known."]
-    return {name: section for name, section in found.items() if isinstance(section, dict)}, []
+        problems.append(f"{FLAGS} cannot be read ({error}): {unknown}")
+    return {name: section for name, section in found.items() if isinstance(section, dict)}
 
 
 def _is_timeline(document: object) -> bool:
@@ -261,11 +239,11 @@ def evenly(count: int, most: int) -> list[int]:
     return sorted({round(index * (count - 1) / (most - 1)) for index in range(most)})
 
 
-def _read_timelines(folder: Path) -> tuple[dict[int, dict[str, Any]], int, list[str]]:
-    """Return some of the steps of all ranks, how many there are, and which of them cannot be read."""
+def _read_timelines(folder: Path, problems: list[str]) -> tuple[dict[int, dict[str, Any]], int]:
+    """Return some of the steps of all ranks, and how many there are."""
     steps = sorted((int(match[1]), path) for path in folder.glob("step-*.json")
                    if (match := STEP_FILE.fullmatch(path.name)))
-    found, problems = {}, []
+    found = {}
     for place in evenly(len(steps), MAX_STEPS):
         iteration, path = steps[place]
         document = _parsed(path.read_bytes())
@@ -273,17 +251,16 @@ def _read_timelines(folder: Path) -> tuple[dict[int, dict[str, Any]], int, list[
             found[iteration] = document
         else:
             problems.append(f"timeline/{path.name} cannot be read and is left out.")
-    return found, len(steps), problems
+    return found, len(steps)
 
 
-def _read_start(path: Path) -> tuple[dict[str, float], list[str]]:
-    if not path.is_file():
-        return {}, []
-    document = _parsed(path.read_bytes())
+def _read_start(path: Path, problems: list[str]) -> dict[str, float]:
+    document = _parsed(path.read_bytes()) if path.is_file() else {"phases": {}}
     phases = document.get("phases") if isinstance(document, dict) else None
-    if not isinstance(phases, dict) or not all(isinstance(value, int | float) for value in phases.values()):
-        return {}, [f"{START} cannot be read and is left out."]
-    return phases, []
+    if isinstance(phases, dict) and all(isinstance(value, int | float) for value in phases.values()):
+        return phases
+    problems.append(f"{START} cannot be read and is left out.")
+    return {}
 
 
 def _is_generation(line: object) -> bool:
@@ -302,19 +279,19 @@ def _is_generation(line: object) -> bool:
             and all(isinstance(image, str) and IMAGE_URL.fullmatch(image) for image in images))
 
 
-def _read_generations(path: Path) -> tuple[tuple[dict[str, Any], ...], list[str]]:
+def _read_generations(path: Path, problems: list[str]) -> tuple[dict[str, Any], ...]:
     """Return the lines of generations.jsonl; of the same prompt in the same iteration the last one."""
-    if not path.is_file():
-        return (), []
     found, broken = {}, 0
-    for text in path.read_bytes().splitlines():
+    for text in path.read_bytes().splitlines() if path.is_file() else ():
         line = _parsed(text)
         if _is_generation(line):
             found[line["iteration"], line["kind"], line["key"]] = line
         else:
             broken += 1
-    said = f"{broken} line{'s' * (broken > 1)} of {GENERATIONS} cannot be read and {'is' if broken == 1 else 'are'} "
-    return tuple(found.values()), [said + "left out."] if broken else []
+    if broken:
+        problems.append(f"{broken} line{'s' * (broken > 1)} of {GENERATIONS} cannot be read and "
+                        f"{'is' if broken == 1 else 'are'} left out.")
+    return tuple(found.values())
 
 
 def began_unix_s(steps: Table) -> float:
@@ -322,16 +299,16 @@ def began_unix_s(steps: Table) -> float:
     return float(steps.get("wall_time")[0] - steps.get(STEP_KEY)[0]) if len(steps) else math.nan
 
 
-def _read_stall(folder: Path, began: float) -> tuple[str, list[str]]:
+def _read_stall(folder: Path, began: float, problems: list[str]) -> str:
     """Return the last stall's summary, or else the first rank's report, unless it is from before the run `began`."""
     written = {path: path.stat().st_mtime for path in [folder / STALL_SUMMARY, *sorted(folder.glob("stall-rank*.txt"))]
                if path.is_file()}
     written = {path: at for path, at in written.items() if not at < began}  # NaN leaves none out
     if not written:
-        return "", []
+        return ""
     chosen = next(path for path, at in written.items() if at >= max(written.values()) - SAME_STALL_S)
-    text = chosen.read_text(encoding="utf-8", errors="replace")
-    return text[:SHOWN_OF_STALL], [f"A stall ended the run, or an earlier one in this folder: see {chosen.name} below."]
+    problems.append(f"A stall ended the run, or an earlier one in this folder: see {chosen.name} below.")
+    return chosen.read_text(encoding="utf-8", errors="replace")[:SHOWN_OF_STALL]
 
 
 def _iteration_problems(steps: Table, planned: int | None) -> list[str]:
@@ -368,16 +345,16 @@ def read_run(path: Path) -> Run:
     if not (path / METRICS).is_file():
         raise ValueError(f"{path}: not a run folder: there is no {path / METRICS}; {wanted}, {FLAGS} and perhaps "
                          "timeline/step-N.json")
-    steps, evaluations, problems = _read_metrics(path / METRICS)
-    flags, flag_problems = _read_flags(path / FLAGS)
-    timelines, num_timelines, timeline_problems = _read_timelines(path / "timeline")
-    stall, stall_problems = _read_stall(path, began_unix_s(steps))
-    start, start_problems = _read_start(path / START)
-    generations, generation_problems = _read_generations(path / GENERATIONS)
+    problems: list[str] = []
+    steps, evaluations = _read_metrics(path / METRICS, problems)
+    later: list[str] = []
+    stall = _read_stall(path, began_unix_s(steps), later)
+    flags = _read_flags(path / FLAGS, later)
+    timelines, num_timelines = _read_timelines(path / "timeline", later)
+    start = _read_start(path / START, later)
+    generations = _read_generations(path / GENERATIONS, later)
     run = Run(path, steps, evaluations, flags, timelines, num_timelines, start, stall=stall, generations=generations)
-    found = [*problems, *_iteration_problems(steps, run.planned_iterations), *stall_problems, *flag_problems,
-             *timeline_problems, *start_problems, *generation_problems]
-    return replace(run, problems=tuple(found))
+    return replace(run, problems=(*problems, *_iteration_problems(steps, run.planned_iterations), *later))
 
 
 def with_prediction(run: Run, path: Path) -> Run:

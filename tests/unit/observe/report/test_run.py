@@ -53,8 +53,7 @@ def test_the_last_record_of_an_iteration_counts_and_order_is_restored(tmp_path: 
     assert table.get("a").tolist() == [2.0, 3.0]
 
 
-def test_many_records_with_changing_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mimo.report.run_reader.AT_ONCE", 7)
+def test_many_records_with_changing_keys(tmp_path: Path) -> None:
     records = [{"iteration": step, "a": 2.0 * step, **({"b": 1.0} if step % 10 == 0 else {})} for step in range(1, 101)]
     table = read_run(write_steps(tmp_path, records)).steps
     assert table.get("a").tolist() == [2.0 * step for step in range(1, 101)]
