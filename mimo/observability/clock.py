@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,45 +15,28 @@ import torch.distributed as dist
 NUM_ROUND_TRIPS = 8
 
 
-class Clock(Protocol):
-    """Takes timestamps."""
+class HostClock:
+    """Takes timestamps of the host's own clock: on a CPU operations and collectives end before they return."""
 
     def start(self) -> None:
         """Begin a step. Timestamps of the step before can no longer be read."""
-        ...
 
     def mark(self) -> Any:
-        ...
+        return time.monotonic()
 
     def seconds(self, marks: list[Any]) -> list[float]:
         """Convert timestamps of the step, `marks[0]` being the first, to seconds of the host's monotonic clock."""
-        ...
+        return marks
 
     def lead_s(self, mark: Any, reached_s: float) -> float | None:
         """Return how many seconds before the device reached a timestamp the host had queued it; None on a CPU.
 
         `reached_s` is what `seconds` returned for it.
         """
-        ...
-
-
-class HostClock:
-    """The host's own clock: on a CPU operations and collectives end before they return."""
-
-    def start(self) -> None:
-        """Do nothing: the host's clock needs no preparation."""
-
-    def mark(self) -> float:
-        return time.monotonic()
-
-    def seconds(self, marks: list[Any]) -> list[float]:
-        return marks
-
-    def lead_s(self, mark: Any, reached_s: float) -> None:
         return None
 
 
-class DeviceClock:
+class DeviceClock(HostClock):
     """Events on the compute stream. The host does not wait for them, and a stalled stream shows as a gap.
 
     The first event of a step is assumed to happen when it is queued, because the device is idle at the end of a step.
@@ -65,8 +48,7 @@ class DeviceClock:
         self._began_s = 0.0
 
     def start(self) -> None:
-        """Reuse the events from the first one on."""
-        self._used = 0
+        self._used = 0  # events are reused from the first one on
         self._began_s = time.monotonic()
 
     def mark(self) -> tuple[torch.cuda.Event, float]:

@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from mimo.config.trainer import ObserveConfig
-from mimo.observability.remote_trackers import BackgroundTracker, open_remote
+from mimo.observability.remote_trackers import open_remote
 from mimo.observability.trackers import (
     FileTracker,
     Generation,
@@ -62,11 +62,6 @@ def format_steps(records: Sequence[StepRecord], total_iterations: int) -> str:
     if last.skipped_iterations:
         parts.append(f"skipped {last.skipped_iterations}")
     return " | ".join(parts)
-
-
-def format_eval(iteration: int, metrics: Mapping[str, float]) -> str:
-    figures = [f"{name} {value:.6g}" for name, value in metrics.items()]
-    return " | ".join([f"evaluation at iteration {iteration}", *figures])
 
 
 class Console:
@@ -352,7 +347,8 @@ class RunLogger:
         figures = {f"{name} validation": value for name, value in metrics.items()}
         for tracker in self._trackers:
             tracker.log(iteration, consumed_samples, figures)
-        self._console.line(format_eval(iteration, metrics))
+        self._console.line(" | ".join([f"evaluation at iteration {iteration}",
+                                       *(f"{name} {value:.6g}" for name, value in metrics.items())]))
 
     def log_generations(self, iteration: int, generations: Sequence[Generation], kind: GenerationKind = "held-out", *,
                         prints: bool = True) -> None:
@@ -367,8 +363,7 @@ class RunLogger:
         for line in (line for each in generations if prints for line in each.said):
             self.message(f"  {line}")
         for tracker in self._trackers:
-            if isinstance(tracker, FileTracker):
-                tracker.show(iteration, generations, kind)
+            tracker.show(iteration, generations, kind)
 
     def message(self, text: str) -> None:
         """Print `text` on the logging rank."""
@@ -417,8 +412,7 @@ class RunLogger:
     def mark_failed(self) -> None:
         """Tell servers that the run ends with an error, and send them nothing more. May be called on any thread."""
         for tracker in self._trackers:
-            if isinstance(tracker, BackgroundTracker):
-                tracker.mark_failed()
+            tracker.mark_failed()
 
     def _flush_pending(self) -> None:
         """Print the line of the iterations that were not printed yet."""

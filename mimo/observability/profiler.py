@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -16,11 +14,6 @@ from mimo.watchdog.process_exit import write_report
 
 # Number of allocations that a snapshot of memory remembers.
 MAX_MEMORY_ENTRIES = 200_000
-
-
-def nvtx_range(name: str) -> AbstractContextManager[Any]:
-    """Open a range that Nsight Systems shows."""
-    return torch.cuda.nvtx.range(name)
 
 
 class StepProfiler:

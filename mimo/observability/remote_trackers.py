@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mimo.config.trainer import ObserveConfig, is_folder
 from mimo.observability.trackers import Tracker, Value, curves
@@ -38,16 +38,11 @@ def are_left() -> bool:
     return bool(_left)
 
 
-class RemoteTracker(Tracker, Protocol):
-    """A tracker on a server."""
+class WandbTracker(Tracker):
+    """Run of Weights & Biases. `consumed_samples` is one of its figures, for use as another axis.
 
-    def mark_failed(self) -> None:
-        """Tell the server that the run ends with an error. May be called on any thread."""
-        ...
-
-
-class WandbTracker:
-    """Run of Weights & Biases. `consumed_samples` is one of its figures, for use as another axis."""
+    The server notices by itself if the process ends without `close`.
+    """
 
     def __init__(self, project: str, name: str | None, run_dir: Path, config_toml: str) -> None:
         """Start the run. The package's own settings and environment variables choose the server."""
@@ -60,11 +55,8 @@ class WandbTracker:
     def close(self) -> None:
         self._run.finish()
 
-    def mark_failed(self) -> None:
-        """Do nothing: the server notices by itself that the process has ended."""
 
-
-class MlflowTracker:
+class MlflowTracker(Tracker):
     """Run of an MLflow experiment, which is created if it does not exist.
 
     In a folder, names have `.` in place of `/`: a metric is a file there, and the file `learning-rate` cannot be the
@@ -99,7 +91,7 @@ class MlflowTracker:
         self._client.set_terminated(self._run_id, status="FAILED")
 
 
-class BackgroundTracker:
+class BackgroundTracker(Tracker):
     """Runs a tracker on a thread of its own. If it fails, this is reported once and the run continues.
 
     Later figures are sent all the same, because a server may come back.
@@ -110,7 +102,7 @@ class BackgroundTracker:
         say: called with the first failure, on the tracker's thread.
     """
 
-    def __init__(self, name: str, tracker: RemoteTracker, say: Callable[[str], None]) -> None:
+    def __init__(self, name: str, tracker: Tracker, say: Callable[[str], None]) -> None:
         self._name, self._tracker, self._say = name, tracker, say
         self._said = self._closed = False
         self._queue: queue.Queue[tuple[int, int, dict[str, Value]] | None] = queue.Queue(MAX_BEHIND)
@@ -181,14 +173,6 @@ def _opening(flag: str) -> Iterator[None]:
         raise ValueError(f"{flag}: cannot be started: {type(error).__name__}: {error}") from error
 
 
-def _open_in_time(build: Callable[[], RemoteTracker]) -> RemoteTracker:
-    """Run `build` on another thread with a timeout and raise its error again, or TimeoutError."""
-    opened = on_daemon_thread(build, "tracker")
-    if not wait([opened], OPEN_LIMIT_S).done:
-        raise TimeoutError(f"no answer within {OPEN_LIMIT_S:.0f} s")
-    return opened.result()
-
-
 def open_remote(observe: ObserveConfig, config_toml: str, say: Callable[[str], None]) -> list[Tracker]:
     """Open the remote trackers that the flags ask for.
 
@@ -200,7 +184,7 @@ def open_remote(observe: ObserveConfig, config_toml: str, say: Callable[[str], N
     Raises:
         ValueError: a tracker cannot be started; names the flag.
     """
-    opened: dict[str, RemoteTracker] = {}
+    opened: dict[str, Tracker] = {}
     run_dir = Path(observe.run_dir)
     if observe.wandb_project is not None:
         with _opening(f"--wandb-project {observe.wandb_project}"):
@@ -208,5 +192,8 @@ def open_remote(observe: ObserveConfig, config_toml: str, say: Callable[[str], N
     if observe.mlflow_uri is not None:
         uri, experiment = observe.mlflow_uri, observe.mlflow_experiment or DEFAULT_EXPERIMENT
         with _opening(f"--mlflow-uri {uri}"):
-            opened["MLflow"] = _open_in_time(lambda: MlflowTracker(uri, experiment, run_dir, config_toml))
+            started = on_daemon_thread(lambda: MlflowTracker(uri, experiment, run_dir, config_toml), "tracker")
+            if not wait([started], OPEN_LIMIT_S).done:
+                raise TimeoutError(f"no answer within {OPEN_LIMIT_S:.0f} s")
+            opened["MLflow"] = started.result()
     return [BackgroundTracker(name, tracker, say) for name, tracker in opened.items()]

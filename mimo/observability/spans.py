@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mimo.watchdog.status import Schedule
 
 if TYPE_CHECKING:
-    from mimo.observability.clock import Clock
+    from mimo.observability.clock import HostClock
     from mimo.watchdog.watchdog import Watchdog
 
 
@@ -97,7 +97,7 @@ class Spans:
         ranges: ranges that are opened around every stretch; set by `listen`.
     """
 
-    def __init__(self, clock: Clock | None = None, stages: Mapping[str, int] | None = None) -> None:
+    def __init__(self, clock: HostClock | None = None, stages: Mapping[str, int] | None = None) -> None:
         """Listen to nothing yet.
 
         Args:
@@ -123,7 +123,15 @@ class Spans:
     def span(self, kind: Kind, name: str, *, module: str | None = None,
              microbatch: int | None = None) -> AbstractContextManager[Any]:
         """Context of a stretch. Module and microbatch default to those of the stretch around it."""
-        return _Span(self, kind, name, module, microbatch) if self.active else _NOTHING
+        return self._stretch(kind, name, module, microbatch) if self.active else _NOTHING
+
+    @contextmanager
+    def _stretch(self, *label: Any) -> Iterator[None]:
+        self.begin(*label)
+        try:
+            yield
+        finally:
+            self.end()
 
     def begin(self, kind: Kind, name: str, module: str | None = None, microbatch: int | None = None) -> None:
         """Begin a stretch, which `end` ends. Call this only if `active`."""
@@ -198,22 +206,6 @@ class Spans:
             end_s = times[index + 1]
             found.append(Interval(label, times[index], end_s, self._clock.lead_s(self._marks[index + 1][0], end_s)))
         return found
-
-
-class _Span:
-    """The context that `Spans.span` returns."""
-
-    __slots__ = ("_spans", "_label")
-
-    def __init__(self, spans: Spans, kind: Kind, name: str, module: str | None, microbatch: int | None) -> None:
-        self._spans = spans
-        self._label = (kind, name, module, microbatch)
-
-    def __enter__(self) -> None:
-        self._spans.begin(*self._label)
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._spans.end()
 
 
 @dataclass(frozen=True)
@@ -335,8 +327,4 @@ class _Timer:
         self._end()
 
 
-def _nothing() -> None:
-    pass
-
-
-_NO_TIMER = _Timer(_nothing, _nothing)
+_NO_TIMER = _Timer(lambda: None, lambda: None)

@@ -11,11 +11,11 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -39,16 +39,20 @@ MAX_SHOWN_SIDE = 256
 REOPEN_S = 60.0
 
 
-class Tracker(Protocol):
-    """Destination of figures."""
+class Tracker:
+    """Destination of figures and of answers of the model, which takes what it has a method for."""
 
     def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
         """Write the figures of iteration `step`, after `samples` consumed samples."""
-        ...
+
+    def show(self, step: int, generations: Sequence[Generation], kind: GenerationKind) -> None:
+        """Write answers of the model."""
+
+    def mark_failed(self) -> None:
+        """Tell a server that the run ends with an error. May be called on any thread."""
 
     def close(self) -> None:
         """Flush and release. A second call does nothing."""
-        ...
 
 
 # Groups of curves, and the names in metrics.jsonl that belong to each. The first match counts. A name without a match
@@ -175,7 +179,7 @@ def _kept_lines(text: str, last_iteration: int) -> list[str]:
     return kept
 
 
-class JsonLines:
+class JsonLines(Tracker):
     """File of one JSON object a line, each with its `iteration`.
 
     Every line is strict JSON, and the operating system has it when `append` returns. After a failure the file is opened
@@ -268,9 +272,6 @@ class GenerationsTracker(JsonLines):
         self._kept = {_place(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()}
         self._limit, self._say, self._said = limit_bytes, say, False
 
-    def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
-        """Write nothing."""
-
     def show(self, step: int, generations: Sequence[Generation], kind: GenerationKind) -> None:
         """Append a line for each prompt. Raises OSError if one cannot be written."""
         for each in generations:
@@ -286,7 +287,7 @@ class GenerationsTracker(JsonLines):
                           "later ones may be missing in it")
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """Writes TensorBoard scalars by iteration, and on request also as `"<tag> vs samples"` by consumed samples.
 
     The figures of a step's timeline are only by iteration. All figures of an axis are one event, because an event for
@@ -373,7 +374,7 @@ class TensorBoardTracker:
             self._writer.close()
 
 
-class FileTracker:
+class FileTracker(Tracker):
     """Wraps a tracker of files. If the disk fails, this is reported once and the run continues.
 
     Args:
@@ -387,28 +388,23 @@ class FileTracker:
         self._said = False
 
     def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
-        """Write the figures of an iteration, unless the disk fails."""
-        try:
+        with self._failures_reported():
             self._tracker.log(step, samples, record)
-        except OSError as error:
-            self._fail(error)
 
     def show(self, step: int, generations: Sequence[Generation], kind: GenerationKind) -> None:
-        """Write answers if the tracker takes them; a failure to write them is reported once."""
-        if isinstance(self._tracker, TensorBoardTracker | GenerationsTracker):
-            try:
-                self._tracker.show(step, generations, kind)
-            except OSError as error:
-                self._fail(error)
+        with self._failures_reported():
+            self._tracker.show(step, generations, kind)
 
     def close(self) -> None:
-        """Flush and release. A second call does nothing."""
-        try:
+        with self._failures_reported():
             self._tracker.close()
-        except OSError as error:
-            self._fail(error)
 
-    def _fail(self, error: OSError) -> None:
-        if not self._said:
-            self._said = True
-            self._say(f"{self._path}: cannot be written: {error}; the run goes on and tries again with later figures")
+    @contextlib.contextmanager
+    def _failures_reported(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._said:
+                self._said = True
+                self._say(f"{self._path}: cannot be written: {error}; the run goes on and tries again with later "
+                          "figures")

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-import numpy as np
-
 from mimo.config.cli import parse
 from mimo.config.validate import may_have_graphs
 from mimo.observability.spans import Kind
@@ -19,9 +17,10 @@ from mimo.report.html import section
 from mimo.report.run_reader import FLAGS, Run
 from mimo.report.summary import (
     ModuleTime,
-    finite,
     learning,
+    mean,
     module_times,
+    most_waiting,
     percent,
     rl_parts,
     rounded,
@@ -64,11 +63,6 @@ def advice(run: Run) -> list[Advice]:
         found.append(Advice(f"The held-out loss was best at iteration {best.best[0]:,} ({rounded(best.best[1])}) and "
                             "has risen since.", f"--train-iters {best.best[0]}"))
     return found
-
-
-def _mean(run: Run, key: str) -> float | None:
-    values = finite(steady(run.steps).get(key))
-    return float(np.mean(values)) if len(values) else None
 
 
 # Time.
@@ -128,9 +122,9 @@ def _other_division(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[st
     if flags.get("layout") != "disjoint" or len(times) != 2 or len(encoders) != 1 or any(
             each.beside_s for each in times.values()):
         return
-    shares = {name: each.share(Kind.BRIDGE_WAIT) for name, each in times.items()}
-    waiting = max(shares, key=lambda name: shares[name])
-    if shares[waiting] < BRIDGE_SHARE:
+    waiting = most_waiting(times)
+    share = times[waiting].share(Kind.BRIDGE_WAIT)
+    if share < BRIDGE_SHARE:
         return
     sizes = {part: flags.get(f"{part}-tp", 1) * flags.get(f"{part}-pp", 1) * (
         flags.get("llm-cp", 1) if part == "llm" else 1) for part in ("encoder", "llm")}
@@ -157,7 +151,7 @@ def _other_division(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[st
         if divides and shared and rows[0] % (rows[1] * llm_dp) == 0 and (encoder_dp, llm_dp) != now:
             slower_s = max(predicted_s(encoders[0], now[0], encoder_dp), predicted_s(LANGUAGE, now[1], llm_dp))
             options.append((slower_s, encoder_dp, llm_dp))
-    found = f"The {escape(waiting)} grid waited for the other grid for {percent(shares[waiting])} of its step"
+    found = f"The {escape(waiting)} grid waited for the other grid for {percent(share)} of its step"
     if options and not run.learns_from_rewards and step_s / min(options)[0] >= LEAST_GAIN:
         best_s, encoder_dp, llm_dp = min(options)
         yield Advice(f"{found}.", f"--encoder-dp {encoder_dp} --llm-dp {llm_dp}",
@@ -172,7 +166,8 @@ def _other_division(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[st
 
 
 def _from_data(run: Run, flags: Mapping[str, Any]) -> Iterator[Advice]:
-    used, uneven, bad = (_mean(run, key) for key in ("packing-utilisation", "encoder-imbalance", "bad-samples"))
+    table = steady(run.steps)
+    used, uneven, bad = (mean(table.get(key)) for key in ("packing-utilisation", "encoder-imbalance", "bad-samples"))
     packs = flags.get("packing-buffer-size")
     if used is not None and 1 - used >= PADDING_SHARE and packs == 0 and _has_rows(flags, 1):
         rows, length = flags.get("micro-batch-size", 1), flags.get("seq-length", 0)
@@ -202,7 +197,7 @@ def _from_rollouts(run: Run, flags: Mapping[str, Any]) -> Iterator[Advice]:
                          "generated, and the engine is idle the rest of the time.",
                          f"--rollout-mode one-step-off{' --engine-restarts 0' if flags.get('engine-restarts') else ''}",
                          f"It should be {rounded(gain)} times as fast.")
-    equal, cut = _mean(run, "equal-reward-prompts"), _mean(run, "truncated-completions")
+    equal, cut = (mean(steady(run.steps).get(key)) for key in ("equal-reward-prompts", "truncated-completions"))
     if equal is not None and equal >= EQUAL_SHARE and isinstance(flags.get("completions-per-prompt"), int):
         yield Advice(f"All completions of {percent(equal)} of the prompts have the same reward, so these prompts teach "
                      "nothing. Use prompts of another difficulty, or more completions.",

@@ -37,6 +37,7 @@ from mimo.report.summary import (
     Stops,
     finite,
     ideal_s,
+    mean,
     median,
     module_times,
     number,
@@ -190,9 +191,9 @@ def _parts_table(run: Run, times: Mapping[str, ModuleTime]) -> str:
     for part in ORDER:
         cells = [WORDS[part]]
         for name, each in times.items():
-            largest = finite(steps.get(f"timeline/{name}/{part}-max-s"))
+            largest_s = mean(steps.get(f"timeline/{name}/{part}-max-s"))
             cells += ([seconds(each.parts[part]), percent(each.share(part)),
-                       seconds(float(largest.mean())) if len(largest) else ""] if part in each.parts else ["", "", ""])
+                       "" if largest_s is None else seconds(largest_s)] if part in each.parts else ["", "", ""])
         if any(each.parts.get(part, 0.0) > 0 for each in times.values()):
             rows.append(cells)
     heads = ["part", *(head for name in times for head in (name, "share", "slowest rank"))]

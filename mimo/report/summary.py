@@ -129,6 +129,12 @@ def median(values: Floats) -> float | None:
     return float(np.median(kept)) if len(kept) else None
 
 
+def mean(values: Floats) -> float | None:
+    """Return the mean of the finite values; None if there are none."""
+    kept = finite(values)
+    return float(kept.mean()) if len(kept) else None
+
+
 def learning(run: Run) -> Learning | None:
     """Summarise the loss, or the reward in reinforcement learning; None without figures."""
     key = "reward" if run.learns_from_rewards else "lm loss"
@@ -188,25 +194,18 @@ def module_times(run: Run) -> dict[str, ModuleTime]:
 
     # Encoder prefetch on the stream that computes is a part of the encoder's forward part. On a stream of its own it is
     # not, and shows where it took longer than that part: then all of it counts as beside the parts.
-    ahead = finite(table.get("encoder-prefetch-s"))
-    forward = [finite(table.get(f"timeline/{module}/{Kind.FORWARD}-max-s"))
-               for module in run.modules if module != LANGUAGE]
-    most_s = max((float(values.mean()) for values in forward if len(values)), default=0.0)
-    ahead_s = float(ahead.mean()) if len(ahead) else 0.0
+    ahead_s = mean(table.get("encoder-prefetch-s")) or 0.0
+    most_s = max((mean(table.get(f"timeline/{module}/{Kind.FORWARD}-max-s")) or 0.0
+                  for module in run.modules if module != LANGUAGE), default=0.0)
     beside_s = ahead_s if ahead_s > PREFETCH_SLACK * most_s else 0.0
 
     for module in run.modules:
-        step = finite(table.get(f"timeline/{module}/step-s"))
-        if not len(step):
-            continue
-        parts = {}
-        for part in ORDER:
-            values = finite(table.get(f"timeline/{module}/{part}-s"))
-            if len(values):
-                parts[part] = float(values.mean())
-        late = finite(table.get(f"timeline/{module}/host-bound-s"))
-        found[module] = ModuleTime(parts, float(step.mean()), 0.0 if module == LANGUAGE else beside_s,
-                                   float(late.mean()) if len(late) else 0.0)
+        step_s = mean(table.get(f"timeline/{module}/step-s"))
+        if step_s is not None:
+            means = {part: mean(table.get(f"timeline/{module}/{part}-s")) for part in ORDER}
+            found[module] = ModuleTime({part: value for part, value in means.items() if value is not None}, step_s,
+                                       0.0 if module == LANGUAGE else beside_s,
+                                       mean(table.get(f"timeline/{module}/host-bound-s")) or 0.0)
     return found
 
 
@@ -275,11 +274,6 @@ KIND_OF_RL: Mapping[str, str] = {
 SLACK = 1.02
 
 
-def _mean(run: Run, key: str) -> float:
-    values = finite(typical(run.steps).get(key))
-    return float(np.mean(values)) if len(values) else 0.0
-
-
 def rl_parts(run: Run) -> tuple[dict[str, float], float, float]:
     """Return where an iteration went.
 
@@ -291,12 +285,13 @@ def rl_parts(run: Run) -> tuple[dict[str, float], float, float]:
     """
     if not run.steps.has("rollout-wait-s"):
         return {}, 0.0, 0.0
-    total, waited = _mean(run, "iteration-time"), _mean(run, "rollout-wait-s")
-    engine = {name: _mean(run, key) for key, name in ENGINE_PARTS.items()}
+    table = typical(run.steps)
+    total, waited = (mean(table.get(key)) or 0.0 for key in ("iteration-time", "rollout-wait-s"))
+    engine = {name: mean(table.get(key)) or 0.0 for key, name in ENGINE_PARTS.items()}
     # With rollouts beside the update, the engine's times overlap the trainer's and say nothing about its waits.
     in_turn = sum(engine.values()) <= SLACK * waited
     parts = engine | {WAIT: max(waited - sum(engine.values()), 0.0)} if in_turn else {WAIT: waited}
-    parts |= {name: _mean(run, key) for key, name in OWN_PARTS.items()}
+    parts |= {name: mean(table.get(key)) or 0.0 for key, name in OWN_PARTS.items()}
     parts["rest"] = max(total - sum(parts.values()), 0.0)
     return {name: value for name, value in parts.items() if value > 0}, total, waited
 

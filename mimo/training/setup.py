@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from megatron.core.utils import get_model_config, unwrap_model
 
 from mimo.bridge.disjoint import Bridge
@@ -29,7 +30,6 @@ from mimo.model.build import BuiltModel, build_model, layer_impl, params_dtype
 from mimo.model.deepstack import stage_levels
 from mimo.model.submodule import VisionSubmodule
 from mimo.observability.clock import DeviceClock, HostClock
-from mimo.observability.profiler import nvtx_range
 from mimo.observability.spans import ScheduleSpans, Spans, Trace
 from mimo.observability.startup import STARTUP, Phase
 from mimo.platform.base import Platform
@@ -64,7 +64,7 @@ def setup_trainer(config: RunConfig, provider: ModelProvider, grids: Grids, plat
         clock = DeviceClock() if platform.name == "cuda" else HostClock()
     spans = Spans(clock, {name: grids.layout.grids[name].coordinates(grids.rank)["pp"] for name in grids.modules})
     if config.observe.nvtx:
-        spans.listen(nvtx_range)
+        spans.listen(torch.cuda.nvtx.range)  # Nsight Systems shows them
     schedule_spans = ScheduleSpans(spans)
     built = build_model(config, provider, grids, platform, watchdog, spans)
     STARTUP.enter(Phase.GROUPS)
