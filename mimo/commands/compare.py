@@ -7,7 +7,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class StoredInfo:
         return math.prod(self.shape)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Row:
     """Tensors of a module that differ only in their layer or expert, as one row of a table.
 
@@ -80,42 +80,23 @@ class Row:
         return self.count * math.prod(self.shape)
 
 
-@dataclass
-class _Group:
-    prefix: str
-    rest: str
-    rows: list[Row] = field(default_factory=list)
-    layers: list[int] = field(default_factory=list)
-
-    def row(self) -> Row:
-        first = self.rows[0]
-        name = f"{self.prefix}{_ranges(self.layers)}.{self.rest}" if self.layers else first.name
-        return Row(name, sum(row.count for row in self.rows), first.shape, first.dtype,
-                   sum(row.num_bytes for row in self.rows))
-
-
 def rows_of(tensors: Iterable[StoredInfo]) -> list[Row]:
     """Combine tensors that differ only in the number of their layer or expert, in the order of the first of them."""
-    groups: dict[tuple[object, ...], _Group] = {}
+    # Number of the layer, number of tensors and bytes of each stored tensor.
+    groups: dict[tuple[str, str, tuple[int, ...], str], list[tuple[int, int, int]]] = {}
     for tensor in tensors:
-        row = _row(tensor)
-        layer = split_layer(row.name)
-        if layer is None:
-            groups[row.name, row.shape, row.dtype] = _Group("", "", [row])
-            continue
-        prefix, number, rest = layer
-        group = groups.setdefault((prefix, rest, row.shape, row.dtype), _Group(prefix, rest))
-        group.rows.append(row)
-        group.layers.append(number)
-    return [group.row() for group in groups.values()]
-
-
-def _row(tensor: StoredInfo) -> Row:
-    """Return the row of a stored tensor, whose stacked axes become ranges in the name."""
-    stacked = num_stacked_axes(tensor.name)
-    axes, shape = tensor.shape[:stacked], tensor.shape[stacked:]
-    name = global_name(tensor.name, [_ranges(range(size)) for size in axes])
-    return Row(name, math.prod(axes), shape, tensor.dtype, tensor.num_bytes)
+        stacked = num_stacked_axes(tensor.name)
+        axes, shape = tensor.shape[:stacked], tensor.shape[stacked:]
+        # Stacked axes become ranges in the name.
+        name = global_name(tensor.name, [_ranges(range(size)) for size in axes])
+        prefix, number, rest = split_layer(name) or (name, 0, "")
+        groups.setdefault((prefix, rest, shape, tensor.dtype), []).append((number, math.prod(axes), tensor.num_bytes))
+    rows = []
+    for (prefix, rest, shape, dtype), members in groups.items():
+        numbers, counts, sizes = zip(*members, strict=True)
+        name = f"{prefix}{_ranges(numbers)}.{rest}" if rest else prefix
+        rows.append(Row(name, sum(counts), shape, dtype, sum(sizes)))
+    return rows
 
 
 def _ranges(numbers: Iterable[int]) -> str:

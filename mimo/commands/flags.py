@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -169,38 +169,30 @@ class AskFlags:
 Flags = InspectFlags | ExportFlags | ImportFlags | PlanFlags | ConvertDataFlags | AskFlags
 
 
-@dataclass(frozen=True)
-class CommandLine:
-    """The command that was typed.
-
-    Attributes:
-        flags: its flags.
-        run_flags: words after a lone `--`. For `mimo plan`, also every flag that it does not know.
-    """
-
-    flags: Flags
-    run_flags: list[str] = field(default_factory=list)
-
-
 COMMANDS: dict[str, Callable[..., Any]] = {"inspect": InspectFlags, "export": ExportFlags, "import": ImportFlags,
                                             "plan": PlanFlags, "convert-data": ConvertDataFlags, "ask": AskFlags}
 
 
-def parse_command(argv: list[str]) -> CommandLine:
-    """Parse a command line. Exits after --help, and with code 2 if the line is wrong."""
+def parse_command(argv: list[str]) -> tuple[Flags, list[str]]:
+    """Parse a command line. Exits after --help, and with code 2 if the line is wrong.
+
+    Returns:
+        The flags of the command that was typed, and the words after a lone `--`. For `mimo plan`, the latter also have
+        every flag that it does not know.
+    """
     own, run_flags = argv, []
     if "--" in argv:
         place = argv.index("--")
         own, run_flags = argv[:place], argv[place + 1:]
     if own[:1] == ["plan"] and not {"-h", "--help"} & set(own):
         flags, unknown = tyro.cli(PlanFlags, prog="mimo plan", args=own[1:], return_unknown_args=True)
-        return CommandLine(flags, [*unknown, *run_flags])
+        return flags, [*unknown, *run_flags]
     flags = tyro.extras.subcommand_cli_from_dict(
         COMMANDS, prog="mimo", args=own or ["--help"], config=(tyro.conf.OmitArgPrefixes,),
         description="Commands around training: look into a checkpoint, convert checkpoints to and from Hugging Face "
                     "folders, predict which layout is fastest, write files of conversations as shards, and ask a model "
                     "about an image. `mimo COMMAND --help` lists the flags of a command.")
-    return CommandLine(flags, run_flags)
+    return flags, run_flags
 
 
 # Folders that the commands read. They are looked for before torch and Megatron are imported, which takes seconds.

@@ -28,9 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     """
     # A provider named pkg.module:attr may lie in the folder the command was typed in.
     sys.path.append(os.getcwd())
-    line = parse_command(sys.argv[1:] if argv is None else argv)
+    flags, run_flags = parse_command(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(line.flags, line.run_flags)
+        return _run(flags, run_flags)
     except BrokenPipeError:
         # The reader of a pipe (`| head`) has seen enough; nothing may be written when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -20,13 +20,7 @@ from mimo.data.context import with_part
 from mimo.data.sources import ReaderSource, RoutedSource, Source, StreamSource, order_by_pixels
 from mimo.grid.lanes import Need, data_request, has_cheap_ends, lanes_read_by, needs_of, sequence_multiple
 from mimo.grid.spec import Layout
-from mimo.protocols import (
-    LANGUAGE,
-    DataProvider,
-    DataRequest,
-    ModelProvider,
-    RoutedDataProvider,
-)
+from mimo.protocols import LANGUAGE, DataProvider, ModelProvider, RoutedDataProvider
 from mimo.watchdog.status import LoaderStatus
 
 
@@ -237,44 +231,6 @@ class StepLoader:
             self._pool = None
 
 
-def open_source(layout: Layout, rank: int, data_provider: DataProvider | RoutedDataProvider, data_config: Any,
-                request: DataRequest, *, lane_loader: str, microbatch_order: str, num_microbatches: int,
-                host: dist.ProcessGroup | None, tag: int) -> Source:
-    """Open the data of one rank. Collective over the world where lanes are routed.
-
-    Args:
-        layout: all grids; must be valid.
-        rank: this process.
-        data_provider: the data set.
-        data_config: its flags.
-        request: the run's request to the data set.
-        lane_loader: `routed` or `per-lane`, for a data set that is costly to read.
-        microbatch_order: `images` or `read`, see `mimo.grid.lanes.has_cheap_ends`; of the split `train` only.
-        num_microbatches: microbatches of an iteration.
-        host: gloo group of the whole world, needed where lanes are routed over several ranks.
-        tag: distinguishes this source's messages from those of other open sources of the group.
-
-    Raises:
-        ValueError: the data set refuses the configuration.
-    """
-    # An evaluation tells from a sample's place whether the split has ended before it.
-    ordered = request.split == "train" and has_cheap_ends(microbatch_order, layout, data_provider)
-    rows: dict[str, Any] = {"micro_batch_size": request.micro_batch_size, "num_microbatches": num_microbatches,
-                            "order": partial(order_by_pixels, request.tokens) if ordered else list}
-    needs = needs_of(layout, rank, request.micro_batch_size)
-    if not isinstance(data_provider, RoutedDataProvider):
-        return StreamSource(data_provider, data_config, request.tokens, needs, lanes=request.num_lanes,
-                            seed=request.seed, split=request.split, sequence_multiple=request.sequence_multiple,
-                            **rows)
-    if lane_loader == "per-lane" or layout.world_size == 1:
-        lanes = tuple(sorted({need.share.lane for need in needs}))
-        return ReaderSource(data_provider.reader(data_config, request, lanes), lanes, needs, **rows)
-    assert host is not None, "routed lanes need the host group"
-    own = lanes_read_by(layout, rank)
-    local = ReaderSource(data_provider.reader(data_config, request, own), own, (), **rows) if own else None
-    return RoutedSource(local, layout, rank, request.micro_batch_size, HostChannel(host, tag))
-
-
 def open_loader(layout: Layout, rank: int, *, model_provider: ModelProvider, model_config: Any,
                 data_provider: DataProvider | RoutedDataProvider, data_config: Any, micro_batch_size: int,
                 num_microbatches: int, seq_length: int, seed: int, split: str = "train",
@@ -294,10 +250,10 @@ def open_loader(layout: Layout, rank: int, *, model_provider: ModelProvider, mod
         seq_length: most tokens of a sample after image expansion and padding.
         seed: seed of the sample order.
         split: `train` or `valid`.
-        lane_loader: see `open_source`.
-        microbatch_order: see `open_source`.
-        host: see `open_source`.
-        tag: see `open_source`.
+        lane_loader: `routed` or `per-lane`, for a data set that is costly to read.
+        microbatch_order: `images` or `read`, see `mimo.grid.lanes.has_cheap_ends`; of the split `train` only.
+        host: gloo group of the whole world, needed where lanes are routed over several ranks.
+        tag: distinguishes this loader's messages from those of other open loaders of the group.
         loader: more arguments of `StepLoader`.
 
     Raises:
@@ -305,8 +261,23 @@ def open_loader(layout: Layout, rank: int, *, model_provider: ModelProvider, mod
     """
     request = data_request(layout, model_provider, model_config, micro_batch_size=micro_batch_size,
                            seq_length=seq_length, seed=seed, split=split)
-    source = open_source(layout, rank, data_provider, data_config, request, lane_loader=lane_loader,
-                         microbatch_order=microbatch_order, num_microbatches=num_microbatches, host=host, tag=tag)
+    # An evaluation tells from a sample's place whether the split has ended before it.
+    ordered = split == "train" and has_cheap_ends(microbatch_order, layout, data_provider)
+    rows: dict[str, Any] = {"micro_batch_size": micro_batch_size, "num_microbatches": num_microbatches,
+                            "order": partial(order_by_pixels, request.tokens) if ordered else list}
+    needs = needs_of(layout, rank, micro_batch_size)
+    source: Source
+    if not isinstance(data_provider, RoutedDataProvider):
+        source = StreamSource(data_provider, data_config, request.tokens, needs, lanes=request.num_lanes, seed=seed,
+                              split=split, sequence_multiple=request.sequence_multiple, **rows)
+    elif lane_loader == "per-lane" or layout.world_size == 1:
+        lanes = tuple(sorted({need.share.lane for need in needs}))
+        source = ReaderSource(data_provider.reader(data_config, request, lanes), lanes, needs, **rows)
+    else:
+        assert host is not None, "routed lanes need the host group"
+        own = lanes_read_by(layout, rank)
+        local = ReaderSource(data_provider.reader(data_config, request, own), own, (), **rows) if own else None
+        source = RoutedSource(local, layout, rank, micro_batch_size, HostChannel(host, tag))
     return StepLoader(layout, rank, source, model_provider=model_provider, model_config=model_config,
                       micro_batch_size=micro_batch_size, num_microbatches=num_microbatches, seq_length=seq_length,
                       **loader)

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from mimo.grid.lanes import has_eight_bit_pixels
 from mimo.grid.spec import GridSpec, LaneShare, lane_shares
 from mimo.grid.windows import BACKWARD_COST, WindowSchedule, deal_in_order, deal_iteration
 from mimo.planner.costs import GIB
-from mimo.planner.simulation import BACKWARD, FORWARD, Stage
+from mimo.planner.simulation import BACKWARD, FORWARD, Stage, Work
 from mimo.planner.workload import Microbatches
 from mimo.protocols import LANGUAGE
 
@@ -40,9 +40,9 @@ def order_of_work(schedule: WindowSchedule) -> tuple[tuple[str, int], ...]:
         order.extend([*((FINISH, window) for window in finished), *((ENCODE, window) for window in encoded)])
         return ()
 
-    def work(kind: str, microbatch: int) -> float:
+    def work(kind: str, microbatch: int) -> Work:
         order.append((kind, microbatch))
-        return 0.0
+        return Work()
 
     turn(([], schedule.at_start()))
     Stage(schedule.stage, schedule.num_stages, schedule.num_microbatches, work,
@@ -52,16 +52,6 @@ def order_of_work(schedule: WindowSchedule) -> tuple[tuple[str, int], ...]:
           before_backward=lambda microbatch: turn(schedule.before_backward(microbatch))).program()
     turn((schedule.at_end(), []))
     return tuple(order)
-
-
-class Work(NamedTuple):
-    """A pass of an encoder: seconds on the device, and seconds in which the host launches it."""
-
-    seconds: float = 0.0
-    host_s: float = 0.0
-
-    def and_then(self, other: Work) -> Work:
-        return Work(self.seconds + other.seconds, self.host_s + other.host_s)
 
 
 class Windows:

@@ -20,9 +20,9 @@ from mimo.grid.dry_run import parameters_per_rank
 from mimo.grid.lanes import row_length
 from mimo.grid.spec import GridSpec, Layout, lane_shares
 from mimo.grid.windows import WindowSchedule
-from mimo.planner.activations import Windows, Work, peak
+from mimo.planner.activations import Windows, peak
 from mimo.planner.costs import GIB, LATENCY_S, Costs
-from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, links_of, simulate
+from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, Work, links_of, simulate
 from mimo.planner.workload import Microbatches, SampleSize, iterations, longest_in_windows
 from mimo.protocols import LANGUAGE
 
@@ -247,11 +247,10 @@ class Step:
         if dealt is not None and self.config.model.encoder_recompute != "full":
             encoding += dealt.again_s() / encoder.dp
         lengths = max(self.lengths(batch), key=sum)
-        passes = [partial(self._stage_s, lengths, stage) for stage in range(stages)]
-        alone = simulate({stage: Stage(stage, stages, count, each, *links_of(LANGUAGE, stage, stages),
-                                       launches=partial(self._launch_s, lengths, stage)).program()
+        passes = [partial(self._stage_work, lengths, stage) for stage in range(stages)]
+        alone = simulate({stage: Stage(stage, stages, count, each, *links_of(LANGUAGE, stage, stages)).program()
                           for stage, each in enumerate(passes)})
-        busiest = max(sum(each(kind, number) for number in range(count) for kind in PASSES) for each in passes)
+        busiest = max(sum(each(kind, number).seconds for number in range(count) for kind in PASSES) for each in passes)
         return max(alone.seconds, busiest + encoding)
 
     def lengths(self, batch: Microbatches) -> list[list[int]]:
@@ -259,11 +258,8 @@ class Step:
         return [[self._padded(max(sample.num_tokens for sample in rows)) for rows in lane]
                 for lane in zip(*batch, strict=True)]
 
-    def _stage_s(self, lengths: Sequence[int], stage: int, kind: str, microbatch: int) -> float:
-        return self.language_s(kind, stage, lengths[microbatch])
-
-    def _launch_s(self, lengths: Sequence[int], stage: int, kind: str, microbatch: int) -> float:
-        return self.launch_s(kind, stage, lengths[microbatch])
+    def _stage_work(self, lengths: Sequence[int], stage: int, kind: str, microbatch: int) -> Work:
+        return Work(self.language_s(kind, stage, lengths[microbatch]), self.launch_s(kind, stage, lengths[microbatch]))
 
     def programs(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
         """Return the program of each worker for one iteration."""
@@ -313,21 +309,17 @@ class Step:
         programs: dict[Hashable, list[Action]] = {}
         stages, lengths = self.layout.language.pp, self.lengths(batch)
         for (lane,) in self._heaviest(batch, 1):
-            def first(kind: str, microbatch: int, lane: int = lane) -> float:
-                return self._stage_s(lengths[lane], 0, kind, microbatch) + sum(
-                    self.encoder_s(kind, encoder, self.images(batch[microbatch][lane]))
-                    for encoder in self.layout.encoders)
-
-            def launches(kind: str, microbatch: int, lane: int = lane) -> float:
-                return self._launch_s(lengths[lane], 0, kind, microbatch) + sum(
-                    self.encoder_launch_s(kind, encoder, self.images(batch[microbatch][lane]))
-                    for encoder in self.layout.encoders)
+            def first(kind: str, microbatch: int, lane: int = lane) -> Work:
+                images = self.images(batch[microbatch][lane])
+                work = self._stage_work(lengths[lane], 0, kind, microbatch)
+                for encoder in self.layout.encoders:
+                    work = work.and_then(Work(self.encoder_s(kind, encoder, images),
+                                              self.encoder_launch_s(kind, encoder, images)))
+                return work
 
             for stage in range(stages):
-                seconds = partial(self._stage_s, lengths[lane], stage) if stage else first
-                programs[lane, stage] = Stage(
-                    stage, stages, len(batch), seconds, *links_of(lane, stage, stages),
-                    launches=partial(self._launch_s, lengths[lane], stage) if stage else launches).program()
+                work = partial(self._stage_work, lengths[lane], stage) if stage else first
+                programs[lane, stage] = Stage(stage, stages, len(batch), work, *links_of(lane, stage, stages)).program()
         return programs
 
     def _colocated(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
@@ -347,8 +339,8 @@ class Step:
                                       for replica in replicas)
                         images = Action(slowest.seconds, posts=((members, kind, microbatch),),
                                         awaits=((members, kind, microbatch),), label=ENCODING, host_s=slowest.host_s)
-                        own = Action(self._stage_s(lengths[lane], 0, kind, microbatch), label=LANGUAGE,
-                                     host_s=self._launch_s(lengths[lane], 0, kind, microbatch))
+                        seconds, host_s = self._stage_work(lengths[lane], 0, kind, microbatch)
+                        own = Action(seconds, label=LANGUAGE, host_s=host_s)
                         program += [images, own] if kind == FORWARD else [own, images]
         return programs
 
@@ -389,9 +381,8 @@ class Step:
                 return lambda microbatch: take(due(microbatch))
 
             passes = Stage(
-                stage, stages, len(batch), partial(self._stage_s, lengths, stage), *links_of(0, stage, stages),
-                label=LANGUAGE, launches=partial(self._launch_s, lengths, stage),
-                before_forward=at(schedule.before), after_forward=at(schedule.after),
+                stage, stages, len(batch), partial(self._stage_work, lengths, stage), *links_of(0, stage, stages),
+                label=LANGUAGE, before_forward=at(schedule.before), after_forward=at(schedule.after),
                 after_backward=at(schedule.after_backward), before_backward=at(schedule.before_backward)).program()
             programs[stage] = [*turn(([], schedule.at_start())), *passes, *turn((schedule.at_end(), []))]
         return programs
@@ -419,14 +410,13 @@ class Step:
             links = {(replica, lane): ("bridge", replica, lane) for replica in replicas for lane in members}
             for replica in replicas:
                 for stage in range(encoder.pp):
-                    def encode(kind: str, microbatch: int, replica: int = replica, field: int = 0) -> float:
-                        return self._replica_work(kind, encoder, replica, batch[microbatch])[field]
+                    def encode(kind: str, microbatch: int, replica: int = replica) -> Work:
+                        return self._replica_work(kind, encoder, replica, batch[microbatch])
 
                     before, after = links_of(("encoder", replica), stage, encoder.pp)
                     out = tuple(links[replica, lane] for lane in members) if stage == encoder.pp - 1 else after
                     programs["encoder", replica, stage] = Stage(
                         stage, stages, count, encode, before, out, label=ENCODING, takes_gradients=trains,
-                        launches=partial(encode, field=1),
                         run_ahead=ahead, prefetch=self.config.train.encoder_prefetch_depth,
                         buffered=out if ahead and stage == encoder.pp - 1 else ()).program()
             for lane in members:
@@ -434,9 +424,8 @@ class Step:
                     before, after = links_of(lane, stage, language.pp)
                     into = tuple(links[replica, lane] for replica in replicas) if stage == 0 else before
                     programs[lane, stage] = Stage(
-                        encoder.pp + stage, stages, count, partial(self._stage_s, lengths[lane], stage), into, after,
-                        label=LANGUAGE, launches=partial(self._launch_s, lengths[lane], stage),
-                        sends_gradients=trains or stage > 0,
+                        encoder.pp + stage, stages, count, partial(self._stage_work, lengths[lane], stage), into,
+                        after, label=LANGUAGE, sends_gradients=trains or stage > 0,
                         buffered=into if ahead and stage == 0 else ()).program()
         return programs
 

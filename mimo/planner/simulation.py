@@ -167,15 +167,21 @@ def one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int,
     return [*order, *((BACKWARD, microbatch) for microbatch in range(num_microbatches - warmup, num_microbatches))]
 
 
+class Work(NamedTuple):
+    """A pass: seconds on the device, and seconds in which the host launches it."""
+
+    seconds: float = 0.0
+    host_s: float = 0.0
+
+    def and_then(self, other: Work) -> Work:
+        return Work(self.seconds + other.seconds, self.host_s + other.host_s)
+
+
 Hook = Callable[[int], Iterable[Action]]
 
 
 def _nothing(microbatch: int) -> Iterable[Action]:
     return ()
-
-
-def _no_time(kind: str, microbatch: int) -> float:
-    return 0.0
 
 
 @dataclass
@@ -185,10 +191,9 @@ class Stage:
     Attributes:
         stage, num_stages: its position in the pipeline, counted over all modules that follow each other.
         num_microbatches: microbatches of the iteration.
-        seconds: returns the seconds of a pass, by kind (`FORWARD`, `BACKWARD`) and microbatch.
+        work: returns a pass, by kind (`FORWARD`, `BACKWARD`) and microbatch.
         inputs, outputs: names of the links to the stages before and after; several if lanes share an encoder.
         label: label of its work, see `Action`.
-        launches: returns the seconds that the host needs to launch a pass, by kind and microbatch.
         sends_gradients: whether gradients go back to the stage before this one.
         takes_gradients: whether gradients come from the stage after this one.
         run_ahead: see `one_forward_one_backward`.
@@ -204,11 +209,10 @@ class Stage:
     stage: int
     num_stages: int
     num_microbatches: int
-    seconds: Callable[[str, int], float]
+    work: Callable[[str, int], Work]
     inputs: tuple[Hashable, ...] = ()
     outputs: tuple[Hashable, ...] = ()
     label: str = ""
-    launches: Callable[[str, int], float] = _no_time
     sends_gradients: bool = True
     takes_gradients: bool = True
     run_ahead: int = 0
@@ -254,7 +258,8 @@ class Stage:
         return self._work(FORWARD, (sent + self.prefetch) % self.num_microbatches)
 
     def _work(self, kind: str, microbatch: int) -> Action:
-        return Action(self.seconds(kind, microbatch), label=self.label, host_s=self.launches(kind, microbatch))
+        seconds, host_s = self.work(kind, microbatch)
+        return Action(seconds, label=self.label, host_s=host_s)
 
     def _call(self, sent: tuple[str, int] | None = None, received: tuple[str, int] | None = None) -> Action:
         posts: list[Hashable] = []

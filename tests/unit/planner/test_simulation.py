@@ -14,6 +14,7 @@ from mimo.planner.simulation import (
     FORWARD,
     Action,
     Stage,
+    Work,
     links_of,
     one_forward_one_backward,
     simulate,
@@ -23,10 +24,10 @@ from mimo.planner.simulation import (
 def pipeline(stages: int, microbatches: int, forward_s: float, backward_s: float, *, slow: int = -1,
              delay_s: float = 0.0) -> float:
     """Seconds of a pipeline of equal stages, one of which may be slower."""
-    def seconds(stage: int) -> Callable[[str, int], float]:
-        return lambda kind, microbatch: (forward_s if kind == FORWARD else backward_s) + delay_s * (stage == slow)
+    def work(stage: int) -> Callable[[str, int], Work]:
+        return lambda kind, _: Work((forward_s if kind == FORWARD else backward_s) + delay_s * (stage == slow))
 
-    programs = {stage: Stage(stage, stages, microbatches, seconds(stage),
+    programs = {stage: Stage(stage, stages, microbatches, work(stage),
                              ((stage - 1,),) if stage else (), ((stage,),) if stage < stages - 1 else ()).program()
                 for stage in range(stages)}
     return simulate(programs).seconds
@@ -53,12 +54,12 @@ def test_the_slowest_stage_sets_the_pace() -> None:
 ])
 def test_an_encoder_that_runs_ahead_of_twelve_microbatches(encoder_s, language_s, stages, shares):
     for ahead, share in enumerate(shares):
-        def seconds(stage: int) -> Callable[[str, int], float]:
+        def work(stage: int) -> Callable[[str, int], Work]:
             whole = language_s if stage else encoder_s
-            return lambda kind, microbatch: whole / 3 if kind == FORWARD else whole * 2 / 3
+            return lambda kind, _: Work(whole / 3 if kind == FORWARD else whole * 2 / 3)
 
         programs = {
-            stage: Stage(stage, stages + 1, 12, seconds(stage), ((stage - 1,),) if stage else (),
+            stage: Stage(stage, stages + 1, 12, work(stage), ((stage - 1,),) if stage else (),
                          ((stage,),) if stage < stages else (), run_ahead=0 if stage else ahead,
                          buffered=((0,),) if ahead and stage < 2 else ()).program()
             for stage in range(stages + 1)}
@@ -70,7 +71,7 @@ def test_an_encoder_that_runs_ahead_of_twelve_microbatches(encoder_s, language_s
 def test_an_encoder_may_be_one_microbatch_ahead_if_senders_wait_for_receivers(
         ahead: int, stops: bool, encoder_stages: int, language_stages: int) -> None:
     stages = encoder_stages + language_stages
-    programs = {stage: Stage(stage, stages, 12, lambda kind, microbatch: 1.0, *links_of("link", stage, stages),
+    programs = {stage: Stage(stage, stages, 12, lambda kind, microbatch: Work(1.0), *links_of("link", stage, stages),
                              run_ahead=ahead if stage < encoder_stages else 0).program() for stage in range(stages)}
     with pytest.raises(ValueError, match="wait for each other") if stops else nullcontext():
         simulate(programs)
