@@ -52,12 +52,7 @@ def config_of_checkpoint(common: Mapping[str, Any], folder: Path, run_flags: Seq
 
     Its sizes are those that the checkpoint stores; where it is of an older version, those of the flags that it was
     saved with. The data set is that of the run, and None where its provider is not built in and was not typed, or is
-    one of train_rl.py. Everything else that a run has stays at its defaults.
-
-    Args:
-        common: the checkpoint's common state.
-        folder: the checkpoint, for messages.
-        run_flags: flags that replace its own.
+    one of train_rl.py. Everything else that a run has stays at its defaults. `run_flags` replace its own.
 
     Raises:
         ValueError: it names a provider that is not built in or not there, has unknown flags, or there is none; flags

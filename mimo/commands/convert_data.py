@@ -17,11 +17,6 @@ class ShardWriter(Protocol):
     def write_shards(self, config: Any, out: Path, samples_per_shard: int) -> str:
         """Write all splits as shards that --dataset-provider energon reads as the same samples.
 
-        Args:
-            config: the data set's flags.
-            out: folder to write.
-            samples_per_shard: samples of a tar file at most.
-
         Returns:
             A description of what was written.
 

@@ -242,12 +242,9 @@ def pretrained_folder(path: str) -> Path:
 
 
 def checkpoint_folder(path: str, step: int | None, command: str) -> Path:
-    """Find the folder of a checkpoint. Nothing is changed, because a run may be saving there.
+    """Find a checkpoint, from a folder of checkpoints or its own folder, at the iteration of `--ckpt-step`.
 
-    Args:
-        path: a folder of checkpoints, or a checkpoint's own folder.
-        step: value of `--ckpt-step`.
-        command: name of the command, for messages.
+    Nothing is changed, because a run may be saving there.
 
     Raises:
         ValueError: there is no such checkpoint.

@@ -20,9 +20,6 @@ from mimo.commands.flags import (
 def main(argv: list[str] | None = None) -> int:
     """Run one command.
 
-    Args:
-        argv: words after `mimo`; None for those of `sys.argv`.
-
     Returns:
         The exit code: 0, 1 where `--verify` found damage, 2 for something that cannot be done.
     """

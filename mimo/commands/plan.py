@@ -41,10 +41,6 @@ LAYOUT_SECTIONS: Mapping[str, Sequence[str] | None] = {
 def plan(flags: PlanFlags, run_flags: list[str]) -> int:
     """Run the command.
 
-    Args:
-        flags: its own flags.
-        run_flags: flags of train_hetero.py.
-
     Returns:
         0, or 1 if no layout fits.
 

@@ -175,9 +175,7 @@ class TokenizedDataProvider(Protocol):
     def with_tokenizer(self, config: Any, folders: Sequence[str]) -> Any:
         """Return the flags with a tokenizer filled in.
 
-        Args:
-            config: the data set's flags.
-            folders: Hugging Face folders of the model, the preferred one first.
+        The Hugging Face folders are those of the model, the preferred one first.
         """
         ...
 

@@ -135,11 +135,7 @@ FOREIGN_FLAGS = {
 
 
 def hint_for(flag: str) -> str | None:
-    """Return advice on a flag that this run does not have, or None if there is none.
-
-    Args:
-        flag: such as `--learning-rate`; `--no-x` is looked up as `--x` too.
-    """
+    """Return advice on a flag that this run does not have, or None. `--no-x` is looked up as `--x` too."""
     for name in (flag, "--" + flag.removeprefix("--no-")):
         owners = _owners(name[2:].replace("-", "_"))
         if owners:
@@ -152,9 +148,7 @@ def hint_for(flag: str) -> str | None:
 def refuse_foreign_flags(argv: Iterable[str], known: Iterable[str]) -> None:
     """Raise one ValueError that lists the unknown flags of a command line for which there is a hint.
 
-    Args:
-        argv: the command line.
-        known: names of the run's fields, such as `micro_batch_size`.
+    `known` has the names of the run's fields, such as `micro_batch_size`.
     """
     known_fields, hints = set(known), {}
     for word in argv:

@@ -181,11 +181,6 @@ class RlRunConfig(RunConfig):
 def validate_rl(config: RlRunConfig, world_size: int, rank: int = 0) -> Layout:
     """Check a whole run and return the trainer's layout. The first rank also opens the prompts.
 
-    Args:
-        config: the run.
-        world_size: number of trainer ranks.
-        rank: this rank.
-
     Raises:
         ValueError: the first thing found wrong, naming flags, values and what would fit.
     """

@@ -30,9 +30,7 @@ def flag_name(field: str) -> str:
 def read(path: str, sections: Collection[str]) -> dict[str, Any]:
     """Return the field names and raw values of one file. Tables only group keys: any key may be in any table.
 
-    Args:
-        path: the TOML file.
-        sections: names of the run's sections. A table must have one of these names or one of `MORE_TABLES`.
+    A table must be named after one of the run's sections or be one of `MORE_TABLES`.
 
     Raises:
         ValueError: the file cannot be read, is not TOML, has another table, or sets a field twice.

@@ -44,11 +44,7 @@ CHECKED_SAMPLES = 64
 def check_observe(flags: ObserveConfig, world_size: int, length: int | None, *, dry_run: bool) -> None:
     """Check the flags of logging and measurement against the rest of the run.
 
-    Args:
-        flags: the flags.
-        world_size: number of ranks.
-        length: length of the run in iterations; None for a dry run without one.
-        dry_run: whether nothing will be trained, so that packages may be missing on this machine.
+    On a dry run, which may have no length, packages may be missing.
 
     Raises:
         ValueError: the first thing found wrong.
@@ -63,12 +59,7 @@ def check_observe(flags: ObserveConfig, world_size: int, length: int | None, *, 
 
 
 def check_device(flags: ObserveConfig, device: str) -> None:
-    """Refuse flags that need a GPU on a run without one. Raises ValueError.
-
-    Args:
-        flags: the flags.
-        device: `cuda` or `cpu`.
-    """
+    """Refuse flags that need a GPU on a run without one. Raises ValueError."""
     if device == "cuda":
         return
     for flag, given in (("--memory-snapshot", flags.memory_snapshot), ("--nvtx", flags.nvtx)):
@@ -88,11 +79,6 @@ def check_packages(flags: ObserveConfig) -> None:
 
 def check_prefetch(config: RunConfig, layout: Layout, num_microbatches: int) -> None:
     """Check --encoder-prefetch-depth.
-
-    Args:
-        config: the run.
-        layout: its layout.
-        num_microbatches: microbatches of an iteration.
 
     Raises:
         ValueError: the depth does not fit the run; names flags and values.
@@ -147,11 +133,8 @@ def steps_ahead(depth: int, num_microbatches: int) -> int:
 def validate(config: RunConfig, world_size: int, rank: int = 0) -> Layout:
     """Check a whole run and return its layout.
 
-    Args:
-        config: the run; a dry run needs no length.
-        world_size: number of ranks.
-        rank: this rank. Data that is costly to open is checked only by the ranks that read it, among them always the
-            first one.
+    A dry run needs no length. Data that is costly to open is checked only by the ranks that read it, among them always
+    the first one.
 
     Raises:
         ValueError: the first thing found wrong, naming flags, values and what would fit.
@@ -163,10 +146,6 @@ def validate(config: RunConfig, world_size: int, rank: int = 0) -> Layout:
 
 def validate_without_data(config: RunConfig, world_size: int) -> Layout:
     """Check everything but the data of a run, which may be costly to open, and return the run's layout.
-
-    Args:
-        config: the run; a dry run needs no length.
-        world_size: number of ranks.
 
     Raises:
         ValueError: as `validate`.

@@ -22,9 +22,6 @@ def check_paths(config: RunConfig) -> None:
 
     The data set and the model family check the paths of their own flags (`mimo.config.validate`).
 
-    Args:
-        config: the validated run.
-
     Raises:
         ValueError: a path is missing or cannot be written; the message names the first one with its flag.
     """

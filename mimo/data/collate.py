@@ -65,13 +65,7 @@ class Placeholders:
 
     @classmethod
     def of(cls, provider: ModelProvider, config: Any, layout: Layout) -> Self:
-        """Find the image tokens of a model on the encoders of a layout.
-
-        Args:
-            provider: the model family.
-            config: its flags.
-            layout: all grids.
-        """
+        """Find the image tokens of a model on the encoders of a layout."""
         tokens, ids = provider.token_spec(config), provider.special_token_ids(config)
         names = [grid.name for grid in layout.encoders]
         video_ids = provider.video_token_ids(config) if isinstance(provider, VideoProvider) else {}

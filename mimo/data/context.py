@@ -19,10 +19,7 @@ from mimo.data.batch import ContextPart, TextBatch
 def positions(stops: Sequence[int], cp: int, rank: int) -> torch.Tensor:
     """Return the positions of a context-parallel rank's tokens in their row, int64 `[stops[-1] / cp]`.
 
-    Args:
-        stops: where each sequence of the row ends; each has a multiple of `2 * cp` tokens.
-        cp: context parallel size.
-        rank: context-parallel rank.
+    `stops` has the end of each sequence, whose length is a multiple of `2 * cp`.
     """
     found = []
     for start, stop in itertools.pairwise((0, *stops)):

@@ -30,11 +30,7 @@ def tiled_images(images: Sequence[np.ndarray] | None, sizes: Sequence[ImageSize]
                  dtype: torch.dtype) -> dict[str, Any]:
     """Return images that are cut into tiles, `[tiles, C, H, W]` each, as an encoder's inputs; see `EncoderBatch`.
 
-    Args:
-        images: the tiles of each image; None if only their numbers are needed.
-        sizes: size of each image.
-        tiles: how they are cut.
-        dtype: dtype of the tiles.
+    Without `images`, the inputs have only their sizes and numbers of tiles.
     """
     if not sizes:
         return {}
@@ -171,12 +167,7 @@ def split_images(inputs: Mapping[str, Any]) -> list[tuple[tuple[int, int], torch
 
 
 def join_images(pixels: Sequence[torch.Tensor], sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """Make an encoder's inputs of single images, on the device where they are.
-
-    Args:
-        pixels: of each image, as `split_images` gives them.
-        sizes: height and width of each image in pixels.
-    """
+    """Make an encoder's inputs of single images, on the device where they are."""
     if pixels[0].ndim == 3:
         return {"pixel_values": torch.stack(list(pixels))}
     if pixels[0].ndim == 4:

@@ -238,23 +238,10 @@ def open_loader(layout: Layout, rank: int, *, model_provider: ModelProvider, mod
                 host: dist.ProcessGroup | None = None, tag: int = 0, **loader: Any) -> StepLoader:
     """Open the data of one rank as microbatches. Collective over the world where lanes are routed.
 
-    Args:
-        layout: all grids; must be valid.
-        rank: this process.
-        model_provider: the model family.
-        model_config: its flags.
-        data_provider: the data set.
-        data_config: its flags.
-        micro_batch_size: samples of a lane in a microbatch.
-        num_microbatches: microbatches of an iteration.
-        seq_length: most tokens of a sample after image expansion and padding.
-        seed: seed of the sample order.
-        split: `train` or `valid`.
-        lane_loader: `routed` or `per-lane`, for a data set that is costly to read.
-        microbatch_order: `images` or `read`, see `mimo.grid.lanes.has_cheap_ends`; of the split `train` only.
-        host: gloo group of the whole world, needed where lanes are routed over several ranks.
-        tag: distinguishes this loader's messages from those of other open loaders of the group.
-        loader: more arguments of `StepLoader`.
+    `lane_loader` is `routed` or `per-lane`, for a data set that is costly to read; routed lanes need `host`, the gloo
+    group of the world, and a `tag` that no other open loader has. The split `train` has its microbatches in
+    `microbatch_order` (`mimo.grid.lanes.has_cheap_ends`). The other arguments are those of `data_request` and
+    `StepLoader`.
 
     Raises:
         ValueError: the data set refuses the configuration.

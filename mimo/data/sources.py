@@ -66,10 +66,7 @@ class Source:
 class GivenSource(Source):
     """Rows that are there already, the same for every lane and in every iteration. There is no position to save.
 
-    Args:
-        microbatches: rows of each microbatch.
-        needs: parts of lanes that this rank needs.
-        what: the rows, for messages.
+    `what` names the rows in messages.
     """
 
     def __init__(self, microbatches: Sequence[Sequence[Sample]], needs: Sequence[Need], what: str) -> None:
@@ -93,15 +90,7 @@ def order_by_pixels(tokens: TokenSpec, microbatches: list[list[Sample]]) -> list
 class StreamSource(Source):
     """Streams of an indexed data set: this rank opens every lane that it needs and skips what other ranks encode.
 
-    Args:
-        provider, config: the data set and its flags.
-        tokens: token ids and image sizes of the model.
-        needs: parts of lanes that this rank needs.
-        lanes: number of lanes.
-        seed, split: seed and split of the sample order.
-        micro_batch_size, num_microbatches: rows of a lane in a microbatch, microbatches of an iteration.
-        order: changes the order of a lane's microbatches. It sees only this rank's part of the lane.
-        sequence_multiple: see `Lane`.
+    `order` changes the order of a lane's microbatches, of which it sees only this rank's part.
     """
 
     def __init__(self, provider: DataProvider, config: Any, tokens: TokenSpec, needs: Sequence[Need], *, lanes: int,
@@ -157,12 +146,7 @@ def _share(rows: Mapping[int, list[list[Sample]]], need: Need) -> list[list[Samp
 class ReaderSource(Source):
     """Lanes that this rank reads itself, as a whole.
 
-    Args:
-        reader: reader of `lanes`.
-        lanes: numbers of the lanes.
-        needs: parts of them that this rank needs.
-        micro_batch_size, num_microbatches: rows of a lane in a microbatch, microbatches of an iteration.
-        order: changes the order of a lane's microbatches.
+    `order` changes the order of a lane's microbatches.
     """
 
     def __init__(self, reader: LaneReader, lanes: Sequence[int], needs: Sequence[Need], *, micro_batch_size: int,
@@ -218,14 +202,8 @@ class RoutedSource(Source):
     """Lanes that are read once each: by one rank, which sends every other rank the part that it needs.
 
     Messages travel in the background, one iteration ahead of training. If a reader fails, it sends its error in place
-    of the samples, so that no rank waits for a reader that has stopped.
-
-    Args:
-        local: the lanes that this rank reads; None if it reads none.
-        layout: all grids.
-        rank: this rank.
-        micro_batch_size: rows of a lane in a microbatch.
-        channel: sends to and receives from the other ranks.
+    of the samples, so that no rank waits for a reader that has stopped. `local` has the lanes that this rank reads;
+    None if it reads none.
     """
 
     def __init__(self, local: ReaderSource | None, layout: Layout, rank: int, micro_batch_size: int,
@@ -329,13 +307,7 @@ def check_bad_samples(parts: TrainerParts, dataset: DataProvider | RoutedDataPro
     """Stop every rank if the run has skipped more samples than its data set allows.
 
     A reader counts only its own lanes, and only since the process started, so the run's total decides. Collective over
-    the world if the run ends.
-
-    Args:
-        parts: this rank's trainer.
-        dataset: the data set.
-        total: samples that the run has skipped, earlier starts included; the same on all ranks.
-        microbatches: this rank's side of the last iteration.
+    the world if the run ends. `total` includes earlier starts of the run, and is the same on all ranks.
 
     Raises:
         ValueError: on the first rank. The message names the flag, its value and the last skipped samples.

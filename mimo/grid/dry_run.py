@@ -29,13 +29,7 @@ def total_parameters(shapes: Iterable[ParameterShape]) -> int:
 
 
 def parameters_per_rank(shapes: Iterable[ParameterShape], grid: GridSpec, stage: int) -> int:
-    """Count the parameters that one rank of a pipeline stage holds (the fullest one if a split is uneven).
-
-    Args:
-        shapes: every parameter of the module.
-        grid: the module's grid.
-        stage: pipeline stage, 0 to `grid.pp - 1`.
-    """
+    """Count the parameters that one rank of a pipeline stage holds (the fullest one if a split is uneven)."""
     if not 0 <= stage < grid.pp:
         raise ValueError(f"stage {stage} is not in 0-{grid.pp - 1} of grid {grid.name!r}")
     # Consecutive runs of layers whose lengths differ by at most one, unless the layout says otherwise.
@@ -75,13 +69,7 @@ def bridge_bytes(*, image_tokens: int, hidden_size: int, dtype_bytes: int) -> in
 
 
 def dry_run_report(config: RunConfig, layout: Layout, provider: ModelProvider) -> str:
-    """Return the plan of a run as text, a few dozen lines for any world size.
-
-    Args:
-        config: the validated run.
-        layout: its layout.
-        provider: the model provider that `config` names.
-    """
+    """Return the plan of a run as text, a few dozen lines for any world size."""
     parts = [*grid_parts(config, layout, provider), _batch_lines(config, layout, provider)]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 

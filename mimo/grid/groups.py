@@ -50,12 +50,7 @@ EXPERT_GROUPS = {
 
 
 def make_grid(spec: GridSpec, backend: str) -> HyperCommGrid:
-    """Make Megatron Core's grid object for `spec`, without process groups.
-
-    Args:
-        spec: sizes and first rank.
-        backend: `nccl` or `gloo`.
-    """
+    """Make Megatron Core's grid object for `spec`, without process groups."""
     grid = HyperCommGrid(
         [spec.tp, spec.cp, spec.dp, spec.pp], ["tp", "cp", "dp", "pp"], rank_offset=spec.offset, backend=backend
     )
@@ -189,10 +184,6 @@ class NodeGroups:
     A node has the ranks that torchrun has started there. If nodes have different numbers of ranks, if there is only one
     node, or if each has one rank, `host` is used for everything.
 
-    Args:
-        host: gloo group of the world.
-        timeout: time limit of the groups.
-
     Attributes:
         groups: the groups that were made here; the caller has to destroy them.
     """
@@ -219,9 +210,7 @@ class NodeGroups:
     def reduce(self, maxima: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the maxima of `maxima` and the sums of `sums` over all ranks. All ranks get the same bits.
 
-        Args:
-            maxima: float64 `[n]`, with the same `n` on every rank.
-            sums: float64 `[m]`, with the same `m` on every rank. `m` may be 0.
+        Both are float64 vectors of the same length on every rank; `sums` may be empty.
         """
         if self._node is None:
             maxima, sums = maxima.clone(), sums.clone()

@@ -102,9 +102,6 @@ def cheap_ends(costs: Sequence[float]) -> list[int]:
 
     A backward pass takes about twice as long as a forward pass, so together these two leave the language model the
     least to wait for. All others keep their order, and equal costs change nothing.
-
-    Args:
-        costs: cost of encoding each microbatch, in any unit.
     """
     last = min(reversed(range(len(costs))), key=costs.__getitem__)
     others = [number for number in range(len(costs)) if number != last]

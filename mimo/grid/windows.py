@@ -61,10 +61,6 @@ def encoding_cost(image: Image, hidden_size: int) -> float:
     """Return the relative time of an image: FLOPs of a ViT layer, `72 h^2 n + 12 h n^2`, over `72 h^2`.
 
     Unpacked images and tiles are sequences of one length, so their number is their relative time.
-
-    Args:
-        image: the image, of n patches.
-        hidden_size: width h of the encoder.
     """
     patches = image.num_patches
     return float(patches) if len(image.shape) > 2 else patches + patches**2 / (6 * hidden_size)
@@ -317,12 +313,7 @@ def busiest_turns(costs: Sequence[Sequence[float]], owners: Sequence[Sequence[in
                   num_replicas: int, *, backward: float) -> float:
     """Return the cost of the busiest replica in each turn, summed over all turns.
 
-    Args:
-        costs: cost of each image's forward pass, by window.
-        owners: the replica of each image, by window.
-        schedule: the windows; of any stage.
-        num_replicas: replicas of the encoder.
-        backward: cost of an image's backward pass, in units of that of its forward pass.
+    `owners` is what `deal_iteration` returned for the other arguments.
     """
     turns: dict[int, list[float]] = defaultdict(lambda: [0.0] * num_replicas)
     for window, (each, replicas) in enumerate(zip(costs, owners, strict=True)):

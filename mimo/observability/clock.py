@@ -79,12 +79,8 @@ def clock_offsets(hosts: list[str], rank: int, group: dist.ProcessGroup) -> list
     """Return the seconds to add to each rank's monotonic clock to get that of rank 0. Collective over `group`.
 
     The first rank of each host asks rank 0 for the time (Cristian's algorithm). The fastest of several answers is
-    assumed to be from the middle of its round trip, so that the error is at most half of the round trip.
-
-    Args:
-        hosts: `host_of_clock` of every rank.
-        rank: this rank, globally and in the group.
-        group: gloo group of the whole world.
+    assumed to be from the middle of its round trip, so that the error is at most half of the round trip. `hosts` has
+    the `host_of_clock` of every rank.
     """
     askers = [hosts.index(host) for host in dict.fromkeys(hosts)][1:]
     offset = torch.zeros(1, dtype=torch.float64)
@@ -138,8 +134,7 @@ class DeviceTimer:
     def drain_s(self, *, wait: bool = True) -> float:
         """Return the seconds measured since the last call. Call this after the results of the step were read.
 
-        Args:
-            wait: wait for unfinished work; otherwise it counts in a later call.
+        Work that has not finished counts in a later call, unless this waits for it.
         """
         seconds, left = 0.0, []
         for begin, end in self._pairs:

@@ -16,8 +16,7 @@ _CHOSEN = re.compile(r"\d{8}-\d{6}-[\w.-]+")
 def make_run_folder(*names: str) -> Path:
     """Make a folder of its own for a run: `runs/<date>-<time>-<names>`.
 
-    Args:
-        names: names of the model and data providers. `pkg.module:attr` appears as `module`.
+    The names are those of the model and data providers; `pkg.module:attr` appears as `module`.
 
     Raises:
         OSError: the folder cannot be made.

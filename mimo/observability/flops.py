@@ -157,10 +157,7 @@ class ForwardFlops:
 def forward_flops(component: FlopComponent, sums: SequenceSums, *, whole: bool = False) -> ForwardFlops:
     """Compute the FLOPs of a component's forward pass over sequences.
 
-    Args:
-        component: sizes of the component.
-        sums: the sequences of its module.
-        whole: whether causal products are computed without skipping the masked half.
+    With `whole`, causal products are computed without skipping the masked half.
     """
     factor, extra = component.tokens_per_token, component.extra_tokens
     tokens = factor * sums.tokens + extra * sums.sequences
@@ -195,16 +192,14 @@ class FlopsCounter:
     def model_flops(self, sums: Mapping[str, SequenceSums]) -> dict[str, float]:
         """Return the FLOPs that the model needs in a step, by module, forward and backward.
 
-        Args:
-            sums: sequences of each module, without padding for the language model; images for an encoder.
+        The sequences of the language model exclude padding; those of an encoder are images.
         """
         return self._by_module(sums, hardware=False)
 
     def hardware_flops(self, sums: Mapping[str, SequenceSums]) -> dict[str, float]:
         """Return the FLOPs that are computed in a step, by module, forward and backward.
 
-        Args:
-            sums: sequences of each module, with padding for the language model (`SequenceSums.of_rows`).
+        The sequences of the language model include padding (`SequenceSums.of_rows`).
         """
         return self._by_module(sums, hardware=True)
 
@@ -215,9 +210,7 @@ class FlopsCounter:
     def passes(self, module: str, sums: SequenceSums) -> list[tuple[FlopComponent, float, float]]:
         """Return the FLOPs that are computed in the forward and in the backward pass, for each component of a module.
 
-        Args:
-            module: the module.
-            sums: sequences of the module, with padding for the language model.
+        The sequences of the language model include padding.
         """
         found = []
         for number, component in enumerate(self.components):

@@ -335,10 +335,7 @@ class RunLogger:
     def log_eval(self, iteration: int, metrics: Mapping[str, float], *, consumed_samples: int | None = None) -> None:
         """Write an evaluation; each figure is tracked as `"<name> validation"`, Megatron's key.
 
-        Args:
-            iteration: last iteration trained.
-            metrics: figures by name, for example `{"lm loss": 0.3, "exact match": 0.95}`.
-            consumed_samples: samples trained on so far; the default is the number of the last `log_step`.
+        `consumed_samples` defaults to the number of the last `log_step`.
         """
         if self._console is None:
             return
@@ -352,14 +349,7 @@ class RunLogger:
 
     def log_generations(self, iteration: int, generations: Sequence[Generation], kind: GenerationKind = "held-out", *,
                         prints: bool = True) -> None:
-        """Write answers of the model to generations.jsonl, and those to held-out prompts to TensorBoard.
-
-        Args:
-            iteration: number of updates of the model.
-            generations: the answers.
-            kind: origin of their prompts.
-            prints: whether to print them, too.
-        """
+        """Write answers of the model to generations.jsonl, and those to held-out prompts to TensorBoard."""
         for line in (line for each in generations if prints for line in each.said):
             self.message(f"  {line}")
         for tracker in self._trackers:
@@ -397,8 +387,7 @@ class RunLogger:
     def close(self, *, failed: bool = False) -> None:
         """Flush and close every destination. A second call does nothing.
 
-        Args:
-            failed: the run ends with an error. Then this does not wait for servers, which could delay the report.
+        If the run has failed, this does not wait for servers, which could delay the report of the error.
         """
         if self._console is not None:
             self._flush_pending()

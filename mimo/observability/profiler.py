@@ -20,12 +20,6 @@ class StepProfiler:
     """Runs torch's profiler over --profile-steps, if this rank is one of --profile-ranks.
 
     A trace shows the stretches of `spans`, such as `language stage 0 forward microbatch 3`.
-
-    Args:
-        flags: steps and ranks to profile.
-        spans: records what the rank does.
-        rank: this rank.
-        cuda: whether to trace kernels of a GPU, too.
     """
 
     def __init__(self, flags: ObserveConfig, spans: Spans, rank: int, *, cuda: bool) -> None:
@@ -74,11 +68,8 @@ class StepProfiler:
 class MemorySnapshot:
     """Context of a rank's run on a GPU. Records allocations and writes them at the end, also after out of memory.
 
-    https://pytorch.org/memory_viz shows `RUN_DIR/memory/rank-R.pickle`.
-
-    Args:
-        flags: whether to record, and on which ranks; the default is all ranks.
-        rank: this rank.
+    https://pytorch.org/memory_viz shows `RUN_DIR/memory/rank-R.pickle`. --profile-ranks chooses the ranks; the default
+    is all.
     """
 
     def __init__(self, flags: ObserveConfig, rank: int) -> None:

@@ -94,12 +94,7 @@ class MlflowTracker(Tracker):
 class BackgroundTracker(Tracker):
     """Runs a tracker on a thread of its own. If it fails, this is reported once and the run continues.
 
-    Later figures are sent all the same, because a server may come back.
-
-    Args:
-        name: name of the tracker for messages.
-        tracker: the tracker.
-        say: called with the first failure, on the tracker's thread.
+    Later figures are sent all the same, because a server may come back. `say` is called on the tracker's thread.
     """
 
     def __init__(self, name: str, tracker: Tracker, say: Callable[[str], None]) -> None:
@@ -175,11 +170,6 @@ def _opening(flag: str) -> Iterator[None]:
 
 def open_remote(observe: ObserveConfig, config_toml: str, say: Callable[[str], None]) -> list[Tracker]:
     """Open the remote trackers that the flags ask for.
-
-    Args:
-        observe: the flags.
-        config_toml: the run's configuration.
-        say: called if a tracker fails later.
 
     Raises:
         ValueError: a tracker cannot be started; names the flag.

@@ -242,9 +242,6 @@ class ScheduleSpans:
 
     Backward passes of the schedule over several modules have no timer. They happen between the arrival of a gradient
     and the departure of the next one, so the communicator reports them.
-
-    Args:
-        spans: records every stretch.
     """
 
     def __init__(self, spans: Spans) -> None:

@@ -146,11 +146,7 @@ class Startup:
             logger.info(_line(time.monotonic() - self._began_s, activity))
 
     def close(self, groups: Sequence[str]) -> RankStart | None:
-        """End the last phase and return the record; None if nothing was recorded.
-
-        Args:
-            groups: names of this rank's process groups.
-        """
+        """End the last phase and return the record; None if nothing was recorded."""
         if not self._phases:
             return None
         ends_s = (*self._ends_s, time.monotonic() - self._began_s)
@@ -195,9 +191,7 @@ def process_age_s() -> float:
 def report_of(ranks: Sequence[RankStart | None], ended_unix_s: float) -> StartReport | None:
     """Combine the records of all ranks, in rank order; None if a rank has none.
 
-    Args:
-        ranks: result of `Startup.close` on each rank.
-        ended_unix_s: the present time.
+    `ranks` are the results of `Startup.close`.
     """
     starts = [start for start in ranks if start is not None]
     if not starts or len(starts) < len(ranks):

@@ -49,13 +49,8 @@ class Timeline:
     """Turns the intervals of all ranks into figures of modules and lanes.
 
     Each rank computes a row of numbers (`own`). The caller reduces the rows of all ranks to their maximum and their
-    sum, from which every rank computes the figures (`figures`).
-
-    Args:
-        layout: all grids.
-        rank: this rank.
-        reports_lane: whether this rank reports its lane's tokens, as one rank of each lane does.
-        has_device: whether the host queues work on a device, so that it may be ahead or late.
+    sum, from which every rank computes the figures (`figures`). `reports_lane` is for one rank of each lane. With a
+    device, the host may be ahead of it or late.
     """
 
     def __init__(self, layout: Layout, rank: int, *, reports_lane: bool, has_device: bool) -> None:
@@ -139,15 +134,8 @@ class TimelineSignal:
 class Gantt:
     """Writes a step of all ranks, interval by interval, on the logging rank.
 
-    `RUN_DIR/timeline/step-N.json` is for the report, and `step-N.trace.json` for Perfetto.
-
-    Args:
-        grids: process groups; everything is sent over the host.
-        writer: the rank that writes.
-        run_dir: folder of the run.
-        interval: iterations between steps that are written; 0 writes only the early one.
-        first: the first iteration of this process.
-        last: the last iteration.
+    `RUN_DIR/timeline/step-N.json` is for the report, and `step-N.trace.json` for Perfetto. Every `interval`-th
+    iteration is written (0: none), and an early one.
     """
 
     def __init__(self, grids: Grids, writer: int, run_dir: str, *, interval: int, first: int, last: int) -> None:
@@ -162,11 +150,6 @@ class Gantt:
 
     def write(self, iteration: int, intervals: Sequence[Interval], lanes: Mapping[str, Sequence[float]]) -> str | None:
         """Write an iteration's files. Collective over the world.
-
-        Args:
-            iteration: number of the iteration.
-            intervals: intervals of this rank.
-            lanes: tokens of each lane, by kind.
 
         Returns:
             A line for the run's log, on the writing rank.

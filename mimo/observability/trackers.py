@@ -261,11 +261,7 @@ class GenerationsTracker(JsonLines):
     def __init__(self, path: Path, resume_iteration: int, limit_bytes: int, say: Callable[[str], None]) -> None:
         """Open `path` like `JsonLines`.
 
-        Args:
-            path: the file.
-            resume_iteration: iteration up to which lines are kept.
-            limit_bytes: largest size of the file.
-            say: called once, when a line does not fit.
+        `say` is called once, when a line would make the file larger than `limit_bytes`.
         """
         super().__init__(path, resume_iteration)
         # A finished run that is started again evaluates again.
@@ -299,10 +295,6 @@ class TensorBoardTracker(Tracker):
 
     def __init__(self, folder: Path, *, by_samples: bool = False) -> None:
         """Open a new event file in `folder`.
-
-        Args:
-            folder: folder of the event files.
-            by_samples: also write the curves by consumed samples.
 
         Raises:
             ValueError: the package tensorboard is not installed.
@@ -375,13 +367,7 @@ class TensorBoardTracker(Tracker):
 
 
 class FileTracker(Tracker):
-    """Wraps a tracker of files. If the disk fails, this is reported once and the run continues.
-
-    Args:
-        path: file or folder that the tracker writes.
-        tracker: the tracker; it is called again even after a failure.
-        say: called with the first failure.
-    """
+    """Wraps a tracker of files. If the disk fails, this is reported once and the run continues."""
 
     def __init__(self, path: Path, tracker: Tracker, say: Callable[[str], None]) -> None:
         self._path, self._tracker, self._say = path, tracker, say

@@ -57,10 +57,6 @@ def order_of_work(schedule: WindowSchedule) -> tuple[tuple[str, int], ...]:
 class Windows:
     """How the images of an iteration are dealt to encoder replicas, and what each replica does with its own.
 
-    Args:
-        step: the step.
-        batch: samples of the iteration.
-
     Attributes:
         schedule: windows of the first stage.
         images: images of each window and replica, each as the tokens of its tiles.
@@ -206,12 +202,7 @@ def _moment(step: Step, batch: Microbatches, rows: Sequence[Sequence[tuple[float
             encodes: bool) -> tuple[float, float]:
     """Return the bytes that a rank of the language model keeps at the fullest moment, and those of images among them.
 
-    Args:
-        step: the step.
-        batch: samples of the iteration.
-        rows: what `_row_bytes` says of each lane and microbatch.
-        stage: stage of the rank.
-        encodes: whether it encodes images, too.
+    `rows` has what `_row_bytes` says of each lane and microbatch; `encodes` says whether the rank encodes images, too.
     """
     if encodes and step.layout.encoder_window is not None:
         # Lanes wait for each other at windows, so one with the longest rows stands for all.

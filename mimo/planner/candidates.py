@@ -162,11 +162,8 @@ class Found:
     def is_hopeless(self, kind: str, config: RunConfig, least_s: float, best: int) -> bool:
         """Return whether a layout is certain not to be among the best, or to be slower than with CUDA graphs.
 
-        Args:
-            kind: kind of the layout.
-            config: the run on it.
-            least_s: lower bound of its step for a mean sample.
-            best: how many of the fastest layouts have to be found.
+        `least_s` is a lower bound of its step for a mean sample, `best` how many of the fastest layouts have to be
+        found.
         """
         least_s *= 1 - TOLERANCE
         other = self.with_graphs(kind, config)

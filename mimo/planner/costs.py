@@ -472,12 +472,7 @@ class Costs:
 
     @_once
     def image_flops(self, name: str, tokens: int) -> tuple[float, float]:
-        """Return the FLOPs of an image's forward and backward pass.
-
-        Args:
-            name: the encoder.
-            tokens: rows of its output.
-        """
+        """Return the FLOPs of the forward and backward pass of an image with so many rows of the encoder's output."""
         found = self.counter.passes(name, SequenceSums.of([tokens]))
         again = self._repeated_share(name) if self.trains(name) else 0.0
         return (sum(forward for _, forward, _ in found),
@@ -512,9 +507,7 @@ class Costs:
     def optimizer_s(self, parameters: float, expert_weights: float = 0.0) -> float:
         """Return the seconds of an optimizer step on a rank.
 
-        Args:
-            parameters: number of parameters that the rank updates.
-            expert_weights: number of weight matrices of experts among them.
+        Among the parameters that the rank updates are so many weight matrices of experts.
         """
         seconds = parameters * OPTIMIZER_BYTES / (MEMORY_GB_S * 1e9) + expert_weights * EXPERT_WEIGHT_S
         return seconds * self.profile.optimizer

@@ -151,11 +151,7 @@ def one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int,
         tuple[str, int]]:
     """Return the order of a stage's passes in the 1F1B schedule (PipeDream-Flush, arXiv:2006.09503).
 
-    Args:
-        stage: the stage, from 0.
-        num_stages: stages of the pipeline.
-        num_microbatches: microbatches of the iteration.
-        run_ahead: forward passes that this stage runs earlier than 1F1B would.
+    With `run_ahead`, the stage runs so many forward passes earlier than in 1F1B.
 
     Returns:
         `(FORWARD or BACKWARD, microbatch)` for each pass.

@@ -100,12 +100,7 @@ def iterations(samples: Sequence[SampleSize], config: RunConfig, layout: Layout,
                num_microbatches: int) -> Iterator[Microbatches]:
     """Yield the samples of each whole iteration. Lane l of n lanes has the samples l, l + n, l + 2 n and so on.
 
-    Args:
-        samples: in the order of the data set.
-        config: the run.
-        layout: its grids; with `config` they say whether a lane's microbatches are ordered by their images.
-        num_lanes: lanes here; the run may have more.
-        num_microbatches: microbatches of an iteration here; the run may have more.
+    The run may have more lanes and microbatches than are given here.
     """
     micro_batch_size, data = config.train.micro_batch_size, config.data
     rows = micro_batch_size * num_microbatches
@@ -123,11 +118,8 @@ def iterations(samples: Sequence[SampleSize], config: RunConfig, layout: Layout,
 def longest_in_windows(lanes: Sequence[Sequence[int]], windows: Sequence[Sequence[int]]) -> list[int]:
     """Return the lengths of each microbatch's rows in the lane with the most tokens in the microbatch's window.
 
-    Lanes that encode their images together wait for each other once a window.
-
-    Args:
-        lanes: for each lane, the length of the rows of each microbatch.
-        windows: the microbatches of each window.
+    Lanes that encode their images together wait for each other once a window. `lanes` has the length of the rows of
+    each microbatch, lane by lane.
     """
     found = [0] * len(lanes[0])
     for window in windows:

@@ -82,11 +82,8 @@ class Platform(abc.ABC):
     def init_process_group(self, rank: int, world_size: int, timeout_s: float) -> None:
         """Create the default process group from MASTER_ADDR and MASTER_PORT (`env://`), and limit all later groups.
 
-        Args:
-            rank: global rank of this process.
-            world_size: number of processes.
-            timeout_s: seconds after which a collective gives up. The limit holds for this group and for every later
-                one of this process that is made without its own limit.
+        A collective gives up after `timeout_s` seconds, in this group and in every later one of this process that is
+        made without its own limit.
         """
         timeout = datetime.timedelta(seconds=timeout_s)
         # A new group takes the limit from here, not from the default group. Megatron Core makes some groups itself, so

@@ -150,11 +150,6 @@ def lines_of(runs: Sequence[Run], keys: Mapping[str, str], *, scale: float = 1.0
 
     One figure of two runs has a colour for each run. Several figures have a colour each, and the second run's lines are
     dashed.
-
-    Args:
-        runs: one or two.
-        keys: names by key.
-        scale: factor of the figures.
     """
     found = []
     for place, (key, name) in enumerate(keys.items()):

@@ -89,10 +89,7 @@ def plotly_script() -> str:
 def document(title: str, css: str, body: str) -> str:
     """Return a whole page.
 
-    Args:
-        title: title of the browser's window, as HTML.
-        css: rules beside `CSS`.
-        body: contents, as HTML.
+    Title and body are HTML. `css` has rules beside `CSS`.
     """
     return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
             f'content="width=device-width, initial-scale=1"><meta http-equiv="Content-Security-Policy" '

@@ -360,10 +360,6 @@ def read_run(path: Path) -> Run:
 def with_prediction(run: Run, path: Path) -> Run:
     """Return a run with the prediction that `mimo plan --out` wrote for its layout.
 
-    Args:
-        run: the run.
-        path: file of predictions.
-
     Raises:
         ValueError: the file has no predictions, or none for this model, batch or layout.
         OSError: the file cannot be opened.

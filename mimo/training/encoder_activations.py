@@ -39,10 +39,7 @@ class ActivationBudget:
 class LayerRecomputation:
     """Chooses how many layers of an encoder are recomputed in each pass.
 
-    Args:
-        name: the encoder's module.
-        encoder: the encoder, without a data-parallel wrapper.
-        budget: shared by all encoders of the rank.
+    All encoders of the rank share the budget.
 
     Raises:
         ValueError: the layers of the encoder are not one block of Megatron Core.
@@ -90,9 +87,7 @@ class LayerRecomputation:
     def keeping(self, layers: int, size: int) -> Iterator[None]:
         """Inside, the encoder runs one pass, of which the last `layers` layers keep their activations.
 
-        Args:
-            layers: what `choose` returned.
-            size: elements of the pixels of the pass.
+        `choose` has returned their number; `size` is the number of elements of the pass's pixels.
         """
         config = self._block.config
         fields: dict[str, Any] = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
@@ -121,11 +116,7 @@ def saved_bytes(layer: torch.nn.Module, inputs: dict[str, Any]) -> int:
     """Run a layer and return the bytes of all that is saved for its backward pass, without parameters and input.
 
     The input is kept by a recomputed layer, too. Nothing else changes: no gradient flows, and the random generators are
-    as before.
-
-    Args:
-        layer: a layer of an encoder.
-        inputs: its keyword arguments; `hidden_states` is the input.
+    as before. `inputs` are the keyword arguments of a layer of an encoder.
     """
     hidden = inputs["hidden_states"].detach().requires_grad_()
     left_out = {tensor.untyped_storage().data_ptr() for tensor in (hidden, *layer.parameters())}

@@ -150,9 +150,6 @@ class EncoderPrefetch:
     def take(self, side: EncoderBatch) -> torch.Tensor | None:
         """Take the features of the step's next microbatch. If they were not prefetched, compute them now.
 
-        Args:
-            side: the encoder's side of the next microbatch.
-
         Returns:
             `[images, tokens, features]`, packed `[1, tokens, features]`; None without images.
         """

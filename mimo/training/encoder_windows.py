@@ -357,12 +357,7 @@ def images_of(microbatches: Sequence[Microbatch], module: str, lane: int, rank: 
 class EncoderWindows:
     """Windows of all encoders of a rank, driven by the forward passes of its language model.
 
-    Args:
-        grids: process groups.
-        modules: the encoders of the run.
-        exchange: carries messages for all encoders.
-        size: microbatches of a window; 0: all of the iteration.
-        trace: records waits and this rank's work.
+    A window has `size` microbatches; 0: all of the iteration.
     """
 
     def __init__(self, grids: Grids, modules: Sequence[ModuleWindows], exchange: Exchange, size: int,
@@ -375,10 +370,6 @@ class EncoderWindows:
 
     def begin_step(self, microbatches: Sequence[Microbatch], *, forward_only: bool) -> list[Microbatch]:
         """Start the passes of an iteration: tell all ranks which images there are, and encode the first windows.
-
-        Args:
-            microbatches: this rank's side, on the host.
-            forward_only: no backward pass follows.
 
         Returns:
             The microbatches without what encoders read of them.

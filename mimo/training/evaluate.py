@@ -43,9 +43,7 @@ class Evaluation:
 def vocabulary_argmax(logits: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the index of the largest logit over a vocabulary that is split across `group`.
 
-    Args:
-        logits: `[..., vocab / tp]`, this rank's slice.
-        group: tensor-parallel group.
+    `logits` is this rank's slice, `[..., vocab / tp]`.
 
     Returns:
         int64 `[...]`, the same on every rank of the group; the lowest index wins a tie.
@@ -129,11 +127,8 @@ def forward_values(
 ) -> Any:
     """Run a forward step (Megatron Core's `forward_step_func`) and pass numbers of the last stage's tokens on.
 
-    Args:
-        batches: microbatches.
-        model: the model.
-        function: what is computed of the logits; None: the logits of all tokens themselves.
-        consume: takes the microbatch and the result; returns the schedule's loss triple.
+    Without `function`, these are the logits of all tokens. `consume` gets the microbatch and the numbers, and returns
+    the schedule's loss triple.
     """
     batch = next(batches)
     return model(batch, with_labels=False, function=function), partial(consume, batch)
@@ -142,10 +137,8 @@ def forward_values(
 def evaluate(parts: TrainerParts, steps: Iterable[list[Microbatch]], num_samples: int | None) -> Evaluation:
     """Evaluate on global batches. Collective over the world.
 
-    Args:
-        parts: this rank's trainer.
-        steps: this rank's side of each global batch, from the start of the split; read one by one.
-        num_samples: size of the split; samples that repeat after its end are not counted. None for a split without end.
+    `steps` are this rank's side of the batches, from the start of the split. Samples that repeat after `num_samples`,
+    the end of the split, are not counted; a split may be without end (None).
     """
     layout, rank = parts.grids.layout, parts.grids.rank
     totals = torch.zeros(4, dtype=torch.float64, device=parts.platform.device)
@@ -176,10 +169,6 @@ def evaluate(parts: TrainerParts, steps: Iterable[list[Microbatch]], num_samples
 
 def greedy_decode(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> list[tuple[str, list[int], list[int]]]:
     """Decode the target span of every sample, feeding back the model's own tokens. Collective over the world.
-
-    Args:
-        parts: this rank's trainer.
-        microbatches: this rank's side of one global batch (or its first microbatches).
 
     Returns:
         `(key, expected tokens, decoded tokens)` of each sample of this rank's lane; empty on encoder ranks.
@@ -258,11 +247,7 @@ def gather_images(parts: TrainerParts, provider: ModelProvider, steps: Sequence[
                   keys: Sequence[str]) -> dict[str, list[np.ndarray]]:
     """Gather images of some samples on the logging rank, from the ranks that encode them. Collective.
 
-    Args:
-        parts: this rank's trainer.
-        provider: the model family.
-        steps: this rank's side of the batches that hold the samples.
-        keys: keys of the samples, on the logging rank; empty elsewhere.
+    `steps` are this rank's side of the batches that hold the samples; only the logging rank names keys.
 
     Returns:
         Images by key, uint8 `[height, width, channels]`, with contrast stretched to the full range; empty elsewhere.

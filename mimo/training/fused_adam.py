@@ -101,10 +101,6 @@ def current_table(rows: Sequence[Row], known: AddressTable | None) -> AddressTab
 
     Tensors move, for example, when they return from host memory. Comparing all addresses in every step costs the host
     about a microsecond for a parameter.
-
-    Args:
-        rows: the tensors of each parameter, all contiguous and on one device.
-        known: the table of the step before.
     """
     host = np.array([[0 if tensor is None else tensor.data_ptr() for tensor in row] for row in rows], dtype=np.int64)
     if known is not None and np.array_equal(known.host, host):
@@ -129,14 +125,7 @@ def update(table: AddressTable, lr: float, betas: tuple[float, float], eps: floa
            step: int | None, gradient_scale: float) -> None:
     """Do one step of Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101) on a group.
 
-    Args:
-        table: what to update.
-        lr: learning rate.
-        betas: decay of the moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled weight decay.
-        step: the number of this step, from 1, for the correction of the moments' bias; None for no correction.
-        gradient_scale: factor for the gradients.
+    `step` counts from 1 and corrects the bias of the moments; None: no correction.
     """
     # `FusedAdam` hands its kernel float32 numbers, and raises them to powers in float64.
     corrections = [1.0 if step is None else 1 - float(np.float32(beta)) ** step for beta in betas]

@@ -21,11 +21,6 @@ class GradSync:
 
     Megatron Core's `finalize_model_grads` runs once for each module, in the module's groups, and does not normalise:
     losses were divided by the number of target tokens of the *global* batch (`mimo.training.step.mean_over_targets`).
-
-    Args:
-        built: this rank's modules.
-        grids: process groups.
-        trace: told which module's reduction is waited for.
     """
 
     def __init__(self, built: BuiltModel, grids: Grids, trace: Trace) -> None:

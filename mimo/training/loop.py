@@ -40,11 +40,6 @@ from mimo.training.step_metrics import FlopsMeter, MoeLosses, encoded_tokens, im
 class StepObserver:
     """Timeline and profiler of one run, step by step.
 
-    Args:
-        parts: this rank's trainer.
-        writer: the logging rank.
-        first, last: the first and last iteration that this process runs.
-
     Attributes:
         spans: records what this rank does in a step.
         lines: messages for the run's log; the loop takes them out.
@@ -96,9 +91,7 @@ class StepObserver:
     def figures(self, largest: Sequence[float], summed: Sequence[float]) -> dict[str, float]:
         """Compute the timeline's figures, and write the Gantt chart if it is due. Collective over the world.
 
-        Args:
-            largest: the maxima over all ranks of what `row` returned.
-            summed: the sums.
+        The arguments are the maxima and the sums over all ranks of what `row` returned.
         """
         if not self.spans.enabled:
             return {}
@@ -112,9 +105,7 @@ class StepObserver:
     def close(self, *, failed: bool) -> None:
         """End a running trace and restore the signal's former handler.
 
-        Args:
-            failed: an error, here or elsewhere, ends the run. The trace is then dropped, because writing it needs the
-                other ranks.
+        If an error ends the run, here or elsewhere, the trace is dropped, because writing it needs the other ranks.
         """
         if not failed and self._profiler.is_running:
             self._handshake.flush()
@@ -128,13 +119,6 @@ class StepObserver:
 
 class TrainingLoop:
     """One run on this rank.
-
-    Args:
-        config: validated flags.
-        grids: process groups.
-        platform: device and backend.
-        provider: the model family.
-        dataset: the data set.
 
     Attributes:
         observer_type: class of the observer of the steps.

@@ -32,10 +32,6 @@ START_LIMIT_S = 1800.0
 def run(config: RunConfig, layout: Layout) -> int:
     """Train as configured, as one process of a torchrun launch (or alone).
 
-    Args:
-        config: the run's flags.
-        layout: result of `mimo.config.validate.validate` for these flags.
-
     Returns:
         Exit code: 0 at the end of the run or after SIGTERM.
 

@@ -56,10 +56,6 @@ class Session:
     A training loop runs inside the session's context, which handles stop signals and closes everything at the end. If
     an error ends the run, the session marks the records as failed and waits for no other rank.
 
-    Args:
-        config: validated flags.
-        grids: process groups.
-
     Attributes:
         watchdog: ends the run if it hangs; opened here.
         total_iterations: number of iterations of the whole run, those before a resume included.
@@ -106,11 +102,6 @@ class Session:
     def resume(self, state: RunState, provider: ModelProvider, data: Resumable) -> list[str]:
         """Load what the run starts from: its own checkpoint, another one, pretrained weights or nothing. Collective.
 
-        Args:
-            state: what the run's checkpoints hold.
-            provider: the model family.
-            data: the run's position in its data.
-
         Returns:
             Lines for the log that say what was loaded.
 
@@ -134,11 +125,7 @@ class Session:
         return lines
 
     def open_records(self, format_records: Callable[[Sequence[Any], int], str] = format_steps) -> RunLogger:
-        """Open the log, the metrics and the trackers. After `resume`, which says at which iteration they go on.
-
-        Args:
-            format_records: the console line of the iterations since the last one; see `RunLogger`.
-        """
+        """Open the log, the metrics and the trackers. After `resume`, which says at which iteration they go on."""
         with self.watchdog.waiting("start of the run's records", is_work=True):
             logger = RunLogger(self._config.observe, active=self.is_logging_rank,
                                total_iterations=self.total_iterations,
@@ -169,8 +156,7 @@ class Session:
     def save(self, streams: Callable[[], dict[str, Any]]) -> None:
         """Save the run as it stands, unless this iteration is saved already or there is no --save. Collective.
 
-        Args:
-            streams: gives the position in the data, see `RunState.streams`.
+        `streams` gives the position in the data (`RunState.streams`).
         """
         if self.saver is None or self.saver.last_iteration == self.progress.iteration:
             return
@@ -186,11 +172,7 @@ class Session:
         return self.saver is not None and self.saver.is_writing
 
     def continue_saving(self, any_writing: bool) -> None:
-        """Finish a background checkpoint once no rank writes any more. Collective where one is pending.
-
-        Args:
-            any_writing: `is_writing` of any rank; the same on all.
-        """
+        """Finish a background checkpoint once no rank is writing any more. Collective where one is pending."""
         if self.saver is not None and self.saver.is_pending:
             began = time.perf_counter()
             self.saver.poll(any_writing)

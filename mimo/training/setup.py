@@ -47,15 +47,7 @@ from mimo.weights.import_megatron import load_single_model
 
 def setup_trainer(config: RunConfig, provider: ModelProvider, grids: Grids, platform: Platform,
                   watchdog: Watchdog) -> TrainerParts:
-    """Build everything a step works on. Collective over the world, in one order on every rank.
-
-    Args:
-        config: validated flags.
-        provider: the model family.
-        grids: process groups of the layout.
-        platform: device and backend.
-        watchdog: told about every wait.
-    """
+    """Build everything a step works on. Collective over the world, in one order on every rank."""
     STARTUP.enter(Phase.MODEL)
     watchdog.on_stall.append(partial(flight_recorder.dump, Path(config.observe.run_dir) / "flight-recorder", grids.rank,
                                      platform.backend))
@@ -208,13 +200,8 @@ def start(
     """Bring model, optimizers, schedule, generators and data to where the run begins. Collective over the world.
 
     A checkpoint under --load is preferred to pretrained weights, and the run's own checkpoint under --save to both.
-    Therefore a job that is started a second time with the same flags continues from its own checkpoint.
-
-    Args:
-        state: what the checkpoints of the run hold; its `source` is set.
-        provider: the model family.
-        loader: the run's position in its data; None for a run that takes only weights from a checkpoint.
-        watchdog: told about every wait.
+    Therefore a job that is started a second time with the same flags continues from its own checkpoint. A run that
+    takes only weights from a checkpoint has no loader.
 
     Returns:
         The run's progress, and lines for the log that say what was loaded.

@@ -96,11 +96,7 @@ def _counted(config: RunConfig, module: str) -> Recompute:
 class FlopsMeter:
     """FLOP/s of steps.
 
-    Args:
-        counter: what the model computes.
-        world_size: GPUs.
-        peak: TFLOP/s that a GPU can reach; None where it is not known.
-        copies: module -> ranks that compute the same; 1 where left out.
+    `copies` says how many ranks of a module compute the same; 1 where it is left out.
     """
 
     def __init__(self, counter: FlopsCounter, world_size: int, peak: float | None,
@@ -110,15 +106,7 @@ class FlopsMeter:
     @classmethod
     def of(cls, config: RunConfig, provider: ModelProvider, layout: Layout, *, impl: str,
            device_name: str) -> FlopsMeter | None:
-        """Build the meter of a run, or return None if the provider does not say what each of its modules computes.
-
-        Args:
-            config: validated flags.
-            provider: the model family.
-            layout: the grids.
-            impl: layer implementation, `transformer_engine` or `local`.
-            device_name: name of the GPUs.
-        """
+        """Build the meter of a run, or return None if the provider does not say what each of its modules computes."""
         if not isinstance(provider, FlopsProvider) or _is_outdated(provider):
             return None
         components = [component for component in provider.flop_components(config.model_family)
@@ -174,21 +162,13 @@ def encoded_tokens(microbatches: Sequence[Microbatch]) -> tuple[list[float], lis
 def imbalance(largest: Sequence[float], total: float, num_lanes: int) -> float | None:
     """Divide the encoded tokens of the fullest lane by the mean over lanes, for a step; None without images.
 
-    Args:
-        largest: for each microbatch, the encoded tokens of the lane that has most.
-        total: encoded tokens of all lanes and microbatches.
-        num_lanes: number of lanes.
+    `largest` has the most encoded tokens of any lane, by microbatch; `total` counts those of all lanes.
     """
     return sum(largest) * num_lanes / total if total else None
 
 
 def peak_memory_bytes(grids: Grids, platform: Platform) -> dict[str, int]:
-    """Return, by module, the highest memory that any of its ranks has had. Collective over the world.
-
-    Args:
-        grids: process groups.
-        platform: gives this rank's high-water mark.
-    """
+    """Return, by module, the highest memory that any of its ranks has had. Collective over the world."""
     names, own = list(grids.layout.grids), platform.peak_memory_bytes()
     peaks = torch.tensor([own if name in grids.modules else 0 for name in names], dtype=torch.int64)
     dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=grids.host)
@@ -217,9 +197,7 @@ LAYOUT_DEPENDENT = {
 def layout_note(config: TransformerConfig, *, in_rl: bool = False) -> str | None:
     """Return a line for the log if the load-balancing loss makes router gradients depend on the layout, else None.
 
-    Args:
-        config: Megatron's configuration of the language model.
-        in_rl: completions of a microbatch are packed into one row, which routers take for one sequence.
+    In RL, completions of a microbatch are packed into one row, which routers take for one sequence.
     """
     kind = config.moe_router_load_balancing_type
     if not config.num_moe_experts or not config.moe_aux_loss_coeff or kind not in TRACKED:
@@ -238,11 +216,7 @@ def layout_note(config: TransformerConfig, *, in_rl: bool = False) -> str | None
 class MoeLosses:
     """Reads the recorded losses of a run, step by step. Its constructor is collective over pipeline stages.
 
-    Args:
-        model: this rank's model.
-        groups: the language grid's process groups; None on ranks outside of it, which read nothing.
-        device: device of the model.
-        per_layer: also return the losses of each layer.
+    Ranks outside of the language grid have no groups, and read nothing.
     """
 
     def __init__(self, model: Any, groups: ProcessGroupCollection | None, device: torch.device, *,
@@ -260,9 +234,6 @@ class MoeLosses:
         """Read and clear the losses of the forward passes since the last call; empty without experts.
 
         Collective over the language grid's pp, tp and dp groups.
-
-        Args:
-            num_microbatches: number of these forward passes.
 
         Returns:
             Losses by Megatron Core's names; with `per_layer` also `moe/<name>_layer_<i>`.
