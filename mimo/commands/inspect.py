@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mimo.checkpoint.differences import flat_config
@@ -31,15 +30,31 @@ _TITLES = {WEIGHTS: "weights", "exp_avg": "optimizer, first moment (exp_avg)",
 _AXES = ("tp", "cp", "dp", "pp", "ep", "expt_tp")
 
 
-def text_report(contents: Contents, *, every_tensor: bool) -> str:
-    """Describe a checkpoint in a few dozen lines. `every_tensor` also lists optimizer state and single layers."""
+def text_report(contents: Contents, report: Mapping[str, Any], *, every_tensor: bool) -> str:
+    """Describe a checkpoint in a few dozen lines, with its differences and damage in `report`.
+
+    `every_tensor` also lists optimizer state and single layers.
+    """
     parts = [[str(contents.folder), *(f"  {line}" for line in _progress(contents))], _grids(contents)]
     for module in contents.modules:
         tensors = contents.of(module)
         parts.append([f"module {module}", *(_all_tensors(tensors) if every_tensor else _weights(tensors))])
         parts.append(_totals(module, tensors))
-    parts.append(_whole(contents))
+    parameters = sum(tensor.numel for tensor in contents.tensors if tensor.kind == WEIGHTS)
+    parts.append([f"{parameters:,} parameters; {counted(len(contents.files), 'file')}, "
+                  f"{format_bytes(sum(contents.files.values()))} on disk"])
+    if "differences" in report:
+        parts += [_listed(f"{what}s that differ", report["differences"][f"{what}s"], f"no {what} differs")
+                  for what in ("flag", "tensor")]
+    if "damage" in report:
+        parts.append(_listed("DAMAGED", report["damage"], "verified: every item is what was saved"
+                             if not report["notes"] else "nothing damaged was found"))
+        parts += [[f"note: {note}"] for note in report["notes"]]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def _listed(title: str, lines: list[str], none: str) -> list[str]:
+    return [f"{title} ({len(lines)}):", *(f"  {line}" for line in lines)] if lines else [none]
 
 
 def json_report(contents: Contents) -> dict[str, Any]:
@@ -138,12 +153,6 @@ def _totals(module: str, tensors: Sequence[StoredInfo]) -> list[str]:
     return table(rows)
 
 
-def _whole(contents: Contents) -> list[str]:
-    weights = [tensor for tensor in contents.tensors if tensor.kind == WEIGHTS]
-    return [f"{sum(tensor.numel for tensor in weights):,} parameters; "
-            f"{counted(len(contents.files), 'file')}, {format_bytes(sum(contents.files.values()))} on disk"]
-
-
 def _shape(shape: Sequence[int]) -> str:
     return " x ".join(str(size) for size in shape) or "scalar"
 
@@ -163,7 +172,11 @@ def inspect(flags: InspectFlags, run_flags: list[str]) -> int:
     except ValueError as error:
         if not flags.verify:
             raise
-        return _unreadable(folder, error, as_json=flags.json)
+        # Without the index and `common.pt` nothing else can be read.
+        if flags.json:
+            print(json.dumps({"checkpoint": str(folder), "damage": [str(error)]}, indent=2))
+        print(f"damaged: {error}", file=sys.stderr)
+        return 1
     report: dict[str, Any] = {}
     if flags.config or run_flags:
         refuse_named_code(named_providers(flags.config, run_flags), "--config", run_flags)
@@ -175,30 +188,5 @@ def inspect(flags: InspectFlags, run_flags: list[str]) -> int:
     if flags.json:
         print(json.dumps({**json_report(contents), **report}, indent=2))
     else:
-        print(_text(contents, report, every_tensor=flags.tensors))
+        print(text_report(contents, report, every_tensor=flags.tensors))
     return 1 if report.get("damage") else 0
-
-
-def _unreadable(folder: Path, error: ValueError, *, as_json: bool) -> int:
-    """Report a damaged index or `common.pt`, without which nothing else can be read."""
-    if as_json:
-        print(json.dumps({"checkpoint": str(folder), "damage": [str(error)]}, indent=2))
-    print(f"damaged: {error}", file=sys.stderr)
-    return 1
-
-
-def _text(contents: Contents, report: dict[str, Any], *, every_tensor: bool) -> str:
-    parts = [text_report(contents, every_tensor=every_tensor)]
-    if "differences" in report:
-        flags, tensors = report["differences"]["flags"], report["differences"]["tensors"]
-        parts.append(_listed("flags that differ", flags, "no flag differs"))
-        parts.append(_listed("tensors that differ", tensors, "no tensor differs"))
-    if "damage" in report:
-        parts.append(_listed("DAMAGED", report["damage"], "verified: every item is what was saved"
-                             if not report["notes"] else "nothing damaged was found"))
-        parts += [f"note: {note}" for note in report["notes"]]
-    return "\n\n".join(parts)
-
-
-def _listed(title: str, lines: list[str], none: str) -> str:
-    return "\n".join([f"{title} ({len(lines)}):", *(f"  {line}" for line in lines)]) if lines else none

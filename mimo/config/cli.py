@@ -97,7 +97,7 @@ def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, descriptio
             print(_first_help(run_type, description, first_flags))
         raise SystemExit(0)
     # The providers decide which flags exist, so they are read first: from the command line, the files or the defaults.
-    known, _ = _prescan().parse_known_args(argv)
+    known = _prescan(argv)
     names = [field.name for field in dataclasses.fields(run_type)]
     files = [(path, toml_file.read(path, names)) for path in known.config]
     merged: dict[str, Any] = {}
@@ -261,24 +261,23 @@ def _prints() -> bool:
 
 def typed_providers(argv: Sequence[str]) -> dict[str, str | None]:
     """Return the model and data providers named on a command line, by field; None for one that is not named."""
-    known, _ = _prescan().parse_known_args(argv)
+    known = _prescan(argv)
     return {"model_provider": known.model_provider, "dataset_provider": known.dataset_provider}
 
 
 def config_files(argv: Sequence[str]) -> list[str]:
     """Return the paths that --config gives on a command line."""
-    known, _ = _prescan().parse_known_args(argv)
-    return list(known.config)
+    return list(_prescan(argv).config)
 
 
-def _prescan() -> argparse.ArgumentParser:
-    """Return a parser of the flags that decide which other flags exist."""
+def _prescan(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the flags that decide which other flags exist."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", action="append", default=[])
     parser.add_argument("--model-provider", "--model_provider")
     parser.add_argument("--dataset-provider", "--dataset_provider")
     parser.add_argument("--hf-config", "--hf_config")
-    return parser
+    return parser.parse_known_args(argv)[0]
 
 
 def _family_of(hf_config: Any) -> str | None:

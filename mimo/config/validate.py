@@ -168,7 +168,10 @@ def validate_without_data(config: RunConfig, world_size: int) -> Layout:
     _check_schedule(config)
     _check_precision_aware(config)
     _check_fp8(config, layout)
-    _check_rows(config, layout)
+    lengths = config.data.row_lengths or 1
+    refuse(lengths > 1 and _gathers_rows(config, layout),
+           f"--row-lengths {lengths}: with --moe-token-dispatcher-type allgather, the ranks that gather each other's "
+           "tokens need rows of one length; leave out one of the two")
     _check_graphs(config)
     _check_ddp(config, layout)
     _check_checkpoint(config)
@@ -187,7 +190,7 @@ def row_multiple(config: RunConfig, layout: Layout) -> int:
     products take multiples of their own on each. Kernels prefer multiples of 8.
     """
     train, language = config.train, layout.language
-    if _why_whole_rows(config, layout):
+    if _gathers_rows(config, layout):
         return train.seq_length
     fp8 = config.model.fp8(LANGUAGE)
     unit = math.lcm(8, language.tp * sequence_multiple(layout), 1 if fp8 is None else language.tp * language.cp
@@ -196,19 +199,9 @@ def row_multiple(config: RunConfig, layout: Layout) -> int:
     return min(-(-share // unit) * unit, train.seq_length)
 
 
-def _why_whole_rows(config: RunConfig, layout: Layout) -> str:
-    """Say why all rows must have --seq-length tokens; empty if they may be shorter."""
-    language = layout.language
-    if config.model.moe_token_dispatcher_type == "allgather" and language.ep * language.expt_tp > 1:
-        return ("with --moe-token-dispatcher-type allgather, the ranks that gather each other's tokens need rows of "
-                "one length; leave out one of the two")
-    return ""
-
-
-def _check_rows(config: RunConfig, layout: Layout) -> None:
-    """Refuse rows of several lengths where all have to be whole."""
-    lengths, why = config.data.row_lengths or 1, _why_whole_rows(config, layout)
-    refuse(lengths > 1 and bool(why), f"--row-lengths {lengths}: {why}")
+def _gathers_rows(config: RunConfig, layout: Layout) -> bool:
+    """Return whether ranks gather each other's tokens, for which all rows need --seq-length tokens."""
+    return config.model.moe_token_dispatcher_type == "allgather" and layout.language.ep * layout.language.expt_tp > 1
 
 
 def _check_graphs(config: RunConfig) -> None:

@@ -13,6 +13,7 @@ from mimo.config.toml_file import flag_name
 from mimo.config.trainer import LayoutConfig
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE
+from mimo.text import counted
 
 MAX_SUGGESTIONS = 3
 # Microbatches that are encoded together where the language model has pipeline stages.
@@ -223,8 +224,8 @@ def _check_disjoint(layout: Layout, micro_batch_size: int) -> None:
         hint = ""
         if layout.encoders and all(grid.size == layout.world_size for grid in grids):
             hint = "; --layout colocated puts them on the same ranks"
-        raise ValueError(f"the grids need {_count(end)} ({_terms(layout.grids.values())}), "
-                         f"the world has {layout.world_size}; run {_count(end)}, or change the sizes: "
+        raise ValueError(f"the grids need {counted(end, 'rank')} ({_terms(layout.grids.values())}), "
+                         f"the world has {layout.world_size}; run {counted(end, 'rank')}, or change the sizes: "
                          f"{_fitting(layout, micro_batch_size)}{hint}")
 
 
@@ -253,8 +254,8 @@ def _check_homogeneous(layout: Layout, micro_batch_size: int) -> None:
     """Check that the language model spans the world from rank 0, and that encoders are split as its first stage."""
     language = layout.language
     if language.offset or language.size != layout.world_size:
-        raise ValueError(f"the language grid needs {_count(language.size)} ({_terms([language])}), the world has "
-                         f"{layout.world_size}; {_fitting(layout, micro_batch_size)}")
+        raise ValueError(f"the language grid needs {counted(language.size, 'rank')} ({_terms([language])}), the world "
+                         f"has {layout.world_size}; {_fitting(layout, micro_batch_size)}")
     for encoder in layout.encoders:
         expected = (0, language.tp, language.cp, language.dp, 1)
         if (encoder.offset, encoder.tp, encoder.cp, encoder.dp, encoder.pp) != expected:
@@ -296,9 +297,9 @@ def _fitting(layout: Layout, micro_batch_size: int) -> str:
             found.append((False, abs(dp - language.dp), dp, f"--llm-dp {dp}"))
     if not found:
         flags = "--encoder-dp and --llm-dp" if has_flags else "--llm-dp"
-        return f"no {flags} can fill {_count(world)} with the other sizes as they are"
+        return f"no {flags} can fill {counted(world, 'rank')} with the other sizes as they are"
     best = [text for changes, _, _, text in sorted(found) if not changes or all(item[0] for item in found)]
-    return f"these fit {_count(world)}: " + ", or ".join(best[:MAX_SUGGESTIONS])
+    return f"these fit {counted(world, 'rank')}: " + ", or ".join(best[:MAX_SUGGESTIONS])
 
 
 def _fitting_encoder(layout: Layout, language_dp: int, ranks: int,
@@ -315,10 +316,6 @@ def _fitting_encoder(layout: Layout, language_dp: int, ranks: int,
         text += f" --micro-batch-size {smallest}"
     distance = abs(language_dp - language.dp) + abs(encoder_dp - encoder.dp)
     return [(smallest > micro_batch_size, distance, language_dp, text)]
-
-
-def _count(ranks: int) -> str:
-    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def divisors(number: int) -> list[int]:

@@ -356,21 +356,26 @@ class Search:
             if needed <= limit or count == layers:
                 return replace(config, model=model), needed <= limit
 
-    def accepted(self, config: RunConfig) -> Layout | None:
-        """Return the layout of a run, or None if the trainer refuses it."""
+    def _layout_of(self, config: RunConfig) -> Layout | str:
+        """Return the layout of a run, or the message with which the trainer refuses it."""
         try:
-            layout = validate_without_data(config, self.size)
+            return validate_without_data(config, self.size)
         except ValueError as error:
-            self.refused, self.refusal = self.refused + 1, str(error)
-            return None
-        return layout
+            return str(error)
+
+    def accepted(self, config: RunConfig) -> Layout | None:
+        """Return the layout of a run, or None if the trainer refuses it, which is counted."""
+        layout = self._layout_of(config)
+        if isinstance(layout, Layout):
+            return layout
+        self.refused, self.refusal = self.refused + 1, layout
+        return None
 
     def _refusal_of(self, config: RunConfig) -> str:
         """Return the message with which the trainer or the data set refuses a run; empty if they accept it."""
-        try:
-            layout = validate_without_data(config, self.size)
-        except ValueError as error:
-            return str(error)
+        layout = self._layout_of(config)
+        if not isinstance(layout, Layout):
+            return layout
         # A data set depends on nothing else of a layout.
         key = layout.num_lanes, config.train.micro_batch_size
         if key not in self._data_refusals:
@@ -458,10 +463,10 @@ class Search:
     def _fits(self, layout: LayoutConfig, cut: str) -> bool:
         """Return whether a layout with a cut fits without recomputation, with the run's micro-batch size."""
         config = replace(self.base, layout=replace(layout, llm_pp_layout=cut))
-        try:
-            step = Step(config, validate_without_data(config, self.size), self.costs)
-        except ValueError:
+        accepted = self._layout_of(config)
+        if not isinstance(accepted, Layout):
             return False
+        step = Step(config, accepted, self.costs)
         return step.memory(step.batches(self.samples))[0] <= USABLE * self.costs.gpu.memory_gib * GIB
 
     def _encoder_s(self, tp: int) -> float:
@@ -495,10 +500,5 @@ class Search:
                    for _, dp, pp in self._grids(self.size - ranks)):
             return False
         train = replace(self.base.train, encoder_prefetch_depth=0)
-        for layout in self._disjoint(ranks):
-            try:
-                validate_without_data(replace(self.base, layout=layout, train=train), self.size)
-            except ValueError:
-                continue
-            return True
-        return False
+        return any(isinstance(self._layout_of(replace(self.base, layout=layout, train=train)), Layout)
+                   for layout in self._disjoint(ranks))

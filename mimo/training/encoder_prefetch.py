@@ -30,21 +30,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Upcoming:
-    """A microbatch whose features are still to be computed.
-
-    Attributes:
-        side: the encoder's input, on the host.
-        index: index of the microbatch in its iteration.
-        ahead: whether it belongs to a later iteration.
-    """
-
-    side: EncoderBatch
-    index: int
-    ahead: bool
-
-
-@dataclass(frozen=True)
 class QueuedMicrobatch:
     """Features in the queue.
 
@@ -86,7 +71,9 @@ class EncoderPrefetch:
         self._trace = trace
         self._stream = torch.cuda.Stream(device) if own_stream else None
         self._queue: deque[QueuedMicrobatch] = deque()
-        self._upcoming: deque[Upcoming] = deque()
+        # Inputs whose features are still to be computed, each with the index of its microbatch and whether that belongs
+        # to a later iteration.
+        self._upcoming: deque[tuple[EncoderBatch, int, bool]] = deque()
         # Features that the compute stream still copies, with the event after the copy. Their memory belongs to the
         # encoder's stream, which must not reuse it before.
         self._copied: list[tuple[torch.Tensor, torch.cuda.Event]] = []
@@ -108,10 +95,10 @@ class EncoderPrefetch:
         if self._stream is not None:
             # Weights may have been written since the last step. During a step nothing writes them.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        upcoming = [Upcoming(batch.encoders[self._module], index, ahead=number > 0)
+        upcoming = [(batch.encoders[self._module], index, number > 0)
                     for number, step in enumerate((microbatches, *coming)) for index, batch in enumerate(step)]
-        for entry, expected in zip(self._queue, upcoming, strict=False):
-            assert entry.keys == expected.side.keys, f"features of {entry.keys}, but {expected.side.keys} come next"
+        for entry, (side, *_) in zip(self._queue, upcoming, strict=False):
+            assert entry.keys == side.keys, f"features of {entry.keys}, but {side.keys} come next"
         self._upcoming = deque(upcoming[len(self._queue):])
         self.active = True
         # Sizes are on the host. A projector that joins the tokens of tiles reads them.
@@ -171,19 +158,19 @@ class EncoderPrefetch:
 
     def _run_next(self, *, prefetched: bool) -> bool:
         """Compute the next features and queue them; returns whether the encoder ran."""
-        upcoming = self._upcoming.popleft()
-        if not upcoming.side.inputs:
-            self._queue.append(QueuedMicrobatch(upcoming.side.keys, None, None))
+        side, index, is_ahead = self._upcoming.popleft()
+        if not side.inputs:
+            self._queue.append(QueuedMicrobatch(side.keys, None, None))
             return False
         what = "encoder prefetch" if prefetched else "encoder"
-        if upcoming.ahead:
+        if is_ahead:
             what += " of a coming iteration"
-        with (self._trace.wait(what, Kind.FORWARD, module=self._module, microbatch=upcoming.index, is_work=True),
+        with (self._trace.wait(what, Kind.FORWARD, module=self._module, microbatch=index, is_work=True),
               self._on_own_stream(), self._timer.measure() if prefetched else nullcontext()):
             # The input is copied on the stream that uses it, so that its memory is reused in the order of that stream.
-            features = self._submodule.run_encoder(upcoming.side.to(self._device).normalised_inputs())
+            features = self._submodule.run_encoder(side.to(self._device).normalised_inputs())
             ready = None if self._stream is None else self._stream.record_event()
-        self._queue.append(QueuedMicrobatch(upcoming.side.keys, features, ready))
+        self._queue.append(QueuedMicrobatch(side.keys, features, ready))
         return True
 
     @contextmanager
