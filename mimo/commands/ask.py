@@ -63,13 +63,8 @@ CPU_CACHE_BYTES = 256 << 20
 class Asked:
     """A model and a question for it.
 
-    Attributes:
-        config: the model and the data set whose prompt format the question has.
-        folder: the checkpoint, or a Hugging Face folder.
-        is_hf: whether it is a Hugging Face folder.
-        provider: the model family.
-        question: the question as tokens and pixels.
-        max_tokens: most tokens of the answer.
+    The model is in the folder of a checkpoint, or in a Hugging Face folder. `config` also has the data set whose prompt
+    format the question has.
     """
 
     config: RunConfig

@@ -20,13 +20,7 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-n
 
 @dataclass(frozen=True)
 class LossDefaults:
-    """Defaults of a policy loss.
-
-    Attributes:
-        clip_ratio_low: `--clip-ratio-low`.
-        clip_ratio_high: `--clip-ratio-high`.
-        loss_aggregation: `--loss-aggregation`.
-    """
+    """Defaults of a policy loss for the flags of these names."""
 
     clip_ratio_low: float
     clip_ratio_high: float

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from mimo.grid.lanes import has_eight_bit_pixels
-from mimo.grid.spec import GridSpec, LaneShare, lane_shares
+from mimo.grid.spec import GridSpec, LaneShare
 from mimo.grid.windows import BACKWARD_COST, WindowSchedule, deal_in_order, deal_iteration
 from mimo.planner.costs import GIB
 from mimo.planner.simulation import BACKWARD, FORWARD, Stage, Work
@@ -246,7 +246,7 @@ def _images_beside(step: Step, batch: Microbatches, lane: int) -> Iterator[list[
     """Yield the bytes of each microbatch's images on the replicas of the encoder that share ranks with a lane."""
     (encoder,) = step.sampled.encoders
     for replica in range(encoder.dp):
-        shares = _shares(step, encoder, replica)
+        shares = step.shares(encoder, replica)
         if any(share.lane == lane for share in shares):
             yield _bytes_of_shares(step, encoder, batch, shares)
 
@@ -258,12 +258,8 @@ def _encoder_peak(step: Step, batch: Microbatches, stage: int) -> float:
                + config.train.encoder_prefetch_depth, step.num_microbatches)
     # A shortened iteration has fewer microbatches than are kept of a whole one.
     seen, nothing = min(kept, len(batch)), [(0.0, 0.0)] * len(batch)
-    return kept / seen * max(_fullest(nothing, _bytes_of_shares(step, encoder, batch, _shares(step, encoder, replica)),
+    return kept / seen * max(_fullest(nothing, _bytes_of_shares(step, encoder, batch, step.shares(encoder, replica)),
                                       seen)[0] for replica in range(encoder.dp))
-
-
-def _shares(step: Step, encoder: GridSpec, replica: int) -> tuple[LaneShare, ...]:
-    return lane_shares(encoder.dp, step.sampled.num_lanes, step.config.train.micro_batch_size, replica)
 
 
 def _bytes_of_shares(step: Step, encoder: GridSpec, batch: Microbatches, shares: Sequence[LaneShare]) -> list[float]:

@@ -18,7 +18,7 @@ from mimo.config.trainer import RunConfig
 from mimo.config.validate import layers_of_stages, num_microbatches, row_multiple, share_with_graphs
 from mimo.grid.dry_run import parameters_per_rank
 from mimo.grid.lanes import row_length
-from mimo.grid.spec import GridSpec, Layout, lane_shares
+from mimo.grid.spec import GridSpec, LaneShare, Layout, lane_shares
 from mimo.grid.windows import WindowSchedule
 from mimo.planner.activations import Windows, peak
 from mimo.planner.costs import GIB, LATENCY_S, Costs
@@ -298,11 +298,15 @@ class Step:
         return sorted({lane * encoder.dp // num_lanes + part for lane in lanes
                        for part in range(max(encoder.dp // num_lanes, 1))})
 
+    def shares(self, encoder: GridSpec, replica: int) -> tuple[LaneShare, ...]:
+        """Return the parts of lanes that a replica of an encoder encodes."""
+        return lane_shares(encoder.dp, self.sampled.num_lanes, self.config.train.micro_batch_size, replica)
+
     def _replica_work(self, kind: str, encoder: GridSpec, replica: int, microbatch: Sequence[Sequence[SampleSize]]
                       ) -> Work:
         """Return a replica's pass over its images of a microbatch, which is given by lanes."""
-        shares = lane_shares(encoder.dp, self.sampled.num_lanes, self.config.train.micro_batch_size, replica)
-        images = [tokens for share in shares for tokens in self.images(microbatch[share.lane][share.start:share.stop])]
+        images = [tokens for share in self.shares(encoder, replica)
+                  for tokens in self.images(microbatch[share.lane][share.start:share.stop])]
         return Work(self.encoder_s(kind, encoder, images), self.encoder_launch_s(kind, encoder, images))
 
     def _homogeneous(self, batch: Microbatches) -> dict[Hashable, list[Action]]:

@@ -41,14 +41,10 @@ class Stream:
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
 
-    def wait_stream(self, stream: Any) -> None:
+    def synchronize(self, *_args: Any) -> None:
         """Do nothing: operations finish before they return."""
 
-    def wait_event(self, event: Any) -> None:
-        """Do nothing: operations finish before they return."""
-
-    def synchronize(self) -> None:
-        """Do nothing: operations finish before they return."""
+    wait_stream = wait_event = synchronize
 
     def query(self) -> bool:
         return True
@@ -74,11 +70,10 @@ class Event:
     def record(self, stream: Any = None) -> None:
         self._time_s = time.perf_counter()
 
-    def wait(self, stream: Any = None) -> None:
+    def synchronize(self, *_args: Any) -> None:
         """Do nothing: operations finish before they return."""
 
-    def synchronize(self) -> None:
-        """Do nothing: operations finish before they return."""
+    wait = synchronize
 
     def query(self) -> bool:
         return True

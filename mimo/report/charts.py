@@ -256,13 +256,11 @@ class Row:
     """Row of the chart: one rank's work for one module.
 
     Attributes:
-        module: the grid.
         rank: global rank.
         name: name of the row: the rank, and its coordinates on axes with more than one rank.
         intervals: intervals in the file.
     """
 
-    module: str
     rank: int
     name: str
     intervals: Sequence[Mapping[str, Any]]
@@ -290,7 +288,7 @@ def rows_of(timeline: Mapping[str, Any]) -> dict[str, list[Row]]:
             own = [one for one in rank["intervals"] if one["kind"] != Kind.OTHER]
             if len(rank["modules"]) > 1:
                 own = [one for one in own if one["module"] == module]
-            found.setdefault(module, []).append(Row(module, rank["rank"], " ".join(words), own))
+            found.setdefault(module, []).append(Row(rank["rank"], " ".join(words), own))
     return found
 
 

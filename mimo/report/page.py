@@ -9,7 +9,7 @@ from html import escape
 
 from mimo.report.advice import advice_section
 from mimo.report.answers import compared, did_it_learn, how_fast, who_waited
-from mimo.report.charts import LETTERS
+from mimo.report.charts import LETTERS, run_name
 from mimo.report.generations import generations_section
 from mimo.report.html import document
 from mimo.report.run_reader import Run, began_unix_s
@@ -155,7 +155,7 @@ def _left_out(run: Run) -> list[str]:
 def _footer(runs: Sequence[Run]) -> str:
     parts = []
     for index, run in enumerate(runs):
-        letter = f"{LETTERS[index]}: " if len(runs) > 1 else ""
+        letter = run_name(runs, index, "")
         missing = _left_out(run)
         if missing:
             parts.append(f"<p>{letter}Not shown: {'; '.join(map(escape, missing))}.</p>")
@@ -170,8 +170,7 @@ def _footer(runs: Sequence[Run]) -> str:
 
 def page(runs: Sequence[Run]) -> str:
     """Return the whole page of one run, or of two side by side."""
-    problems = [(f"{LETTERS[index]}: " if len(runs) > 1 else "") + escape(problem)
-                for index, run in enumerate(runs) for problem in run.problems]
+    problems = [run_name(runs, index, escape(problem)) for index, run in enumerate(runs) for problem in run.problems]
     warning = f'<div class="warn"><ul>{"".join(f"<li>{each}</li>" for each in problems)}</ul></div>' if problems else ""
     body = [_header(runs), warning, _tiles(runs), advice_section(runs), compare_section(runs),
             learned(runs), generations_section(runs), gantt_section(runs), where_time_went(runs), speed_section(runs),

@@ -97,34 +97,43 @@ class TrainerParts:
         return self.counts_losses and language.coordinates(self.grids.rank)["cp"] == 0
 
 
-@dataclass
-class StepResult:
-    """Result of one iteration, equal on all ranks.
+@dataclass(frozen=True)
+class UpdateResult:
+    """Result of one optimizer step, equal on all ranks.
 
     Attributes:
-        loss: mean over the target tokens of the global batch.
-        num_tokens: target tokens of the global batch.
-        text_tokens, image_tokens: tokens of the global batch, padding excluded.
-        work: sequences and images of the global batch.
-        bad_samples: samples that the data set skipped while it read the global batch.
-        unbalanced_encoded_tokens: tokens that the encoders' layers would have had without balanced packing.
+        loss: mean over the targets of the global batch.
         success: whether parameters were updated.
         grad_norm: global norm before clipping; None when skipped.
         num_zeros: zero gradients, where logged.
-        stop_requested: some rank was asked to stop.
     """
 
     loss: float
-    num_tokens: int
-    text_tokens: int
-    image_tokens: int
     success: bool
     grad_norm: float | None
     num_zeros: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult(UpdateResult):
+    """Result of one iteration, equal on all ranks.
+
+    Attributes:
+        num_tokens: target tokens of the global batch.
+        text_tokens, image_tokens: tokens of the global batch, padding excluded.
+        stop_requested: some rank was asked to stop.
+        work: sequences and images of the global batch.
+        bad_samples: samples that the data set skipped while it read the global batch.
+        unbalanced_encoded_tokens: tokens that the encoders' layers would have had without balanced packing.
+    """
+
+    num_tokens: int
+    text_tokens: int
+    image_tokens: int
     stop_requested: bool
-    work: Workload = field(default_factory=Workload)
-    bad_samples: int = 0
-    unbalanced_encoded_tokens: int = 0
+    work: Workload
+    bad_samples: int
+    unbalanced_encoded_tokens: int
 
 
 def loss_function(batch: Microbatch, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -307,26 +316,10 @@ def train_step(
         refuse_loss=partial(_refuse_loss, parts, microbatches, reports))
     totals = summed.tolist()
     _, num_tokens, text_tokens, image_tokens, stop, bad_samples, unbalanced = totals[:FIXED_TOTALS]
-    work = Workload.from_values(totals[-num_values(encoders) :], encoders)
-    return StepResult(update.loss, int(num_tokens), int(text_tokens), int(image_tokens), update.success,
-                      update.grad_norm, update.num_zeros, stop > 0, work, int(bad_samples), int(unbalanced))
-
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """Result of one optimizer step, equal on all ranks.
-
-    Attributes:
-        loss: mean over the targets of the global batch.
-        success: whether parameters were updated.
-        grad_norm: global norm before clipping; None when skipped.
-        num_zeros: zero gradients, where logged.
-    """
-
-    loss: float
-    success: bool
-    grad_norm: float | None
-    num_zeros: int | None
+    return StepResult(**vars(update), num_tokens=int(num_tokens), text_tokens=int(text_tokens),
+                      image_tokens=int(image_tokens), stop_requested=stop > 0,
+                      work=Workload.from_values(totals[-num_values(encoders) :], encoders),
+                      bad_samples=int(bad_samples), unbalanced_encoded_tokens=int(unbalanced))
 
 
 def clear_gradients(parts: TrainerParts) -> None:
