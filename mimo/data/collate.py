@@ -74,11 +74,6 @@ class Placeholders:
                    partial(find_grid, provider, config) if isinstance(provider, TokenGridProvider) else None,
                    {name: video_ids[name] for name in names if name in video_ids}, tokens.tiles)
 
-    def counts_of(self, tokens: int, size: ImageSize) -> list[int]:
-        """Divide the tokens of an image or a video among what the encoder takes as images."""
-        pictures = num_pictures(size, self.patches.temporal_patch_size if self.patches else 1)
-        return [tokens // pictures] * pictures
-
     def tile_lengths(self, rows: Sequence[Expanded], samples: Sequence[Sample]) -> dict[str, tuple[int, ...]]:
         """Return `TextBatch.tile_lengths` of rows that are expanded samples."""
         tiles = self.tiles
@@ -210,7 +205,9 @@ def expand_images(sample: Sample, images: Placeholders) -> Expanded:
     repeats[is_image] = counts
     lengths: dict[str, list[int]] = {module: [] for module in images.modules}
     for module, count, size in zip(owners, counts, sample.image_sizes, strict=True):
-        lengths[module] += images.counts_of(count, size)
+        # The encoder takes each temporal patch of a video as an image.
+        pictures = num_pictures(size, images.patches.temporal_patch_size if images.patches else 1)
+        lengths[module] += [count // pictures] * pictures
     tokens = np.repeat(sample.tokens.astype(np.int64), repeats)
     ends = np.array([len(tokens)])
     if sample.lengths:

@@ -36,7 +36,6 @@ class StepLoader:
         num_microbatches: microbatches of an iteration.
         seq_length: most tokens of a sample after image expansion and padding.
         row_multiple: see `collate_text`.
-        pad_token_id: fills the end of short samples.
         dtype: dtype of pixel values.
         prefetch: prepare the next iteration in a background thread while the current one is used.
         pin_memory: return tensors in page-locked memory, from which copies to a GPU do not block the host.
@@ -58,7 +57,6 @@ class StepLoader:
         num_microbatches: int,
         seq_length: int,
         row_multiple: int | None = None,
-        pad_token_id: int = 0,
         dtype: torch.dtype = torch.float32,
         prefetch: bool = True,
         pin_memory: bool = False,
@@ -73,7 +71,7 @@ class StepLoader:
             images=images,
             seq_length=seq_length,
             vocab_size=model_provider.token_spec(model_config).vocab_size,
-            pad_token_id=pad_token_id,
+            pad_token_id=0,
             sequence_multiple=sequence_multiple(layout),
             row_multiple=row_multiple,
         )

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import wraps
+from functools import cache
 from pathlib import Path
-from typing import Any, Concatenate
+from typing import Any
 
 from mimo import registry
 from mimo.config.trainer import RunConfig
@@ -251,19 +251,6 @@ class EncoderCost:
     recomputed_bytes: float
 
 
-def _once[**P, R](compute: Callable[Concatenate[Costs, P], R]) -> Callable[Concatenate[Costs, P], R]:
-    """Compute a cost once for all layouts that ask for it with the same arguments."""
-    @wraps(compute)
-    def known(costs: Costs, *args: P.args, **kwargs: P.kwargs) -> R:
-        key = (compute.__name__, args, *kwargs.items())
-        if key not in costs._known:
-            costs._known[key] = compute(costs, *args, **kwargs)
-        found: R = costs._known[key]
-        return found
-
-    return known
-
-
 class Costs:
     """Costs of one model.
 
@@ -292,11 +279,12 @@ class Costs:
         self.num_layers = max(num_layers(config), 1)
         self.num_experts = self.provider.num_experts(family)
         self._frozen = config.model.frozen
-        self._known: dict[tuple[object, ...], Any] = {}  # results of methods marked with `_once`
+        # Layouts ask for the same costs again and again.
+        for compute in (self.language, self.encoder, self.image_s, self.image_flops, self.image_patches):
+            setattr(self, compute.__name__, cache(compute))
         # Number of experts that each token is sent to, if the provider has such a field.
         self.top_k = int(vars(family).get("moe_router_topk") or 1) if self.num_experts else 1
 
-    @_once
     def language(self, tp: int, micro_batch_size: int, ep: int = 1, cp: int = 1, length: int | None = None,
                  *, graphs: float = 0.0, gathers: bool = False) -> LanguageCost:
         """Return the costs of a microbatch of the language model on a context-parallel rank.
@@ -425,7 +413,6 @@ class Costs:
     def _parts_of_layers(self) -> float:
         return parts_of_layers(self.shapes[LANGUAGE], self.hidden_size, self.num_experts)
 
-    @_once
     def encoder(self, name: str, tp: int) -> EncoderCost:
         """Return the costs of an encoder's passes."""
         ratios, shapes = self.profile.ratios(name, tp, 0), self.shapes[name]
@@ -459,7 +446,6 @@ class Costs:
         layers = num_layers_of(self.shapes[name]) if self.gpu.launches_kernels else 0
         return layers * LAUNCH_S[tp > 1][0], layers * LAUNCH_S[tp > 1][1] * self.trains(name)
 
-    @_once
     def image_s(self, name: str, tp: int, tokens: int) -> tuple[float, float, float]:
         """Return the seconds of an image's forward pass, of its layers only, and of its backward pass.
 
@@ -470,7 +456,6 @@ class Costs:
         return (cost.forward.image_s(forward, patches), cost.again.image_s(forward, patches),
                 cost.backward.image_s(backward, patches) if backward else 0.0)
 
-    @_once
     def image_flops(self, name: str, tokens: int) -> tuple[float, float]:
         """Return the FLOPs of the forward and backward pass of an image with so many rows of the encoder's output."""
         found = self.counter.passes(name, SequenceSums.of([tokens]))
@@ -478,7 +463,6 @@ class Costs:
         return (sum(forward for _, forward, _ in found),
                 sum(backward + (again * forward if each.recomputed else 0.0) for each, forward, backward in found))
 
-    @_once
     def image_patches(self, name: str, tokens: int) -> float:
         """Return the length of an image's sequence in the encoder's layers."""
         return max((component.tokens_per_token * tokens + component.extra_tokens

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import datetime
 import random
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import numpy as np
@@ -74,10 +73,6 @@ class Platform(abc.ABC):
 
         Autograd keeps the stream on which it first saw a parameter, and no graph may wait for the default one.
         """
-
-    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """Return a mixed-precision context; `dtype` is the dtype of matrix products (float32 switches it off)."""
-        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32)
 
     def init_process_group(self, rank: int, world_size: int, timeout_s: float) -> None:
         """Create the default process group from MASTER_ADDR and MASTER_PORT (`env://`), and limit all later groups.

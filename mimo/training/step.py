@@ -25,6 +25,7 @@ from mimo.model.mtp import begin_mtp_step
 from mimo.observability.clock import DeviceTimer
 from mimo.observability.spans import Kind, ScheduleSpans, Spans, Trace
 from mimo.observability.startup import STARTUP, Phase
+from mimo.observability.timeline import lane_tokens
 from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE
 from mimo.training.encoder_prefetch import EncoderPrefetch
@@ -381,11 +382,9 @@ def _sum_over_world(
     totals = torch.zeros(FIXED_TOTALS + len(encoders) + num_values(names), dtype=torch.float64)
     totals[4] = float(stop_requested)
     if parts.reports_lane:
+        totals[3], totals[2] = lane_tokens(microbatches)
         for batch in microbatches:
             assert batch.text is not None, "language ranks hold text"
-            images = sum(sum(counts) for counts in batch.text.token_counts.values())
-            totals[3] += images
-            totals[2] += batch.text.num_tokens - images
             totals[5] += len(batch.text.skipped)
             totals[6] += batch.text.unbalanced_encoded_tokens
         values = workload(microbatches, names).values()

@@ -87,24 +87,16 @@ def test_megatron_fusions_are_not_compiled(pool):
 
 
 def answers(rank):
-    import torch
-
     from mimo.platform import current_platform
 
     platform = current_platform()
     platform.set_device(rank)
     platform.synchronize()
-    with platform.autocast(torch.bfloat16):
-        mixed = (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-    with platform.autocast(torch.float32):
-        single = (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-    return platform.name, platform.backend, str(platform.device), platform.has_transformer_engine(), mixed, single
+    return platform.name, platform.backend, str(platform.device), platform.has_transformer_engine()
 
 
 def test_cpu_platform_answers(pool):
-    import torch
-
-    assert pool.run(answers) == [("cpu", "gloo", "cpu", False, torch.bfloat16, torch.float32)] * 2
+    assert pool.run(answers) == [("cpu", "gloo", "cpu", False)] * 2
 
 
 def peaks(rank):
