@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mimo.grid.windows import Image, WindowSchedule, busiest_turns, deal, deal_in_order, deal_iteration, encoding_cost
-from mimo.planner.simulation import FORWARD, Action, Stage, one_forward_one_backward, simulate
+from mimo.planner.simulation import FORWARD, Action, Stage, Work, one_forward_one_backward, simulate
 
 COSTS = st.lists(st.floats(0.1, 100.0), max_size=60)
 
@@ -118,7 +118,7 @@ def most_held(stages: int, microbatches: int, window: int, split: bool, blocking
         # The program is made first, as it is what calls `turn`.
         start = [*(action for each in schedule.first_windows for action in message("pixels", each)),
                  *turn(([], schedule.at_start()))]
-        passes = Stage(number, stages, microbatches, lambda kind, index: 1.0, ((number - 1,),) if number else (),
+        passes = Stage(number, stages, microbatches, lambda kind, index: Work(1.0), ((number - 1,),) if number else (),
                        ((number,),) if number < stages - 1 else (),
                        before_forward=at("features", schedule.sends_before, schedule.before),
                        after_forward=at("features", schedule.sends_after, schedule.after),
