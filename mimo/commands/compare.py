@@ -61,12 +61,8 @@ class StoredInfo:
 class Row:
     """Tensors of a module that differ only in their layer or expert, as one row of a table.
 
-    Attributes:
-        name: their name with ranges of numbers: `decoder.layers.{0-3}.mlp.experts.{0-7}.linear_fc1.weight`.
-        count: number of tensors.
-        shape: shape of each.
-        dtype: dtype of each.
-        num_bytes: size of all together.
+    Their name has ranges of numbers: `decoder.layers.{0-3}.mlp.experts.{0-7}.linear_fc1.weight`. The shape is that of
+    each, and the bytes are those of all together.
     """
 
     name: str

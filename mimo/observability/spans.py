@@ -210,12 +210,7 @@ class Spans:
 
 @dataclass(frozen=True)
 class Trace:
-    """Tells the watchdog and the timeline together what this rank waits for.
-
-    Attributes:
-        watchdog: reports open waits when the run hangs.
-        spans: records them as stretches of the step.
-    """
+    """Tells the watchdog and the timeline together what this rank waits for."""
 
     watchdog: Watchdog
     spans: Spans

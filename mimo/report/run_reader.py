@@ -58,9 +58,9 @@ class Table:
         """Whether any record has a finite figure of this key."""
         return key in self.columns and bool(np.isfinite(self.columns[key]).any())
 
-    def after(self, first: int) -> Table:
-        """Return the table without its first records."""
-        return Table(self.iterations[first:], {key: column[first:] for key, column in self.columns.items()})
+    def __getitem__(self, rows: slice | NDArray[Any]) -> Table:
+        """Select records by a slice, a mask or their indices."""
+        return Table(self.iterations[rows], {key: column[rows] for key, column in self.columns.items()})
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class ModuleTime:
 
 def steady(steps: Table) -> Table:
     """Return the iterations without the first ones."""
-    return steps.after(min(WARM_UP, max(int(WARM_UP_SHARE * len(steps)), int(len(steps) > 1))))
+    return steps[min(WARM_UP, max(int(WARM_UP_SHARE * len(steps)), int(len(steps) > 1))):]
 
 
 def typical(steps: Table) -> Table:
@@ -115,8 +115,7 @@ def typical(steps: Table) -> Table:
     if len(table) < LEAST_TRIMMED or not np.isfinite(times).all():
         return table
     low, high = np.quantile(times, [TRIMMED, 1 - TRIMMED])
-    kept = (times >= low) & (times <= high)
-    return Table(table.iterations[kept], {key: column[kept] for key, column in table.columns.items()})
+    return table[(times >= low) & (times <= high)]
 
 
 def finite(values: Floats) -> Floats:
