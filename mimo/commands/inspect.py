@@ -11,6 +11,7 @@ from mimo.checkpoint.differences import flat_config
 from mimo.commands.compare import (
     WEIGHTS,
     Contents,
+    Row,
     StoredInfo,
     damage,
     flag_differences,
@@ -38,7 +39,7 @@ def text_report(contents: Contents, report: Mapping[str, Any], *, every_tensor: 
     parts = [[str(contents.folder), *(f"  {line}" for line in _progress(contents))], _grids(contents)]
     for module in contents.modules:
         tensors = contents.of(module)
-        parts.append([f"module {module}", *(_all_tensors(tensors) if every_tensor else _weights(tensors))])
+        parts.append([f"module {module}", *_tensors(tensors, every_tensor=every_tensor)])
         parts.append(_totals(module, tensors))
     parameters = sum(tensor.numel for tensor in contents.tensors if tensor.kind == WEIGHTS)
     parts.append([f"{parameters:,} parameters; {counted(len(contents.files), 'file')}, "
@@ -117,21 +118,15 @@ def _grids(contents: Contents) -> list[str]:
     return table(rows)
 
 
-def _weights(tensors: Sequence[StoredInfo]) -> list[str]:
-    """List a module's weights, with equal layers and experts in one row."""
-    rows = [["tensor", "count", "shape of one", "dtype", "parameters", "bytes"]]
-    for row in rows_of(tensor for tensor in tensors if tensor.kind == WEIGHTS):
-        rows.append([row.name, str(row.count), _shape(row.shape), row.dtype, f"{row.numel:,}", f"{row.num_bytes:,}"])
-    return table(rows) if len(rows) > 1 else []
-
-
-def _all_tensors(tensors: Sequence[StoredInfo]) -> list[str]:
-    """List every stored tensor with its key and whole shape."""
-    rows = [["key", "pieces", "shape", "dtype", "parameters", "bytes"]]
-    for tensor in tensors:
-        rows.append([tensor.key, str(tensor.num_pieces), _shape(tensor.shape), tensor.dtype, f"{tensor.numel:,}",
-                     f"{tensor.num_bytes:,}"])
-    return table(rows)
+def _tensors(tensors: Sequence[StoredInfo], *, every_tensor: bool) -> list[str]:
+    """List a module's weights, with equal layers and experts in one row, or every stored tensor with its key."""
+    heads = ["key", "pieces", "shape"] if every_tensor else ["tensor", "count", "shape of one"]
+    found: list[tuple[str, int, StoredInfo | Row]] = (
+        [(tensor.key, tensor.num_pieces, tensor) for tensor in tensors] if every_tensor else
+        [(row.name, row.count, row) for row in rows_of(tensor for tensor in tensors if tensor.kind == WEIGHTS)])
+    rows = [[name, str(count), " x ".join(map(str, each.shape)) or "scalar", each.dtype, f"{each.numel:,}",
+             f"{each.num_bytes:,}"] for name, count, each in found]
+    return table([[*heads, "dtype", "parameters", "bytes"], *rows]) if rows else []
 
 
 def _sums(tensors: Iterable[StoredInfo]) -> dict[str, dict[str, int]]:
@@ -151,10 +146,6 @@ def _totals(module: str, tensors: Sequence[StoredInfo]) -> list[str]:
         rows.append([_TITLES.get(kind, kind), str(sums["tensors"]), f"{sums['parameters']:,}",
                      f"{sums['bytes']:,}"])
     return table(rows)
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return " x ".join(str(size) for size in shape) or "scalar"
 
 
 def inspect(flags: InspectFlags, run_flags: list[str]) -> int:

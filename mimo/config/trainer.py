@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from os.path import realpath
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
@@ -81,7 +82,7 @@ class CheckpointConfig:
     @property
     def load_is_save(self) -> bool:
         """Whether --load and --save are the same folder, whatever their spelling."""
-        return self.load is not None and self.save is not None and _real(self.load) == _real(self.save)
+        return self.load is not None and self.save is not None and realpath(self.load) == realpath(self.save)
 
     @property
     def starts_elsewhere(self) -> bool:
@@ -91,8 +92,8 @@ class CheckpointConfig:
         """
         if self.load is None or self.save is None or self.load_is_save:
             return False
-        folder, name = os.path.split(_real(self.load))
-        return folder != _real(self.save) or not (name.startswith("iter_") or name == "release")
+        folder, name = os.path.split(realpath(self.load))
+        return folder != realpath(self.save) or not (name.startswith("iter_") or name == "release")
 
     @property
     def allowed_differences(self) -> frozenset[str]:
@@ -125,10 +126,6 @@ class CheckpointConfig:
         refuse(minutes is not None and not minutes > 0, f"--exit-duration-in-mins {minutes} is not above 0")
         refuse(bool(self.load_hf) and bool(self.load_vision_from and self.load_language_from),
                "--load-hf with both --load-vision-from and --load-language-from leaves nothing for it to give")
-
-
-def _real(path: str) -> str:
-    return os.path.realpath(path)
 
 
 @dataclass(frozen=True)
