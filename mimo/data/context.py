@@ -1,4 +1,4 @@
-"""Which tokens of a row each context-parallel rank computes.
+"""Division of the tokens of a row among context-parallel ranks.
 
 A causal token attends to all tokens before it, so the end of a sequence costs more than its start. Each sequence is
 therefore cut into `2 * cp` chunks, and rank r takes chunk r and chunk `2 * cp - 1 - r`. Megatron Core's rotary

@@ -20,7 +20,7 @@ def parameters(shapes: Sequence[ParameterShape], *, layers: bool, experts: bool 
 
 
 def key_value_channels(shapes: Sequence[ParameterShape]) -> float | None:
-    """Return the channels of a token's keys and values, the sum over the layers; None if it cannot be told."""
+    """Return the channels of a token's keys and values, the sum over the layers; None if they are not known."""
     found = {shape.name: shape for shape in shapes if shape.stage == "layer" and len(shape.shape) == 2}
     fused = next((shape for name, shape in found.items() if "linear_qkv" in name), None)
     output = next((shape for name, shape in found.items() if "linear_proj" in name), None)

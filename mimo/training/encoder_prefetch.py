@@ -58,7 +58,7 @@ class EncoderPrefetch:
         device: device of the encoder.
         own_stream: run the encoder on a stream of its own. This is wrong for kernels that share memory across streams,
             such as Transformer Engine's matrix products with their one workspace for each device.
-        trace: told where the rank is.
+        trace: records what the rank does.
 
     Attributes:
         active: whether a training step is under way.

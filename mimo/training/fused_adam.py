@@ -30,7 +30,7 @@ Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 
 @dataclass
 class AddressTable:
-    """Where the tensors of a parameter group are, for the kernel.
+    """Addresses of the tensors of a parameter group, for the kernel.
 
     Attributes:
         host: int64 [tensors, 5], the addresses of gradient, float32 weights, first and second moment, and bfloat16

@@ -66,12 +66,12 @@ class TrainerParts:
 
     @property
     def spans(self) -> Spans:
-        """Told which part of the step this rank is in."""
+        """Recorder of the parts of the step."""
         return self.schedule_spans.spans
 
     @property
     def trace(self) -> Trace:
-        """Told what this rank waits for."""
+        """Recorder of waits, for the watchdog and the timeline."""
         return Trace(self.watchdog, self.spans)
 
     @property
