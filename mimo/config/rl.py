@@ -313,41 +313,36 @@ class RolloutConfig:
         refuse_below(self, {"max_completion_tokens": 1, "engine_dp": 1, "engine_tp": 1, "engine_pp": 1,
                             "engine_nodes": 1, "engine_restarts": 0, "engine_max_num_seqs": 1,
                             "engine_kv_cache_mib": 1})
-        if self.refit_verify_interval < 0:
-            raise ValueError(f"--refit-verify-interval {self.refit_verify_interval} is below 0 (0: verify no refit)")
+        refuse(self.refit_verify_interval < 0,
+               f"--refit-verify-interval {self.refit_verify_interval} is below 0 (0: verify no refit)")
         for name in ("engine_start_timeout_s", "rollout_timeout_s", "refit_timeout_s"):
             value = vars(self)[name]
-            if not 0 < value <= MAX_TIMEOUT_S:
-                raise ValueError(f"{flag_name(name)} {value} is not above 0 and at most {MAX_TIMEOUT_S:g} (a week)")
+            refuse(not 0 < value <= MAX_TIMEOUT_S,
+                   f"{flag_name(name)} {value} is not above 0 and at most {MAX_TIMEOUT_S:g} (a week)")
         self._check_placement()
         self._check_nodes()
-        if self.rollout_timeout_s < self.refit_timeout_s:
-            raise ValueError(f"--rollout-timeout-s {self.rollout_timeout_s}, which limits every call of the engine, is "
-                             f"below --refit-timeout-s {self.refit_timeout_s}")
+        refuse(self.rollout_timeout_s < self.refit_timeout_s,
+               f"--rollout-timeout-s {self.rollout_timeout_s}, which limits every call of the engine, is below "
+               f"--refit-timeout-s {self.refit_timeout_s}")
 
     def _check_placement(self) -> None:
         placement = self.engine_placement
-        if self.ray_address and placement == "separate":
-            raise ValueError(f"--ray-address {self.ray_address} is for --engine-placement ray and colocated, not for "
-                             f"{placement}")
-        if self.ray_address.startswith("ray://"):
-            raise ValueError(f"--ray-address {self.ray_address}: Ray Client is not supported; start Ray on this node "
-                             "as one of the cluster's and use auto, or host:port of its GCS")
-        if self.ray_address not in ("", "auto") and not re.fullmatch(r".+:\d+", self.ray_address):
-            raise ValueError(f"--ray-address {self.ray_address} is neither host:port of a Ray cluster nor auto")
-        if self.engine_memory is not None and not 0 < self.engine_memory <= 1:
-            raise ValueError(f"--engine-memory {self.engine_memory} is not above 0 and at most 1")
-        if self.engine_gpus:
-            if self.engine_placement != "separate":
-                raise ValueError(f"--engine-gpus {self.engine_gpus} is for --engine-placement separate, not for "
-                                 f"{self.engine_placement}")
-            numbers = self.gpu_numbers
-            if len(set(numbers)) != len(numbers):
-                raise ValueError(f"--engine-gpus {self.engine_gpus} has a GPU twice")
-            if len(numbers) != self.num_engine_workers:
-                raise ValueError(
-                    f"--engine-gpus {self.engine_gpus} has {len(numbers)}, and {self.sizes} need "
-                    f"{self.num_engine_workers}, one for each worker")
+        refuse(bool(self.ray_address) and placement == "separate",
+               f"--ray-address {self.ray_address} is for --engine-placement ray and colocated, not for {placement}")
+        refuse(self.ray_address.startswith("ray://"),
+               f"--ray-address {self.ray_address}: Ray Client is not supported; start Ray on this node as one of the "
+               "cluster's and use auto, or host:port of its GCS")
+        refuse(self.ray_address not in ("", "auto") and not re.fullmatch(r".+:\d+", self.ray_address),
+               f"--ray-address {self.ray_address} is neither host:port of a Ray cluster nor auto")
+        refuse(self.engine_memory is not None and not 0 < self.engine_memory <= 1,
+               f"--engine-memory {self.engine_memory} is not above 0 and at most 1")
+        refuse(bool(self.engine_gpus) and placement != "separate",
+               f"--engine-gpus {self.engine_gpus} is for --engine-placement separate, not for {placement}")
+        numbers = self.gpu_numbers
+        refuse(len(set(numbers)) != len(numbers), f"--engine-gpus {self.engine_gpus} has a GPU twice")
+        refuse(bool(self.engine_gpus) and len(numbers) != self.num_engine_workers,
+               f"--engine-gpus {self.engine_gpus} has {len(numbers)}, and {self.sizes} need {self.num_engine_workers}, "
+               "one for each worker")
 
     def _check_nodes(self) -> None:
         nodes, workers = self.engine_nodes, self.engine_tp * self.engine_pp

@@ -347,7 +347,7 @@ def read_run(path: Path) -> Run:
                          "timeline/step-N.json")
     problems: list[str] = []
     steps, evaluations = _read_metrics(path / METRICS, problems)
-    later: list[str] = []
+    later: list[str] = []  # after those of the iterations, which need the flags
     stall = _read_stall(path, began_unix_s(steps), later)
     flags = _read_flags(path / FLAGS, later)
     timelines, num_timelines = _read_timelines(path / "timeline", later)
