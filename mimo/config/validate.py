@@ -50,21 +50,18 @@ def check_observe(flags: ObserveConfig, world_size: int, length: int | None, *, 
         ValueError: the first thing found wrong.
     """
     steps, ranks = flags.profiled_steps, flags.profiled_ranks
-    if length is not None and steps and steps.start > length:
-        raise ValueError(f"--profile-steps {flags.profile_steps} begins after the run's last iteration, {length}")
-    if ranks and max(ranks) >= world_size:
-        raise ValueError(f"--profile-ranks {flags.profile_ranks}: this run has ranks 0 to {world_size - 1}")
+    refuse(length is not None and bool(steps) and steps.start > length,
+           f"--profile-steps {flags.profile_steps} begins after the run's last iteration, {length}")
+    refuse(max(ranks, default=0) >= world_size,
+           f"--profile-ranks {flags.profile_ranks}: this run has ranks 0 to {world_size - 1}")
     if not dry_run:
         check_packages(flags)
 
 
 def check_device(flags: ObserveConfig, device: str) -> None:
     """Refuse flags that need a GPU on a run without one. Raises ValueError."""
-    if device == "cuda":
-        return
     for flag, given in (("--memory-snapshot", flags.memory_snapshot), ("--nvtx", flags.nvtx)):
-        if given:
-            raise ValueError(f"{flag} needs CUDA, and this run is on {device}: leave it out")
+        refuse(given and device != "cuda", f"{flag} needs CUDA, and this run is on {device}: leave it out")
 
 
 def check_packages(flags: ObserveConfig) -> None:
@@ -72,9 +69,8 @@ def check_packages(flags: ObserveConfig) -> None:
     for flag, value, package in (("--wandb-project", flags.wandb_project, "wandb"),
                                  ("--mlflow-uri", flags.mlflow_uri, "mlflow"),
                                  ("--tensorboard-dir", flags.tensorboard_dir, "tensorboard")):
-        if value is not None and importlib.util.find_spec(package) is None:
-            raise ValueError(f"{flag} {value}: the package {package} is not installed; pip install {package}, or leave "
-                             "the flag out")
+        refuse(value is not None and importlib.util.find_spec(package) is None,
+               f"{flag} {value}: the package {package} is not installed; pip install {package}, or leave the flag out")
 
 
 def check_prefetch(config: RunConfig, layout: Layout, num_microbatches: int) -> None:
@@ -85,28 +81,22 @@ def check_prefetch(config: RunConfig, layout: Layout, num_microbatches: int) -> 
     """
     depth, frozen = config.train.encoder_prefetch_depth, config.model.frozen
     flag = f"--encoder-prefetch-depth {depth}"
-    if depth < 0:
-        raise ValueError(f"{flag} is below 0; 0 is off")
+    refuse(depth < 0, f"{flag} is below 0; 0 is off")
     if not depth:
         return
-    if not layout.encoders:
-        raise ValueError(f"{flag}: a run without encoder has nothing to prefetch; leave it out")
-    if layout.kind != "disjoint":
-        raise ValueError(f"{flag} with --layout {layout.kind}: ranks that hold both modules have no time to spare; use "
-                         "--layout disjoint, or leave it out")
+    refuse(not layout.encoders, f"{flag}: a run without encoder has nothing to prefetch; leave it out")
+    refuse(layout.kind != "disjoint", f"{flag} with --layout {layout.kind}: ranks that hold both modules have no time "
+           "to spare; use --layout disjoint, or leave it out")
     trains = [encoder.name for encoder in layout.encoders if encoder.name not in frozen]
-    if trains:
-        raise ValueError(f"{flag} with --freeze {config.model.freeze!r}: {', '.join(trains)} trains, and its features "
-                         f"would be those of weights from before the step; add {','.join(trains)} to --freeze, or "
-                         "leave it out")
+    refuse(bool(trains), f"{flag} with --freeze {config.model.freeze!r}: {', '.join(trains)} trains, and its features "
+           f"would be those of weights from before the step; add {','.join(trains)} to --freeze, or leave it out")
     stages = max(encoder.pp for encoder in layout.encoders)
-    if stages > 1:
-        raise ValueError(f"{flag} with --encoder-pp {stages}: only an encoder of one stage is prefetched; use "
-                         "--encoder-pp 1 (--encoder-tp may be above 1)")
-    if steps_ahead(depth, num_microbatches) > MAX_STEPS_AHEAD:
-        raise ValueError(f"{flag}: an iteration has {num_microbatches} microbatches (--global-batch-size "
-                         f"{config.train.global_batch_size}), and data is read at most {MAX_STEPS_AHEAD} iterations "
-                         f"ahead; at most {MAX_STEPS_AHEAD * num_microbatches}")
+    refuse(stages > 1, f"{flag} with --encoder-pp {stages}: only an encoder of one stage is prefetched; use "
+           "--encoder-pp 1 (--encoder-tp may be above 1)")
+    refuse(steps_ahead(depth, num_microbatches) > MAX_STEPS_AHEAD,
+           f"{flag}: an iteration has {num_microbatches} microbatches (--global-batch-size "
+           f"{config.train.global_batch_size}), and data is read at most {MAX_STEPS_AHEAD} iterations ahead; at most "
+           f"{MAX_STEPS_AHEAD * num_microbatches}")
 
 
 def check_run_ahead(config: RunConfig, layout: Layout) -> None:
@@ -115,14 +105,11 @@ def check_run_ahead(config: RunConfig, layout: Layout) -> None:
     flag = f"--encoder-run-ahead {ahead}"
     if not ahead:
         return
-    if not layout.encoders:
-        raise ValueError(f"{flag}: a run without encoder has nothing to run ahead; leave it out")
-    if layout.kind != "disjoint":
-        raise ValueError(f"{flag} with --layout {layout.kind}: ranks that hold both modules do not wait for each "
-                         "other; use --layout disjoint, or leave it out")
-    if depth:
-        raise ValueError(f"{flag} with --encoder-prefetch-depth {depth}: a frozen encoder that prefetches runs ahead "
-                         "already, also of the iteration; leave one of them out")
+    refuse(not layout.encoders, f"{flag}: a run without encoder has nothing to run ahead; leave it out")
+    refuse(layout.kind != "disjoint", f"{flag} with --layout {layout.kind}: ranks that hold both modules do not wait "
+           "for each other; use --layout disjoint, or leave it out")
+    refuse(depth != 0, f"{flag} with --encoder-prefetch-depth {depth}: a frozen encoder that prefetches runs ahead "
+           "already, also of the iteration; leave one of them out")
 
 
 def steps_ahead(depth: int, num_microbatches: int) -> int:
