@@ -49,8 +49,8 @@ class Timeline:
     """Turns the intervals of all ranks into figures of modules and lanes.
 
     Each rank computes a row of numbers (`own`). The caller reduces the rows of all ranks to their maximum and their
-    sum, from which every rank computes the figures (`figures`). `reports_lane` is for one rank of each lane. With a
-    device, the host may be ahead of it or late.
+    sum, from which every rank computes the figures (`figures`). `reports_lane` is true on one rank of each
+    lane, and `has_device` where the host queues work on a device.
     """
 
     def __init__(self, layout: Layout, rank: int, *, reports_lane: bool, has_device: bool) -> None:

@@ -491,7 +491,7 @@ class Costs:
     def optimizer_s(self, parameters: float, expert_weights: float = 0.0) -> float:
         """Return the seconds of an optimizer step on a rank.
 
-        Among the parameters that the rank updates are so many weight matrices of experts.
+        It updates `parameters` parameters, among them `expert_weights` weight matrices of experts.
         """
         seconds = parameters * OPTIMIZER_BYTES / (MEMORY_GB_S * 1e9) + expert_weights * EXPERT_WEIGHT_S
         return seconds * self.profile.optimizer

@@ -87,7 +87,7 @@ class LayerRecomputation:
     def keeping(self, layers: int, size: int) -> Iterator[None]:
         """Inside, the encoder runs one pass, of which the last `layers` layers keep their activations.
 
-        `choose` has returned their number; `size` is the number of elements of the pass's pixels.
+        `layers` comes from `choose`. `size` is the number of elements of the pass's pixels.
         """
         config = self._block.config
         fields: dict[str, Any] = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
@@ -116,7 +116,7 @@ def saved_bytes(layer: torch.nn.Module, inputs: dict[str, Any]) -> int:
     """Run a layer and return the bytes of all that is saved for its backward pass, without parameters and input.
 
     The input is kept by a recomputed layer, too. Nothing else changes: no gradient flows, and the random generators are
-    as before. `inputs` are the keyword arguments of a layer of an encoder.
+    as before. `inputs` are the keyword arguments of the layer, with `hidden_states`.
     """
     hidden = inputs["hidden_states"].detach().requires_grad_()
     left_out = {tensor.untyped_storage().data_ptr() for tensor in (hidden, *layer.parameters())}

@@ -137,8 +137,8 @@ def forward_values(
 def evaluate(parts: TrainerParts, steps: Iterable[list[Microbatch]], num_samples: int | None) -> Evaluation:
     """Evaluate on global batches. Collective over the world.
 
-    `steps` are this rank's side of the batches, from the start of the split. Samples that repeat after `num_samples`,
-    the end of the split, are not counted; a split may be without end (None).
+    `steps` are this rank's side of the batches, from the start of the split. The split has `num_samples` samples, or no
+    end (None). Samples that repeat after its end are not counted.
     """
     layout, rank = parts.grids.layout, parts.grids.rank
     totals = torch.zeros(4, dtype=torch.float64, device=parts.platform.device)
