@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import fields
 
+from mimo.config.checks import refuse
 from mimo.config.toml_file import flag_name
 from mimo.config.trainer import LayoutConfig
 from mimo.grid.spec import GridSpec, Layout
@@ -54,16 +55,14 @@ def _stage_layers(config: LayoutConfig) -> tuple[int, ...]:
     if given is None:
         return ()
     counts = given.split(",")
-    if not all(count.strip().isdecimal() and int(count) > 0 for count in counts):
-        raise ValueError(f"--llm-pp-layout {given}: give the layers of each stage, such as 16,24")
-    if len(counts) != config.llm_pp:
-        raise ValueError(f"--llm-pp-layout {given} has {len(counts)} stages, but --llm-pp is {config.llm_pp}")
-    if config.llm_pp == 1:
-        raise ValueError(f"--llm-pp-layout {given} needs --llm-pp above 1; leave it out")
-    middle = {int(count) for count in counts[1:-1]}
-    if len(middle) > 1:
-        raise ValueError(f"--llm-pp-layout {given}: only the first and the last stage may differ (Megatron Core); "
-                         "the stages between them need the same number of layers")
+    refuse(not all(count.strip().isdecimal() and int(count) > 0 for count in counts),
+           f"--llm-pp-layout {given}: give the layers of each stage, such as 16,24")
+    refuse(len(counts) != config.llm_pp,
+           f"--llm-pp-layout {given} has {len(counts)} stages, but --llm-pp is {config.llm_pp}")
+    refuse(config.llm_pp == 1, f"--llm-pp-layout {given} needs --llm-pp above 1; leave it out")
+    refuse(len({int(count) for count in counts[1:-1]}) > 1,
+           f"--llm-pp-layout {given}: only the first and the last stage may differ (Megatron Core); the stages between "
+           "them need the same number of layers")
     return tuple(map(int, counts))
 
 
@@ -73,24 +72,21 @@ def _encoder_window(config: LayoutConfig, grids: tuple[GridSpec, ...]) -> int | 
     With pipeline stages or context parallelism there is no other way to encode.
     """
     window, gib = config.encoder_window, config.encoder_activation_gib
-    if gib is not None and not 0 <= gib < float("inf"):
-        raise ValueError(f"--encoder-activation-gib {gib} is not a number of GiB from 0 on")
-    if window is None and grids and config.layout == "colocated" and (config.llm_pp > 1 or config.llm_cp > 1):
+    refuse(gib is not None and not 0 <= gib < float("inf"),
+           f"--encoder-activation-gib {gib} is not a number of GiB from 0 on")
+    has_windows = config.layout == "colocated" and bool(grids)
+    where = f"--layout {config.layout}" if grids else "a run without encoder"
+    refuse(window is not None and not has_windows,
+           f"--encoder-window {window} with {where}: only the colocated layout encodes the images of several "
+           "microbatches together; leave it out")
+    if window is None and has_windows and (config.llm_pp > 1 or config.llm_cp > 1):
         return DEFAULT_WINDOW
-    if window is None:
-        for given, flag in ((not config.encoder_balance, "--no-encoder-balance"),
-                            (config.encoder_chunk, f"--encoder-chunk {config.encoder_chunk}"),
-                            (gib is not None, f"--encoder-activation-gib {gib}")):
-            if given and config.layout == "colocated" and grids:
-                raise ValueError(f"{flag} needs --encoder-window")
-            if given:
-                where = f"--layout {config.layout}" if grids else "a run without encoder"
-                raise ValueError(f"{flag} with {where}: only the colocated layout has encoder windows; leave it out")
-    if window is not None:
-        if config.layout != "colocated" or not grids:
-            where = f"--layout {config.layout}" if grids else "a run without encoder"
-            raise ValueError(f"--encoder-window {window} with {where}: only the colocated layout encodes "
-                             "the images of several microbatches together; leave it out")
+    for given, flag in ((not config.encoder_balance, "--no-encoder-balance"),
+                        (config.encoder_chunk > 0, f"--encoder-chunk {config.encoder_chunk}"),
+                        (gib is not None, f"--encoder-activation-gib {gib}")):
+        refuse(given and window is None and has_windows, f"{flag} needs --encoder-window")
+        refuse(given and window is None,
+               f"{flag} with {where}: only the colocated layout has encoder windows; leave it out")
     return window
 
 
@@ -105,21 +101,18 @@ def _check_flags(config: LayoutConfig, grids: tuple[GridSpec, ...]) -> None:
     for field in fields(config):
         value = getattr(config, field.name)
         least = 0 if field.name in MAY_BE_ZERO else 1
-        if type(value) is int and value < least:
-            raise ValueError(f"{flag_name(field.name)} {value} is below {least}")
+        refuse(type(value) is int and value < least, f"{flag_name(field.name)} {value} is below {least}")
     if not grids:
         why = "--llm-only" if config.llm_only else "a model without encoder"
         given = [f"{flag_name(name)} {getattr(config, name)}" for name in ENCODER_FLAGS if getattr(config, name) != 1]
-        if given:
-            raise ValueError(f"{why} has no encoder grid: leave out {', '.join(given)}")
-        if config.layout != "disjoint":
-            raise ValueError(f"--layout {config.layout} has no effect with {why}: leave it out")
+        refuse(bool(given), f"{why} has no encoder grid: leave out {', '.join(given)}")
+        refuse(config.layout != "disjoint", f"--layout {config.layout} has no effect with {why}: leave it out")
     if config.layout == "homogeneous":
         taken = {"encoder_tp": config.llm_tp, "encoder_dp": config.llm_dp, "encoder_pp": 1}
         for name, value in taken.items():
-            if getattr(config, name) not in (1, value):
-                raise ValueError(f"{flag_name(name)} {getattr(config, name)}: in the homogeneous layout the encoder is "
-                                 f"split as the first language stage, {flag_name(name)} {value}; leave it out")
+            refuse(getattr(config, name) not in (1, value),
+                   f"{flag_name(name)} {getattr(config, name)}: in the homogeneous layout the encoder is split as the "
+                   f"first language stage, {flag_name(name)} {value}; leave it out")
     start = sum(grid.size for grid in grids) if config.layout == "disjoint" else 0
     if config.llm_offset not in (None, start):
         where = "there is no encoder"
@@ -156,8 +149,7 @@ def validate_layout(layout: Layout, *, micro_batch_size: int, global_batch_size:
     else:
         raise ValueError(f"--layout {layout.kind} must be disjoint, colocated or homogeneous")
     for name, value in (("--micro-batch-size", micro_batch_size), ("--global-batch-size", global_batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} {value} is below 1")
+        refuse(value < 1, f"{name} {value} is below 1")
     for encoder in layout.encoders if layout.encoder_window is None else ():
         _check_lanes(encoder, layout.language, lane_rows or micro_batch_size)
     unit = micro_batch_size * layout.language.dp
@@ -173,23 +165,20 @@ def _check_grids(layout: Layout) -> None:
     for grid in layout.grids.values():
         for axis in ("tp", "cp", "dp", "pp", "ep", "expt_tp"):
             size = getattr(grid, axis)
-            if size < 1:
-                raise ValueError(f"{_axis_flag(grid, axis)} {size} is below 1")
+            refuse(size < 1, f"{_axis_flag(grid, axis)} {size} is below 1")
             # In a homogeneous layout the encoder has a copy on each context-parallel rank of the language model.
             copies = axis == "cp" and layout.kind == "homogeneous"
-            if size > 1 and axis in ("cp", "ep", "expt_tp") and grid.name != LANGUAGE and not copies:
-                raise ValueError(f"{_axis_flag(grid, axis)} {size} is not supported yet; only 1 is")
-        if grid.offset < 0:
-            raise ValueError(f"grid {grid.name!r} starts at rank {grid.offset}, below 0")
+            refuse(size > 1 and axis in ("cp", "ep", "expt_tp") and grid.name != LANGUAGE and not copies,
+                   f"{_axis_flag(grid, axis)} {size} is not supported yet; only 1 is")
+        refuse(grid.offset < 0, f"grid {grid.name!r} starts at rank {grid.offset}, below 0")
 
 
 def _check_experts(language: GridSpec, num_experts: int, sequence_parallel: bool) -> None:
     parallel = f"--llm-ep {language.ep} * --llm-expt-tp {language.expt_tp}"
-    if sequence_parallel and language.tp == 1:
-        raise ValueError("--sequence-parallel needs --llm-tp above 1, it is 1")
+    refuse(sequence_parallel and language.tp == 1, "--sequence-parallel needs --llm-tp above 1, it is 1")
     if not num_experts:
-        if language.ep * language.expt_tp > 1:
-            raise ValueError(f"{parallel} splits experts, but the model has none (--num-experts 0)")
+        refuse(language.ep * language.expt_tp > 1,
+               f"{parallel} splits experts, but the model has none (--num-experts 0)")
         return
     if num_experts % language.ep:
         raise ValueError(f"--num-experts {num_experts} is not divisible by --llm-ep {language.ep}; these fit: --llm-ep "
@@ -201,9 +190,9 @@ def _check_experts(language: GridSpec, num_experts: int, sequence_parallel: bool
         product = f"--llm-tp {language.tp} * --llm-cp {language.cp} * --llm-dp {language.dp}"
         raise ValueError(f"{parallel} = {language.ep * language.expt_tp} does not divide the {ranks} ranks of a stage "
                          f"of the language grid ({product}){hint}")
-    if language.tp > 1 and not sequence_parallel:
-        raise ValueError(f"--num-experts {num_experts} with --llm-tp {language.tp} needs --sequence-parallel "
-                         "(Megatron's MoE layer refuses tensor parallelism without it)")
+    refuse(language.tp > 1 and not sequence_parallel,
+           f"--num-experts {num_experts} with --llm-tp {language.tp} needs --sequence-parallel (Megatron's MoE layer "
+           "refuses tensor parallelism without it)")
 
 
 def _check_disjoint(layout: Layout, micro_batch_size: int) -> None:
@@ -232,16 +221,14 @@ def _check_disjoint(layout: Layout, micro_batch_size: int) -> None:
 def _check_colocated(layout: Layout, micro_batch_size: int) -> None:
     """Check that every grid spans the whole world from rank 0, and that encoders have one stage."""
     for grid in layout.grids.values():
-        if grid.pp > 1 and grid.name != LANGUAGE:
-            raise ValueError(f"{_axis_flag(grid, 'pp')} {grid.pp}: in the colocated layout only the language model has "
-                             "pipeline stages; use 1, or --layout disjoint")
-        if grid.pp > 1 and layout.encoders and layout.encoder_window is None:
-            raise ValueError(f"--llm-pp {grid.pp} in the colocated layout needs --encoder-window")
-        if grid.cp > 1 and layout.encoders and layout.encoder_window is None:
-            raise ValueError(f"--llm-cp {grid.cp} in the colocated layout needs --encoder-window")
-        if grid.offset:
-            raise ValueError(f"grid {grid.name!r} starts at rank {grid.offset}: in the colocated layout every grid "
-                             "starts at rank 0 (--llm-offset 0)")
+        refuse(grid.pp > 1 and grid.name != LANGUAGE,
+               f"{_axis_flag(grid, 'pp')} {grid.pp}: in the colocated layout only the language model has pipeline "
+               "stages; use 1, or --layout disjoint")
+        for axis, size in (("pp", grid.pp), ("cp", grid.cp)):
+            refuse(size > 1 and bool(layout.encoders) and layout.encoder_window is None,
+                   f"--llm-{axis} {size} in the colocated layout needs --encoder-window")
+        refuse(grid.offset != 0, f"grid {grid.name!r} starts at rank {grid.offset}: in the colocated layout every grid "
+               "starts at rank 0 (--llm-offset 0)")
     sizes = {grid.size for grid in layout.grids.values()}
     if sizes != {layout.world_size}:
         problem = "differ in size" if len(sizes) > 1 else "do not fill the world"
