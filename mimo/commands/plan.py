@@ -11,6 +11,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from mimo.commands.flags import PlanFlags
+from mimo.config.checks import refuse, refuse_below
 from mimo.config.cli import parse, to_toml
 from mimo.config.trainer import LayoutConfig, RunConfig
 from mimo.config.validate import validate
@@ -48,9 +49,8 @@ def plan(flags: PlanFlags, run_flags: list[str]) -> int:
         ValueError: flags that contradict each other, a data set that cannot be read, or a model whose cost is unknown.
     """
     config = _config(flags, run_flags)
-    if config.layout.llm_expt_tp > 1:
-        raise ValueError(f"mimo plan does not support --llm-expt-tp {config.layout.llm_expt_tp}: what ranks exchange "
-                         "then has not been measured; leave it out")
+    refuse(config.layout.llm_expt_tp > 1, f"mimo plan does not support --llm-expt-tp {config.layout.llm_expt_tp}: what "
+           "ranks exchange then has not been measured; leave it out")
     profile = _profile(flags, config)
     size = flags.gpus or flags.nodes * profile.gpu.gpus_per_node
     costs = Costs(config, profile)
@@ -82,16 +82,12 @@ def plan(flags: PlanFlags, run_flags: list[str]) -> int:
 
 
 def _config(flags: PlanFlags, run_flags: list[str]) -> RunConfig:
-    for name in ("gpus", "nodes", "plan_steps", "top"):
-        least = 0 if name in ("gpus", "nodes") else 1
-        if getattr(flags, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(flags, name)} is below {least}")
-    if bool(flags.gpus) == bool(flags.nodes):
-        raise ValueError(f"--gpus {flags.gpus} and --nodes {flags.nodes}: give one of them")
-    if flags.profile and flags.measure:
-        raise ValueError(f"--profile {flags.profile} and --measure {flags.measure}: give one of them")
-    if flags.gpu_memory_gib is not None and not flags.gpu_memory_gib > 0:
-        raise ValueError(f"--gpu-memory-gib {flags.gpu_memory_gib} is not above 0")
+    refuse_below(flags, {"gpus": 0, "nodes": 0, "plan_steps": 1, "top": 1})
+    refuse(bool(flags.gpus) == bool(flags.nodes), f"--gpus {flags.gpus} and --nodes {flags.nodes}: give one of them")
+    refuse(bool(flags.profile and flags.measure),
+           f"--profile {flags.profile} and --measure {flags.measure}: give one of them")
+    refuse(flags.gpu_memory_gib is not None and not flags.gpu_memory_gib > 0,
+           f"--gpu-memory-gib {flags.gpu_memory_gib} is not above 0")
     config = parse(run_flags)
     check_supported(config)
     # The run has no length here, and its own layout need not fit the number of GPUs.
