@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicat
 
 from mimo.bridge.handshake import Rows
 from mimo.bridge.slices import piece_messages, sends_whole_pieces, slice_rows
-from mimo.comm.host import gather
+from mimo.comm import gather
 from mimo.grid.groups import Grids
 from mimo.grid.spec import GridSpec, lane_shares, lane_sources
 from mimo.observability.clock import DeviceTimer, host_of_clock

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from mimo.comm.host import HostChannel
+from mimo.comm import HostChannel
 from mimo.data.batch import Microbatch
 from mimo.grid.groups import Grids
 from mimo.grid.spec import GridSpec, Layout, lane_shares, lane_sources

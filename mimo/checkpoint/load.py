@@ -37,7 +37,7 @@ from mimo.checkpoint.state import (
     rng_objects,
     stream_object,
 )
-from mimo.comm.host import broadcast_result, gather, raise_known_errors, raise_on_any_rank
+from mimo.comm import broadcast_result, gather, raise_known_errors, raise_on_any_rank
 from mimo.config.optim import OptimConfig
 from mimo.config.trainer import CheckpointConfig, RunConfig
 from mimo.protocols import LANGUAGE

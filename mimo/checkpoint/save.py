@@ -38,7 +38,7 @@ from mimo.checkpoint.state import (
     stream_object,
 )
 from mimo.checkpoint.writer import HostBuffer, Plan, make_plan, serialized_objects, write_files, write_shared_files
-from mimo.comm.host import gather, gather_at, raise_known_errors, raise_on_any_rank
+from mimo.comm import gather, gather_at, raise_known_errors, raise_on_any_rank
 from mimo.watchdog.process_exit import on_daemon_thread
 from mimo.watchdog.watchdog import Watchdog
 

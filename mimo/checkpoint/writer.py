@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from mimo.checkpoint import compat, paths
 from mimo.checkpoint.reader import CHECKSUMS, COMMON, INDEX
-from mimo.comm.host import broadcast_object, gather_at, raise_known_errors
+from mimo.comm import broadcast_object, gather_at, raise_known_errors
 from mimo.grid.groups import Grids
 
 

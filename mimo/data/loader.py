@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mimo.comm.host import HostChannel
+from mimo.comm import HostChannel
 from mimo.config.trainer import DataConfig
 from mimo.data.batch import Microbatch
 from mimo.data.collate import Placeholders, collate_encoder, collate_text

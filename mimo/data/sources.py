@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 from mimo.checkpoint.paths import SHARED_STREAM
-from mimo.comm.host import HostChannel, gather, raise_known_errors
+from mimo.comm import HostChannel, gather, raise_known_errors
 from mimo.data.batch import Microbatch
 from mimo.grid.lanes import Need, cheap_ends, lanes_read_by, needs_from, needs_of, reader_of
 from mimo.grid.spec import Layout

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from mimo.comm.host import gather, raise_known_errors
+from mimo.comm import gather, raise_known_errors
 from mimo.config.toml_file import flag_name
 from mimo.config.trainer import ModelConfig
 from mimo.grid.groups import Grids

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mimo.comm.host import gather, gather_at
+from mimo.comm import gather, gather_at
 from mimo.data.batch import Microbatch
 from mimo.grid.groups import Grids
 from mimo.grid.spec import Layout

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mimo.comm.host import broadcast_object
+from mimo.comm import broadcast_object
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel
 from mimo.platform import current_platform

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
 from mimo.boxes import Box
-from mimo.comm.host import gather
+from mimo.comm import gather
 from mimo.compat import storage_key
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of

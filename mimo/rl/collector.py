@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mimo.checkpoint.paths import SHARED_STREAM
-from mimo.comm.host import broadcast_object, broadcast_outcome
+from mimo.comm import broadcast_object, broadcast_outcome
 from mimo.config.rl_run import RlRunConfig
 from mimo.grid.groups import Grids
 from mimo.observability.trackers import Generation

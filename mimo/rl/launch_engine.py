@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from mimo.comm.host import gather
+from mimo.comm import gather
 from mimo.config.rl import RolloutConfig
 from mimo.config.rl_run import RlRunConfig
 from mimo.grid.groups import Grids

@@ -13,7 +13,7 @@ from megatron.core.utils import get_model_config
 
 from mimo import registry
 from mimo.checkpoint.state import RunState
-from mimo.comm.host import broadcast_object, gather, shared_errors
+from mimo.comm import broadcast_object, gather, shared_errors
 from mimo.config.rl_run import RlRunConfig
 from mimo.grid.groups import Grids
 from mimo.model.build import OPTIMIZER, WEIGHTS, layer_impl

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mimo.comm.host import broadcast_object, gather
+from mimo.comm import broadcast_object, gather
 from mimo.compat import storage_key
 from mimo.grid.groups import Grids
 from mimo.model.build import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS, BuiltModel

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from megatron.core.utils import get_model_config
 
-from mimo.comm.host import broadcast_object, broadcast_outcome, gather, shared_errors
+from mimo.comm import broadcast_object, broadcast_outcome, gather, shared_errors
 from mimo.config.rl_run import RlRunConfig
 from mimo.protocols import LANGUAGE
 from mimo.refit.rendezvous import RefitError

@@ -17,7 +17,7 @@ import torch
 from mimo.checkpoint import paths
 from mimo.checkpoint.load import load_weights
 from mimo.checkpoint.state import RunState
-from mimo.comm.host import broadcast_result, raise_on_any_rank
+from mimo.comm import broadcast_result, raise_on_any_rank
 from mimo.config.rl import RlConfig
 from mimo.model.build import WEIGHTS, BuiltModel
 from mimo.protocols import LANGUAGE, MegatronSourceProvider, ModelProvider

@@ -22,7 +22,7 @@ import torch
 
 from mimo.bridge.exchange import FEATURES, GRADIENTS, PIXELS, Exchange
 from mimo.bridge.handshake import require_same_samples
-from mimo.comm.host import gather_results, raise_known_errors
+from mimo.comm import gather_results, raise_known_errors
 from mimo.data.batch import Microbatch, normalised
 from mimo.data.encoder_inputs import join_images, split_images
 from mimo.grid.groups import Grids

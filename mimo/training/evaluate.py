@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 
-from mimo.comm.host import gather, gather_at
+from mimo.comm import gather, gather_at
 from mimo.config.trainer import RunConfig
 from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.data.encoder_inputs import PatchOrder, unpatchify

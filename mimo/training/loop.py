@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from megatron.core.utils import get_model_config
 
-from mimo.comm.host import broadcast_object, gather, shared_errors
+from mimo.comm import broadcast_object, gather, shared_errors
 from mimo.compat import process_group_names
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import num_microbatches, row_multiple, steps_ahead

@@ -10,7 +10,7 @@ from mimo.checkpoint import paths
 from mimo.checkpoint.differences import flat_config
 from mimo.checkpoint.load import find_source
 from mimo.checkpoint.reader import read_common
-from mimo.comm.host import broadcast_result
+from mimo.comm import broadcast_result
 from mimo.config.trainer import CheckpointConfig, RunConfig
 from mimo.grid.groups import Grids
 from mimo.observability.dated_folder import LATEST, is_chosen, make_run_folder, point_latest_to, refuse_latest

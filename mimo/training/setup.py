@@ -20,7 +20,7 @@ from mimo.bridge.pipeline import PipelineCommunicator, StageShapes
 from mimo.checkpoint.differences import data_fields
 from mimo.checkpoint.load import find_checkpoint, load_checkpoint
 from mimo.checkpoint.state import Progress, RunState
-from mimo.comm.host import raise_on_any_rank
+from mimo.comm import raise_on_any_rank
 from mimo.config.trainer import RunConfig
 from mimo.data.loader import StepLoader
 from mimo.grid.dry_run import bridge_width, num_levels

@@ -29,7 +29,7 @@ from mimo.checkpoint.load import check_finite
 from mimo.checkpoint.optimizer_state import differing
 from mimo.checkpoint.reader import DataOnlyLoadStrategy, is_covered, read_index
 from mimo.checkpoint.state import RunState, by_index
-from mimo.comm.host import broadcast_object, broadcast_result, gather, raise_on_any_rank, shared_errors
+from mimo.comm import broadcast_object, broadcast_result, gather, raise_on_any_rank, shared_errors
 from mimo.protocols import LANGUAGE, MegatronSource
 from mimo.watchdog.watchdog import Watchdog
 from mimo.weights.rules import StoredTensor, global_name, num_stacked_axes

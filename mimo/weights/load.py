@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mimo.comm.host import broadcast_object, broadcast_result, gather, raise_known_errors
+from mimo.comm import broadcast_object, broadcast_result, gather, raise_known_errors
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
 from mimo.protocols import LANGUAGE, ModelProvider

@@ -27,7 +27,7 @@ def broadcast_arm(built: Any, grids: Any, provider: Any, family_config: Any, han
     """Return vLLM's own packed broadcast from the trainer's first rank, in the form of vLLM 0.32 or 0.26."""
     import torch
 
-    from mimo.comm.host import broadcast_object
+    from mimo.comm import broadcast_object
     from mimo.refit.trainer_shards import ModelWeights, WholeTensors
     from scripts.bench.vllm_source import MegatronSource
 

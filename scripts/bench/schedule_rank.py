@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
 from mimo.bridge.disjoint import Bridge
-from mimo.comm.host import gather, gather_at
+from mimo.comm import gather, gather_at
 from mimo.config.validate import num_microbatches, steps_ahead
 from mimo.data.batch import Microbatch
 from mimo.model.mtp import begin_mtp_step

@@ -60,7 +60,7 @@ def test_training_is_the_same_to_the_bit(pool: WorkerPool, layout: str) -> None:
 
 def bytes_of_lanes(rank: int, world_size: int) -> dict[str, int]:
     """Return the bytes that this rank sends to others as the reader of a lane, by data set."""
-    from mimo.comm import host
+    from mimo import comm
     from tests.dist.test_routed_lanes import batches_of
 
     sent = 0
@@ -76,7 +76,7 @@ def bytes_of_lanes(rank: int, world_size: int) -> dict[str, int]:
              "--vision-patch-size", "32")
     for dataset in ("routed_levels", "routed_normalised"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(host.pickle, "dumps", count)
+            patch.setattr(comm.pickle, "dumps", count)
             batches_of(rank, flags, world_size, DATA + dataset, "routed", steps=1)
         found[dataset], sent = sent, 0
     return found

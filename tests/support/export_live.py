@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mimo.boxes import Box, is_partition
-from mimo.comm.host import gather
+from mimo.comm import gather
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
 from mimo.protocols import ModelProvider

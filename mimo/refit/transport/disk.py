@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mimo.checkpoint.paths import replace_file
-from mimo.comm.host import broadcast_object, raise_on_any_rank
+from mimo.comm import broadcast_object, raise_on_any_rank
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel
 from mimo.protocols import ModelProvider

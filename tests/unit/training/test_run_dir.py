@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mimo import comm
 from mimo.checkpoint.paths import METADATA, write_tracker
-from mimo.comm import host
 from mimo.config.cli import parse, to_toml
 from mimo.config.trainer import RunConfig
 from mimo.observability import dated_folder
@@ -87,7 +87,7 @@ def test_checkpoints_of_earlier_versions_name_what_is_now_a_link():
 
 
 def test_the_first_rank_decides_and_run_config_toml_can_be_used_again(monkeypatch):
-    monkeypatch.setattr(host, "broadcast_object", lambda grids, value: value if value[0] else ("runs/of-rank-0", None))
+    monkeypatch.setattr(comm, "broadcast_object", lambda grids, value: value if value[0] else ("runs/of-rank-0", None))
     config = parse(list(MOCK))
     assert run_dir.with_run_folder(config, SimpleNamespace(rank=1)).observe.run_dir == "runs/of-rank-0"
     chosen = run_dir.with_run_folder(config, SimpleNamespace(rank=0))
