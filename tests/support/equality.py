@@ -138,7 +138,7 @@ def note_gradients(parts: Any, outcome: Any) -> None:
 
 
 def run_layout(rank: int, flags: tuple[str, ...], world_size: int, force_all_reduce: bool = True) -> Outcome:
-    """Train NUM_STEPS steps on this rank of a layout; for `run_distributed`."""
+    """Train NUM_STEPS steps on this rank of a layout; for `WorkerPool.run`."""
     from mimo.training.step import train_step
 
     config = parse_config(*flags)
