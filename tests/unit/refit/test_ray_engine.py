@@ -116,9 +116,11 @@ def test_an_actor_that_shares_gpus_sees_those_of_its_seat_and_takes_none_from_ra
 
 def test_a_signal_to_the_group_of_this_process_is_not_for_ray(tmp_path: Path) -> None:
     with engines(tmp_path, 1) as (client,):
-        # This process may have children of other tests, such as multiprocessing's resource tracker.
-        ray_itself = {each.name(): os.getpgid(each.pid) for each in psutil.Process().children()
-                      if f"{os.sep}ray{os.sep}" in " ".join(each.cmdline())}
+        # This process may have children of other tests, such as multiprocessing's fork server, whose arguments have a
+        # path of Ray's.
+        lines = {each: " ".join(each.cmdline()) for each in psutil.Process().children()}
+        ray_itself = {each.name(): os.getpgid(each.pid) for each, line in lines.items()
+                      if f"{os.sep}ray{os.sep}" in line and "multiprocessing" not in line}
         assert {"gcs_server", "raylet"} <= ray_itself.keys()
         assert os.getpgid(0) not in {*ray_itself.values(), os.getpgid(process_of(client).pid)}
 
