@@ -1,4 +1,4 @@
-"""What the scripts that write shards share: the shards of several splits, and a tokenizer of words."""
+"""Shards of several splits, and a tokenizer of words, for the scripts that prepare data."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from mimo.refit.transport.shared_memory import device_identity
 from mimo.watchdog.process_exit import on_daemon_thread
 
 Transport = Wire | TrainerEnd | WorkerEnd
-"""What carries messages. All have the methods of `Wire`."""
+"""Carriers of messages. All have the methods of `Wire`."""
 
 
 class Opening:
