@@ -224,4 +224,3 @@ def check_workers(state: Mapping[str, Any], lanes: int, workers_per_lane: int) -
         f"--llm-dp {lanes} --num-workers {workers_per_lane}: the checkpoint's data was read by {old_lanes} lanes of "
         f"{old_workers} workers, and the shards are divided over all {total}; {fits} would continue it"
     )
-

@@ -380,4 +380,3 @@ class _SlicePlanner(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return self._target[Box.at(read_item.dest_offsets, read_item.lengths).slices]
-

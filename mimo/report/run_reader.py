@@ -162,9 +162,13 @@ class _Columns:
 
     def add(self, record: Mapping[str, Any]) -> None:
         for key, value in record.items():
-            column = self._columns.setdefault(key, array("d"))
-            column.extend(repeat(math.nan, self._count - len(column)))  # of earlier records without this key
-            column.append(_figure(value))
+            column = self._columns.get(key)
+            if column is None:
+                column = self._columns[key] = array("d")
+            if len(column) < self._count:
+                column.extend(repeat(math.nan, self._count - len(column)))  # of earlier records without this key
+            # A long run has millions of values, most of which need no conversion.
+            column.append(value if type(value) is float else _figure(value))
         self._count += 1
 
     def table(self) -> Table:

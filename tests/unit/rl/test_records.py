@@ -31,4 +31,3 @@ def test_a_line_of_several_iterations_has_means_of_rewards_and_times():
     assert format_policy_steps([RECORD, better], 10) == (
         "iteration     4/  10 | samples 48 | reward 0.7500 | length 7.2 | entropy 1.500 | loss -2.500E-01 | "
         "gen-kl 2.0E-09 | lr 1.0E-03 | step skipped | refit 0.10 s | rollout 0.20 s | update 0.40 s | skipped 1")
-
