@@ -28,11 +28,12 @@ from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_relu_impl
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import unpermute
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.moe_utils import permute, unpermute
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 
 from mimo.model import compat
 from mimo.model.compat import WEIGHT
@@ -135,16 +136,17 @@ def pack_experts(module: torch.nn.Module, fp8: Fp8 | None) -> int:
         if fp8 and not experts.config.moe_permute_fusion:
             continue
         experts.linear_fc1.forward, experts.linear_fc2.forward = packed
-        dispatcher = layer.token_dispatcher
-        stays = isinstance(dispatcher, MoEAlltoAllTokenDispatcher) and dispatcher.ep_size == dispatcher.tp_size == 1
-        forward = _fill_rows if fp8 and not stays else _forward_experts
-        experts.forward = partial(forward, experts, activation)
-        if fp8 and not stays:
+        dispatcher, multiple = layer.token_dispatcher, fp8.multiple if fp8 else 1
+        experts.forward = partial(_forward_experts, experts, activation)
+        if isinstance(dispatcher, MoEAllGatherTokenDispatcher):
+            gather_with_one_wait(dispatcher, multiple)
+        elif isinstance(dispatcher, MoEAlltoAllTokenDispatcher) and dispatcher.ep_size == dispatcher.tp_size == 1:
+            _stay_on_device(dispatcher, multiple)
+        elif fp8:
+            experts.forward = partial(_fill_rows, experts, activation)
             # Transformer Engine's default is 16 for every recipe, which makes its blockwise kernels crash.
             for padding in (experts.quantization_padding, experts.quantization_unpadding):
-                padding.align_size = fp8.multiple
-        if stays:
-            _stay_on_device(dispatcher, fp8.multiple if fp8 else 1)
+                padding.align_size = multiple
         count += 1
     return count
 
@@ -238,14 +240,30 @@ def _sort_and_fill(dispatcher: Any, multiple: int, hidden: torch.Tensor, routing
         dispatcher.shared_experts.pre_forward_comm(hidden)
     dispatcher.hidden_shape = hidden.shape
     tokens = hidden.reshape(-1, hidden.shape[-1])
+    _count_rows(dispatcher, routing_map, multiple)
+    most = len(tokens) * dispatcher.config.moe_router_topk + routing_map.shape[1] * (multiple - 1)
+    return _sort_rows(dispatcher, tokens, routing_map, probs, most + -most % multiple)
+
+
+def _count_rows(dispatcher: Any, routing_map: torch.Tensor, multiple: int) -> None:
+    """Have the dispatcher know each expert's number of rows, and how many rows are added before its first one."""
     counts = routing_map.sum(dim=0)
     missing = -counts % multiple
     dispatcher.tokens_per_expert = counts + missing
-    dispatcher.pad_offsets = missing.cumsum(0) - missing
-    most = len(tokens) * dispatcher.config.moe_router_topk + len(counts) * (multiple - 1)
-    # Transformer Engine's own function for this waits for the counts.
-    rows, dispatcher.reversed_local_input_permutation_mapping, row_probs = torch.ops.te_moe.permute_mask_map_fwd(
-        tokens, routing_map, most + -most % multiple, probs, dispatcher.pad_offsets)
+    dispatcher.pad_offsets = missing.cumsum(0) - missing if multiple > 1 else None
+
+
+def _sort_rows(dispatcher: Any, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor,
+               num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort tokens by expert into rows as `_count_rows` has counted them; return the rows and their weights."""
+    if dispatcher.pad_offsets is None:
+        rows, row_probs, mapping, _, _ = permute(tokens, routing_map, probs, num_rows,
+                                                 fused=dispatcher.config.moe_permute_fusion)
+    else:
+        # Transformer Engine's own function for this waits for the counts.
+        rows, mapping, row_probs = torch.ops.te_moe.permute_mask_map_fwd(tokens, routing_map, num_rows, probs,
+                                                                         dispatcher.pad_offsets)
+    dispatcher.reversed_local_input_permutation_mapping = mapping
     return rows, row_probs
 
 
@@ -256,6 +274,53 @@ def _unsort_filled(dispatcher: Any, rows: torch.Tensor) -> torch.Tensor:
                        restore_shape=torch.Size((shape[:-1].numel(), shape[-1])), fused=True,
                        pad_offsets=dispatcher.pad_offsets).view(shape)
     return output if dispatcher.shared_experts is None else output + dispatcher.shared_experts.get_output()
+
+
+def gather_with_one_wait(dispatcher: MoEAllGatherTokenDispatcher, multiple: int) -> None:
+    """Have the dispatcher that gathers all tokens wait for the device once in a layer.
+
+    Its own methods wait for the counts of the experts and again for their weights, after all tokens have arrived. The
+    host needs the number of rows alone, and can have it while the tokens are on their way.
+
+    Args:
+        dispatcher: the token dispatcher of a layer, which then leaves the counts of its experts on the device.
+        multiple: number of which each expert's rows have to be a multiple; zero rows are added.
+    """
+    dispatcher.token_dispatch = partial(_gather, dispatcher, multiple)
+    dispatcher.dispatch_postprocess = partial(_sort_gathered, dispatcher, multiple)
+    dispatcher.combine_preprocess = partial(_unsort_gathered, dispatcher)
+
+
+def _gather(dispatcher: Any, multiple: int, hidden: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    first, group = dispatcher.local_expert_indices[0], dispatcher.tp_ep_group
+    local = slice(first, first + dispatcher.num_local_experts)
+    with torch.no_grad():
+        routing_map = gather_from_sequence_parallel_region(dispatcher.routing_map, group=group)
+        dispatcher.local_map, dispatcher.routing_map = routing_map[:, local].contiguous(), None
+        _count_rows(dispatcher, dispatcher.local_map, multiple)
+        dispatcher.num_rows = dispatcher.tokens_per_expert.sum().to("cpu", non_blocking=True)
+        dispatcher.counted = torch.cuda.current_stream().record_event() if hidden.is_cuda else None
+    probs = gather_from_sequence_parallel_region(probs, group=group)[:, local].contiguous()
+    return gather_from_sequence_parallel_region(hidden, group=group, use_global_buffer=True), probs
+
+
+def _sort_gathered(dispatcher: Any, multiple: int, hidden: torch.Tensor,
+                   probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dispatcher.hidden_shape_before_permute = hidden.shape
+    if dispatcher.counted is not None:
+        dispatcher.counted.synchronize()
+    # Transformer Engine refuses to make no rows at all. Rows after the last expert's are never read.
+    num_rows = max(int(dispatcher.num_rows), multiple)
+    rows, dispatcher.local_probs = _sort_rows(dispatcher, hidden, dispatcher.local_map, probs, num_rows)
+    return rows, dispatcher.tokens_per_expert, dispatcher.local_probs
+
+
+def _unsort_gathered(dispatcher: Any, rows: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = unpermute(
+        rows, dispatcher.reversed_local_input_permutation_mapping, dispatcher.hidden_shape_before_permute,
+        routing_map=dispatcher.local_map, fused=dispatcher.config.moe_permute_fusion,
+        pad_offsets=dispatcher.pad_offsets)
+    return output
 
 
 class PackedLinear:

@@ -57,6 +57,8 @@ CASES = {
                                 "--ddp-num-buckets", "3")),
     "experts-ep2-tp2": (2, (*SPLIT_EXPERTS, "--llm-tp", "2", "--sequence-parallel")),
     "experts-ep2-pp2": (4, (*SPLIT_EXPERTS, "--llm-dp", "2", "--llm-pp", "2", "--micro-batch-size", "1")),
+    "gathered-experts-ep2": (2, (*SPLIT_EXPERTS, "--llm-dp", "2", "--moe-token-dispatcher-type", "allgather",
+                                 "--row-lengths", "1")),
     "fp8-experts-ep2": (2, (*SPLIT_EXPERTS, "--llm-dp", "2", "--fp8-format", "hybrid")),
     "packed-experts-ep2": (2, (*SPLIT_EXPERTS, "--llm-dp", "2", "--mock-packed-length", "512", "--micro-batch-size",
                                "1")),

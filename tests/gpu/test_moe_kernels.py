@@ -29,8 +29,9 @@ FAMILIES = {
 UNFUSED = ("--moe-gemm", "separate", "--no-moe-permute-fusion", "--no-moe-router-fusion")
 
 
-def run(folder: Path, *flags: str) -> dict[str, list[float]]:
-    done = torchrun(1, *SHARED, *flags, "--run-dir", str(folder), NVIDIA_TF32_OVERRIDE="0", TRITON_F32_DEFAULT="ieee")
+def run(folder: Path, *flags: str, ranks: int = 1) -> dict[str, list[float]]:
+    done = torchrun(ranks, *SHARED, *flags, "--run-dir", str(folder), NVIDIA_TF32_OVERRIDE="0",
+                    TRITON_F32_DEFAULT="ieee")
     assert done.returncode == 0, done.stdout[-3000:]
     found = records(folder)
     print(folder.name, [record["lm loss"] for record in found])
@@ -64,6 +65,18 @@ def test_bfloat16_steps_agree_with_unfused_kernels(tmp_path: Path, family: str) 
 def test_packed_experts_agree_with_separate_ones(tmp_path: Path, flags: tuple[str, ...]) -> None:
     separate = run(tmp_path / "separate", *FAMILIES["causal_lm"], "--bf16", *flags, "--moe-gemm", "separate")
     packed = run(tmp_path / "packed", *FAMILIES["causal_lm"], "--bf16", *flags, "--moe-gemm", "packed")
+    assert_close(packed, separate, 2e-3, 2e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("fp8", [(), ("--fp8-format", "hybrid")], ids=["bf16", "fp8"])
+def test_packed_experts_on_two_gpus_agree_with_separate_ones(tmp_path: Path, dispatcher: str,
+                                                             fp8: tuple[str, ...]) -> None:
+    flags = (*FAMILIES["causal_lm"], "--bf16", "--llm-dp", "2", "--llm-ep", "2", *fp8, "--moe-token-dispatcher-type",
+             dispatcher)
+    separate = run(tmp_path / "separate", *flags, "--moe-gemm", "separate", ranks=2)
+    packed = run(tmp_path / "packed", *flags, "--moe-gemm", "packed", ranks=2)
     assert_close(packed, separate, 2e-3, 2e-2)
 
 
