@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel
@@ -139,7 +140,7 @@ def pack_experts(module: torch.nn.Module, fp8: Fp8 | None) -> int:
         dispatcher, multiple = layer.token_dispatcher, fp8.multiple if fp8 else 1
         experts.forward = partial(_forward_experts, experts, activation)
         if isinstance(dispatcher, MoEAllGatherTokenDispatcher):
-            gather_with_one_wait(dispatcher, multiple)
+            gather_in_less_time(dispatcher, multiple)
         elif isinstance(dispatcher, MoEAlltoAllTokenDispatcher) and dispatcher.ep_size == dispatcher.tp_size == 1:
             _stay_on_device(dispatcher, multiple)
         elif fp8:
@@ -276,11 +277,12 @@ def _unsort_filled(dispatcher: Any, rows: torch.Tensor) -> torch.Tensor:
     return output if dispatcher.shared_experts is None else output + dispatcher.shared_experts.get_output()
 
 
-def gather_with_one_wait(dispatcher: MoEAllGatherTokenDispatcher, multiple: int) -> None:
-    """Have the dispatcher that gathers all tokens wait for the device once in a layer.
+def gather_in_less_time(dispatcher: MoEAllGatherTokenDispatcher, multiple: int) -> None:
+    """Have the dispatcher that gathers all tokens wait for the device once in a layer, and send no float32.
 
     Its own methods wait for the counts of the experts and again for their weights, after all tokens have arrived. The
-    host needs the number of rows alone, and can have it while the tokens are on their way.
+    host needs the number of rows alone, and can have it while the tokens are on their way. To sum what ranks have
+    computed in bfloat16, its own methods turn it into float32 before they send it, and gradients on their way back.
 
     Args:
         dispatcher: the token dispatcher of a layer, which then leaves the counts of its experts on the device.
@@ -289,6 +291,7 @@ def gather_with_one_wait(dispatcher: MoEAllGatherTokenDispatcher, multiple: int)
     dispatcher.token_dispatch = partial(_gather, dispatcher, multiple)
     dispatcher.dispatch_postprocess = partial(_sort_gathered, dispatcher, multiple)
     dispatcher.combine_preprocess = partial(_unsort_gathered, dispatcher)
+    dispatcher.token_combine = lambda hidden: _SumOverRanks.apply(hidden, dispatcher.tp_ep_group)
 
 
 def _gather(dispatcher: Any, multiple: int, hidden: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -321,6 +324,26 @@ def _unsort_gathered(dispatcher: Any, rows: torch.Tensor) -> torch.Tensor:
         routing_map=dispatcher.local_map, fused=dispatcher.config.moe_permute_fusion,
         pad_offsets=dispatcher.pad_offsets)
     return output
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum the rows of all ranks in float32, where each rank gets the sums of its own tokens.
+
+    Rows are sent in their own dtype, to the rank that sums them. A reduction by NCCL would round after each rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        parts = torch.empty_like(rows)
+        dist.all_to_all_single(parts, rows.contiguous(), group=group)
+        return parts.unflatten(0, (group.size(), -1)).sum(dim=0, dtype=torch.float32).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        whole = gradient.new_empty(ctx.group.size() * len(gradient), gradient.shape[1])
+        dist.all_gather_into_tensor(whole, gradient.contiguous(), group=ctx.group)
+        return whole, None
 
 
 class PackedLinear:

@@ -183,25 +183,25 @@ def test_an_activation_that_is_computed_again_changes_no_bit(pool: WorkerPool) -
     assert all(same) and len(same) == 3 + 2 * EXPERTS and calls == 3
 
 
-def gathered(rank: int, one_wait: bool) -> Any:
+def gathered(rank: int, faster: bool, dtype: torch.dtype) -> Any:
     """Output of a dispatcher that gathers, and the gradients of its tokens and weights, for experts that differ."""
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 
     from mimo.grid.groups import Grids
     from mimo.grid.spec import GridSpec, Layout
-    from mimo.model.packed_experts import gather_with_one_wait
+    from mimo.model.packed_experts import gather_in_less_time
 
     config = TransformerConfig(num_layers=1, hidden_size=IN, num_attention_heads=1, num_moe_experts=EXPERTS,
                                moe_router_topk=2, moe_token_dispatcher_type="allgather")
     results = []
     with Grids(Layout("disjoint", 2, (), GridSpec("language", dp=2, ep=2)), "gloo") as grids:
         dispatcher = MoEAllGatherTokenDispatcher(2, [2 * rank, 2 * rank + 1], config, grids.collections["language"])
-        if one_wait:
-            gather_with_one_wait(dispatcher, 1)
+        if faster:
+            gather_in_less_time(dispatcher, 1)
         for chosen in ([0, 1], [0, 2], [3, 1]):  # the second rank's experts get no tokens at first
             generator = torch.Generator().manual_seed(10 * rank + chosen[1])
-            tokens = torch.randn(3, 1, IN, generator=generator).requires_grad_()
+            tokens = torch.randn(3, 1, IN, generator=generator).to(dtype).requires_grad_()
             routing_map = torch.zeros(3, EXPERTS, dtype=torch.bool)
             routing_map[:, chosen] = True
             routing_map[0] = routing_map[0].roll(rank) if chosen[0] else routing_map[0]
@@ -211,14 +211,15 @@ def gathered(rank: int, one_wait: bool) -> Any:
             # Each expert multiplies by another number.
             factors = torch.arange(2.0).repeat_interleave(sizes).add(2 * rank + 1)
             factors = torch.cat([factors, torch.zeros(len(rows) - len(factors))])
-            rows = torch.tanh(rows) * (factors * weights).unsqueeze(-1)
+            rows = (torch.tanh(rows) * (factors * weights).unsqueeze(-1)).to(dtype)
             out = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(rows)))
             (out ** 2).sum().backward()
             results += [sizes.tolist(), out.detach().tolist(), tokens.grad.tolist(), probs.grad.tolist()]
     return results
 
 
-def test_a_gathering_dispatcher_that_waits_once_changes_nothing(pool: WorkerPool) -> None:
-    expected, found = (pool.run(gathered, one_wait, world_size=2) for one_wait in (False, True))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gathering_dispatcher_that_takes_less_time_changes_nothing(pool: WorkerPool, dtype: torch.dtype) -> None:
+    expected, found = (pool.run(gathered, faster, dtype, world_size=2) for faster in (False, True))
     assert found == expected
     assert [results[0] for results in found] == [[6, 6], [0, 0]]
