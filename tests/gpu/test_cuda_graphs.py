@@ -12,7 +12,8 @@ import torch
 from tests.support.launch import records, torchrun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
-              pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine")]
+              pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine"),
+              pytest.mark.timeout(580)]
 
 SHARED = """--device cuda --bf16 --transformer-impl transformer_engine --vocab-size 512 --hidden-size 256
 --num-attention-heads 4 --num-query-groups 2 --max-position-embeddings 512 --dataset-provider mock --mock-min-length 100
