@@ -42,7 +42,7 @@ REWARDS = {
     "math-verify": "mimo.rl.rewards.short_answers:math_verify",
     "multiple-choice": "mimo.rl.rewards.short_answers:multiple_choice",
 }
-# Rewards that work with a package that is not among the dependencies: distribution and module.
+# Rewards that work with a package that only some extras install: distribution and module.
 REWARD_PACKAGES = {name: ("math-verify", "math_verify") for name in ("gsm8k", "math-verify")}
 
 

@@ -290,8 +290,8 @@ class ModelConfig:
     differently. --deterministic-mode and local layers use several PyTorch kernels all the same."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """How tokens get to the ranks of their experts (--llm-ep above 1). alltoall sends each token to the ranks that need
-    it; allgather sends all tokens to all ranks, which can be faster for few ranks and many experts per token. flex is
-    refused: its libraries cannot be installed."""
+    it; allgather sends all tokens to all ranks, which can be faster for few ranks and many experts per token
+    (train_rl.py refuses it). flex is refused: its libraries cannot be installed."""
     moe_shared_expert_overlap: bool = False
     """Compute shared experts while tokens travel, on a stream of their own. Needs --moe-token-dispatcher-type
     alltoall."""
@@ -315,7 +315,8 @@ class ModelConfig:
     cuda_graphs: bool = False
     """Launch all kernels of the language model's layers at once, from CUDA graphs captured for each length of rows, so
     that the GPU does not wait for the host. With experts on several ranks, launch those of each layer up to its router
-    at once. This pays if microbatches are small (docs/precision.md). A CPU runs the layers as they are."""
+    at once. This pays if microbatches are small (docs/precision.md). A CPU runs the layers as they are. train_rl.py
+    refuses it."""
 
     @property
     def frozen(self) -> frozenset[str]:
