@@ -26,32 +26,15 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class BoxLayout:
-    """Place of a box in a message.
-
-    Attributes:
-        dtype: dtype of its elements.
-        sizes: sizes of the box.
-        offset: offset of its first element, in elements of that dtype.
-    """
-
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
-    offset: int
-
-
-@dataclass(frozen=True)
 class MessageLayout:
     """Layout of a message.
 
     Attributes:
-        layouts: layouts of its boxes, in order.
         num_bytes: size of the message.
-        runs: successive boxes of one dtype: the dtype, the first byte, the byte behind the last box, and the elements
-            of each box and of the gap behind it, with a flag for boxes.
+        runs: successive boxes of one dtype: the dtype, the first byte, the byte behind the last box, and the numbers of
+            elements of each box and of the gap behind it, with a flag for boxes.
     """
 
-    layouts: tuple[BoxLayout, ...]
     num_bytes: int
     runs: tuple[tuple[torch.dtype, int, int, tuple[int, ...], tuple[bool, ...]], ...]
 
@@ -69,20 +52,18 @@ def message_layout(operations: Sequence[Op], dtypes: Sequence[str]) -> MessageLa
 
     `dtypes` has the dtype on the wire of every entry of the chunk plan.
     """
-    layouts, runs, first = [], [], 0
-    for name, some in itertools.groupby(operations, lambda operation: dtypes[operation.entry]):
-        dtype, start, counts, is_box = torch_dtype(name), first, [], []
-        for operation in some:
-            sizes = operation.box.sizes
-            numel = math.prod(sizes)
-            num_bytes = numel * DTYPE_BYTES[name]
-            layouts.append(BoxLayout(dtype, sizes, first // DTYPE_BYTES[name]))
-            gap = (aligned(num_bytes) - num_bytes) // DTYPE_BYTES[name]
+    runs, end = [], 0
+    for dtype, same_dtype in itertools.groupby(operations, lambda operation: dtypes[operation.entry]):
+        start, counts, is_box = end, [], []
+        for operation in same_dtype:
+            numel = operation.box.numel
+            num_bytes = numel * DTYPE_BYTES[dtype]
+            gap = (aligned(num_bytes) - num_bytes) // DTYPE_BYTES[dtype]
             counts += [numel, gap] if gap else [numel]
             is_box += [True, False] if gap else [True]
-            first += aligned(num_bytes)
-        runs.append((dtype, start, first, tuple(counts), tuple(is_box)))
-    return MessageLayout(tuple(layouts), first, tuple(runs))
+            end += aligned(num_bytes)
+        runs.append((torch_dtype(dtype), start, end, tuple(counts), tuple(is_box)))
+    return MessageLayout(end, tuple(runs))
 
 
 def aligned(num_bytes: int) -> int:
@@ -90,16 +71,16 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def pack(shape: MessageLayout, sources: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def pack(layout: MessageLayout, sources: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Make a message, uint8, with the values of the sources.
 
     Args:
-        shape: layout of the message.
+        layout: layout of the message.
         sources: views with the values of each box, which are converted to the dtype of the wire.
         device: device of the message.
     """
-    message = torch.empty(shape.num_bytes, dtype=torch.uint8, device=device)
-    copy_all(shape.boxes(message), sources)
+    message = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+    copy_all(layout.boxes(message), sources)
     return message
 
 
@@ -165,7 +146,7 @@ class Part:
     Attributes:
         peer: number of the worker, or the trainer rank, at the other end.
         operations: operations of the message.
-        shape: layout of the message.
+        layout: layout of the message.
         direct: numbers of the operations whose boxes lie in live tensors of this process: all of a trainer rank's, and
             those of a worker that do not go through its loader.
         views: these boxes.
@@ -175,7 +156,7 @@ class Part:
 
     peer: int
     operations: Sequence[Op]
-    shape: MessageLayout
+    layout: MessageLayout
     direct: frozenset[int]
     views: Views
     direct_bytes: int
@@ -187,7 +168,7 @@ def parts_of_chunks(entries: Sequence[TensorMeta], chunk_bytes: int, by_peer: Ma
     """Return, for each chunk, the messages to or from the peers that have a part in it.
 
     Args:
-        entries: the chunk plan's.
+        entries: entries of the chunk plan.
         chunk_bytes: largest size of the whole tensors in a chunk.
         by_peer: operations between this process and each peer, in plan order.
         address: returns the address of an operation's box in a live tensor of this process; None without one.
@@ -200,14 +181,12 @@ def parts_of_chunks(entries: Sequence[TensorMeta], chunk_bytes: int, by_peer: Ma
             operations = planning.within(planned, chunk)
             if not operations:
                 continue
-            shape = message_layout(operations, dtypes)
-            direct = [(number, place) for number, place in enumerate(map(address, operations)) if place is not None]
-            boxes = [shape.layouts[number] for number, _ in direct]
+            addresses = {number: where for number, where in enumerate(map(address, operations)) if where is not None}
+            direct = [operations[number] for number in addresses]
             found[-1].append(Part(
-                peer, operations, shape, frozenset(number for number, _ in direct),
-                Views([place for _, place in direct], [each.sizes for each in boxes]),
-                sum(math.prod(each.sizes) * each.dtype.itemsize for each in boxes),
-                planning.encoded(entries, operations)))
+                peer, operations, message_layout(operations, dtypes), frozenset(addresses),
+                Views(list(addresses.values()), [operation.box.sizes for operation in direct]),
+                planning.bytes_moved(direct, entries), planning.encoded(entries, operations)))
     return found
 
 

@@ -354,7 +354,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 check_inside(live[operation.target.tensor], operation.target, operation.box.sizes)
         self._chunks = self._chunks_of(self._by_sender)
         rendezvous.meet(SETUP, "planned", self._everybody)
-        self._wire = self._opening.finish([{part.peer: part.shape.num_bytes for part in chunk}
+        self._wire = self._opening.finish([{part.peer: part.layout.num_bytes for part in chunk}
                                            for chunk in self._chunks])
         rendezvous.meet(SETUP, "wired", self._everybody)
 
@@ -467,7 +467,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         unconfirmed: list[Any] = []
         check = partial(self._rendezvous.check, scope)
         for number, chunk in enumerate(chunks):
-            messages = {part.peer: torch.empty(part.shape.num_bytes, dtype=torch.uint8, device=self.device)
+            messages = {part.peer: torch.empty(part.layout.num_bytes, dtype=torch.uint8, device=self.device)
                         for part in chunk}
             flying.append((self._wire.exchange([], list(messages.items())), number, chunk, messages))
             for part in chunk:
@@ -496,11 +496,11 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         began = time.monotonic()
         staged: dict[str, torch.Tensor] = {}
         for part in chunk:
-            boxes, targets = part.shape.boxes(messages[part.peer]), self._targets(part, live, staged)
+            boxes, targets = part.layout.boxes(messages[part.peer]), self._targets(part, live, staged)
             copy_all(targets, boxes)
             if self._verification is not None:
                 self._verification.note(part.peer, number, part.operations, boxes, targets)
-            report["wire_bytes"] += part.shape.num_bytes
+            report["wire_bytes"] += part.layout.num_bytes
             report["direct_bytes"] += part.direct_bytes
         self._loading.load([(self._renamed[name], tensor) for name, tensor in staged.items()])
         report["install_s"] += time.monotonic() - began

@@ -360,11 +360,11 @@ class WeightSender:
             began = time.monotonic()
             messages = []
             for part in chunk:
-                message = pack(part.shape, part.views.of(tensors), self.trainer.device)
+                message = pack(part.layout, part.views.of(tensors), self.trainer.device)
                 messages.append((self.trainer.world_size + part.peer, message))
                 running[part.peer].update(part.text)
                 if self.verify:
-                    sums[part.peer][number] = checksums(part.shape.boxes(message))
+                    sums[part.peer][number] = checksums(part.layout.boxes(message))
             report.sent_bytes += sum(message.numel() for _, message in messages)
             flying.append((self._wire.exchange(messages, []), messages))
             packed = time.monotonic()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -34,23 +36,23 @@ def values_of(operation: Op) -> torch.Tensor:
 
 
 def test_every_box_is_aligned_and_none_overlaps() -> None:
-    shape = message_layout(OPERATIONS, DTYPES)
+    layout = message_layout(OPERATIONS, DTYPES)
     spans = []
-    for place, operation in zip(shape.layouts, OPERATIONS, strict=True):
-        first = place.offset * place.dtype.itemsize
-        assert first % ALIGNMENT == 0 and place.sizes == operation.box.sizes
-        spans.append((first, first + operation.box.numel * place.dtype.itemsize))
-    assert all(stop <= start for (_, stop), (start, _) in zip(spans, spans[1:], strict=False))
-    assert spans[-1][1] <= shape.num_bytes == 32 + 32 + 16 + 16 + 16
+    for box, operation in zip(layout.boxes(torch.empty(layout.num_bytes, dtype=torch.uint8)), OPERATIONS, strict=True):
+        first = box.storage_offset() * box.itemsize
+        assert first % ALIGNMENT == 0 and box.numel() == operation.box.numel
+        spans.append((first, first + box.nbytes))
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
+    assert spans[-1][1] <= layout.num_bytes == 32 + 32 + 16 + 16 + 16
 
 
 def test_boxes_come_out_as_they_went_in() -> None:
-    shape = message_layout(OPERATIONS, DTYPES)
+    layout = message_layout(OPERATIONS, DTYPES)
     # Converted on the way in: the trainer's are float32 whatever travels.
-    message = pack(shape, [values_of(each).float() for each in OPERATIONS], CPU)
-    assert message.dtype == torch.uint8 and message.numel() == shape.num_bytes
+    message = pack(layout, [values_of(each).float() for each in OPERATIONS], CPU)
+    assert message.dtype == torch.uint8 and message.numel() == layout.num_bytes
     inside = torch.cat([torch.zeros(64, dtype=torch.uint8), message])[64:]  # of a larger buffer
-    for box, part, operation in zip(shape.boxes(message), shape.boxes(inside), OPERATIONS, strict=True):
+    for box, part, operation in zip(layout.boxes(message), layout.boxes(inside), OPERATIONS, strict=True):
         assert str(box.dtype) == f"torch.{DTYPES[operation.entry]}"
         assert torch.equal(box.float(), values_of(operation).float().flatten()) and torch.equal(box, part)
 
@@ -59,8 +61,8 @@ def test_sources_and_targets_of_any_strides() -> None:
     """Bug 29: `.view` of what is not contiguous."""
     operations = [operation_of(1, Box((0, 0), (3, 4))), operation_of(1, Box((0, 0), (2, 6)))]
     sources = [torch.arange(12.).view(4, 3).T, torch.arange(24.).view(4, 6)[::2]]
-    shape = message_layout(operations, DTYPES)
-    boxes = shape.boxes(pack(shape, sources, CPU))
+    layout = message_layout(operations, DTYPES)
+    boxes = layout.boxes(pack(layout, sources, CPU))
     targets = [torch.zeros(3, 8)[:, ::2], torch.zeros(6, 2).T]
     copy_all(targets, boxes)
     for source, target in zip(sources, targets, strict=True):
