@@ -78,7 +78,7 @@ class Opening:
         among = None
         if num_trainers > 1:
             backend = "nccl" if self._device.type == "cuda" else "gloo"
-            among = Wire(rendezvous.store, "trainers", rank, num_trainers, backend, timeout_s, names)
+            among = Wire(rendezvous.store, "trainers", rank, names[:num_trainers], backend, timeout_s)
         tables = {num_trainers + worker: Incoming.from_json(published[num_trainers + worker]["incoming"])
                   for worker, proxy in enumerate(found) if proxy == rank}
         return TrainerEnd(flags, rank, dict(enumerate(found, num_trainers)), tables, among, self._device, timeout_s,
@@ -93,8 +93,7 @@ class Opening:
         own.meet(self._scope, "connecting", self._names)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # each thread has its own current device
-        return Wire(own.store, "weights", self._rank, len(self._names), self._options.backend, self._options.timeout_s,
-                    self._names)
+        return Wire(own.store, "weights", self._rank, self._names, self._options.backend, self._options.timeout_s)
 
 
 def proxies(trainers: Sequence[str], workers: Sequence[str]) -> list[int]:

@@ -18,54 +18,50 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 from mimo.refit import compat
 from mimo.refit.rendezvous import MAX_POLL_S, POLL_S, RefitError
 
-BACKENDS = ("gloo", "nccl")
 CLOSING_TAG = 1  # Transfers use 0.
 # Seconds to wait after a broken transfer, until the process that broke it has published the reason.
 REASON_S = 1.0
 
 
 class Wire:
-    """A process group of all trainer ranks and workers.
+    """A process group of all trainer ranks and workers, or of the trainer's ranks alone.
 
     Args:
         store: store that all of them use.
         name: name of the group, unique in the store.
-        rank: rank of this process among all.
-        world_size: number of trainer ranks and workers together.
+        rank: rank of this process in the group.
+        names: name of each rank of the group, for errors.
         backend: `gloo` or `nccl`.
         timeout_s: time limit of one transfer.
-        names: name of each rank, for errors.
 
     Raises:
-        ValueError: the backend is not known, or it is NCCL and there are no CUDA devices.
+        ValueError: the backend is NCCL, and there are no CUDA devices.
         RefitError: the others did not connect in time.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, world_size: int, backend: str, timeout_s: float,
-                 names: Sequence[str] = ()) -> None:
-        if backend not in BACKENDS:
-            raise ValueError(f"refit backend {backend!r}: known are {', '.join(BACKENDS)}")
+    def __init__(self, store: Store, name: str, rank: int, names: Sequence[str], backend: str,
+                 timeout_s: float) -> None:
         self.backend = backend
         self.timeout_s = timeout_s
-        self._rank, self._names = rank, names or [f"rank {each}" for each in range(world_size)]
+        self._names = names
         if backend == "nccl" and not torch.cuda.is_available():
             raise ValueError("refit backend 'nccl' needs CUDA devices; use 'gloo'")
         own = PrefixStore(f"wire/{name}", store)
         try:
             if backend == "gloo":
-                self._group: Any = ProcessGroupGloo(own, rank, world_size, timedelta(seconds=timeout_s))
+                self._group: Any = ProcessGroupGloo(own, rank, len(names), timedelta(seconds=timeout_s))
             else:
                 from torch.distributed import ProcessGroupNCCL  # torch for CPUs does not have it
 
                 # NCCL's own limit ends this process. It is longer than ours, which ends in an error with more
                 # information.
                 limit = timedelta(seconds=2 * timeout_s + 60)
-                self._group = ProcessGroupNCCL(own, rank, world_size, compat.nccl_options(limit))
+                self._group = ProcessGroupNCCL(own, rank, len(names), compat.nccl_options(limit))
                 # This first collective connects all ranks. Otherwise a transfer between some would wait for the others.
                 self._group.allreduce([torch.zeros(1, device="cuda")]).wait()
                 torch.cuda.synchronize()
         except RuntimeError as error:
-            raise RefitError(f"the {backend} group of {world_size} trainer ranks and workers did not form within "
+            raise RefitError(f"the {backend} group of {len(names)} trainer ranks and workers did not form within "
                              f"{timeout_s:g} s: {error}") from error
 
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
