@@ -21,6 +21,9 @@ from typing import Literal
 from mimo.boxes import Box, View, consecutive_runs, contiguous_strides, moved_offset, partition_problems
 from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Holder, Holders, RecvSpec, TensorMeta, TensorSlice
 
+# Most items of an error that is one line.
+MAX_LISTED = 20
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
@@ -114,13 +117,12 @@ def needed_pieces(entries: Sequence[TensorMeta], holders: Holders, spec: RecvSpe
     missing = [name for name in (*(part.name for part in spec.direct), *spec.loader)
                if name not in known or name not in holders]
     if missing:
-        raise ValueError(f"worker {receiver} wants tensors that the trainer does not have: "
-                         f"{listed(missing)}")
+        raise ValueError(f"worker {receiver} wants tensors that the trainer does not have: {_listed(missing)}")
     wanted, overlaps = wanted_slices(spec, known), _Overlaps()
     found = []
     for number, entry in enumerate(entries):
         for part, held in itertools.product(wanted.get(entry.name, ()), holders[entry.name]):
-            piece = overlaps.of(held.box, part.box)
+            piece = overlaps.intersection(held.box, part.box)
             if piece is not None:
                 found.append(Piece(number, entry.name, piece, overlaps.address(part.address, part.box, piece),
                                    held.ranks))
@@ -170,7 +172,7 @@ def shares(entries: Sequence[TensorMeta], holders: Holders, slices: Iterable[Ten
     numbers = {entry.name: number for number, entry in enumerate(entries) if entry.name in own}
     if len(numbers) < len(own):
         raise ValueError(f"trainer rank {rank} holds tensors that are not in the chunk plan: "
-                         f"{listed(sorted(own.keys() - numbers.keys()))}")
+                         f"{_listed(sorted(own.keys() - numbers.keys()))}")
     alike: dict[int, list[int]] = {}
     for receiver in sorted(specs):
         alike.setdefault(id(specs[receiver]), []).append(receiver)
@@ -182,8 +184,8 @@ def shares(entries: Sequence[TensorMeta], holders: Holders, slices: Iterable[Ten
     for name, number in numbers.items():
         for wanted, takers in groups:
             for part, (held, address) in itertools.product(wanted.get(name, ()), own[name]):
-                piece = overlaps.of(held.box, part.box)
-                receivers = takers.of(held.ranks, number) if piece else ()
+                piece = overlaps.intersection(held.box, part.box)
+                receivers = takers.taking(held.ranks, number) if piece is not None else ()
                 if piece is not None and receivers:
                     found.append(Share(number, name, piece, overlaps.address(part.address, part.box, piece),
                                        receivers, overlaps.address(address, held.box, piece)))
@@ -255,8 +257,7 @@ class _Overlaps:
         self._pieces: dict[tuple[tuple[int, ...], ...], Box | None] = {}
         self._moves: dict[tuple[tuple[int, ...], ...], int] = {}
 
-    def of(self, held: Box, wanted: Box) -> Box | None:
-        """Return the intersection of two boxes."""
+    def intersection(self, held: Box, wanted: Box) -> Box | None:
         key = held.starts, held.stops, wanted.starts, wanted.stops
         if key not in self._pieces:
             self._pieces[key] = held.intersection(wanted)
@@ -280,8 +281,8 @@ class _Takers:
         # Ranks of a holder -> number of this rank among them, and workers by their turn.
         self._turns: dict[tuple[int, ...], tuple[int, list[list[int]]]] = {}
 
-    def of(self, ranks: tuple[int, ...], number: int) -> list[int]:
-        """Return the receivers of an entry's box from this rank, which is one of the `ranks` that hold it."""
+    def taking(self, ranks: tuple[int, ...], number: int) -> list[int]:
+        """Return the workers that take an entry's box from this rank, which is one of the `ranks` that hold it."""
         if ranks not in self._turns:
             turns: list[list[int]] = [[] for _ in ranks]
             for receiver in self._receivers:
@@ -320,15 +321,15 @@ def _own_boxes(holders: Holders, slices: Iterable[TensorSlice], rank: int) -> di
     problems += [f"{name} {box} is there and should not be" for name, box in addresses]
     if problems:
         raise ValueError(f"trainer rank {rank} does not hold what was agreed on; its layout has changed, or ranks were "
-                         f"mixed up: {listed(problems)}")
+                         f"mixed up: {_listed(problems)}")
     return own
 
 
-def listed(items: Iterable[str], limit: int = 20) -> str:
-    """Join items into one line, each once; beyond `limit` only their number."""
+def _listed(items: Iterable[str]) -> str:
+    """Join items into one line, each once. Beyond `MAX_LISTED`, only their number is given."""
     items = list(dict.fromkeys(items))
-    more = [f"and {len(items) - limit} more"] if len(items) > limit else []
-    return "; ".join(items[:limit] + more)
+    more = [f"and {len(items) - MAX_LISTED} more"] if len(items) > MAX_LISTED else []
+    return "; ".join(items[:MAX_LISTED] + more)
 
 
 # Checks, before any byte moves, that a plan brings every wanted element exactly once.
