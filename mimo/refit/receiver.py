@@ -38,7 +38,15 @@ from mimo.refit.messages import (
 )
 from mimo.refit.options import SETUP, RefitOptions
 from mimo.refit.plan import check_plan, check_recv_spec
-from mimo.refit.rendezvous import NO_WEIGHTS, RefitError, Rendezvous, StoreAddress, format_error, without_collections
+from mimo.refit.rendezvous import (
+    NO_WEIGHTS,
+    RefitError,
+    Rendezvous,
+    StoreAddress,
+    format_error,
+    participants,
+    without_collections,
+)
 from mimo.refit.tensor_slices import holders_from_table, meta_from_json, recv_spec_table, table_digest
 from mimo.refit.transport.base import Opening, Transport
 from mimo.refit.worker_plan import plan_taken, probe_offered
@@ -49,26 +57,22 @@ class Guard:
 
     Args:
         model: the worker's model. Its `compute_logits` runs outside of CUDA graphs, in every step.
+        is_complete: whether the weights that the model has now may be served.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, is_complete: bool) -> None:
         self._model = model
-        self._armed = False
-        self._complete = True
-        self._received = False
+        self._is_armed = False
+        self._is_complete = is_complete
+        self._has_received = False
         # Number of the sync that all weights come from; None if they come from elsewhere.
         self.sync: int | None = None
 
-    def arm(self, complete: bool) -> None:
-        """Refuse to compute logits from now on while weights are missing.
-
-        Args:
-            complete: whether the present weights may be served. Only the first call counts; after it, the received
-                updates decide.
-        """
-        if self._armed:
+    def arm(self) -> None:
+        """Refuse to compute logits from now on while weights are missing. Later calls do nothing."""
+        if self._is_armed:
             return
-        self._armed, self._complete = True, complete
+        self._is_armed = True
         compute_logits = self._model.compute_logits
 
         def guarded(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -80,24 +84,24 @@ class Guard:
 
     def check(self) -> None:
         """Raise RefitError if weights are missing."""
-        if not self._complete:
+        if not self._is_complete:
             raise RefitError(NO_WEIGHTS)
 
     def close(self) -> None:
         """Refuse to serve until all weights have come in."""
-        self._complete = self._received = False
+        self._is_complete = self._has_received = False
         self.sync = None
 
     def received(self, sync: int | None = None) -> None:
         """Note that all weights have come in, from a sync of the trainer or from elsewhere."""
-        self._received, self.sync = True, sync
+        self._has_received, self.sync = True, sync
 
     def open(self) -> None:
         """Serve again. Raises RefitError if not all weights have come in."""
-        if not self._received:
+        if not self._has_received:
             raise RefitError("the weight update ends without all of its weights; this engine goes on refusing to "
                              "generate")
-        self._complete = True
+        self._is_complete = True
 
 
 # Whole tensors go through the engine's own loading, for the layers that need it.
@@ -185,7 +189,6 @@ class LoaderSession:
                     tensor.weight_loader = compat.weight_loaders(tensor)[1]
 
 
-DUMMY_FORMATS = ("dummy",)
 LOST = "this worker has not met a trainer, or lost it: call init_weight_transfer_engine first"
 # Seconds for which a worker waits for a trainer rank to describe a difference.
 ANSWER_S = 5.0
@@ -243,7 +246,8 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._rendezvous: Rendezvous | None = None
         self._wire: Transport | None = None
         self._opening: Opening | None = None
-        self.guard = Guard(model)
+        # vLLM makes up dummy weights, which are never served.
+        self.guard = Guard(model, is_complete=vllm_config.load_config.load_format != "dummy")
         self._loading: LoaderSession | None = None
         self._verification: Verification | None = None
         self._held: int | None = None
@@ -258,10 +262,9 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.shutdown()
         self.guard.sync = None  # another trainer counts its syncs from 1, too
         self._worker = init_info.first_worker + self.parallel_config.rank
-        place = StoreAddress(init_info.address, init_info.port, init_info.secret)
-        self._rendezvous = Rendezvous.join(place, f"worker {self._worker}", init_info.timeout_s)
-        # Dummy weights are never served.
-        self.guard.arm(complete=self.vllm_config.load_config.load_format not in DUMMY_FORMATS)
+        store_address = StoreAddress(init_info.address, init_info.port, init_info.secret)
+        self._rendezvous = Rendezvous.join(store_address, f"worker {self._worker}", init_info.timeout_s)
+        self.guard.arm()
         self._guarded(SETUP, self._set_up)
 
     def start_weight_update(self) -> None:
@@ -314,8 +317,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._entries = [meta_from_json(entry) for entry in model["entries"]]
         self._num_trainers, num_workers = model["num_trainers"], model["num_workers"]
         self._claim_number(num_workers)
-        self._everybody = [*(f"trainer rank {rank}" for rank in range(self._num_trainers)),
-                           *(f"worker {worker}" for worker in range(num_workers))]
+        self._everybody = participants(self._num_trainers, num_workers)
         self._opening = Opening(rendezvous, SETUP, self._options, self._num_trainers + self._worker,
                                 self._num_trainers, self.device, self._everybody)
         # What this worker wants, from running its own loader; all workers choose the naming schemes together.

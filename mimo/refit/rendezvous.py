@@ -25,10 +25,10 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 POLL_S = 0.002
 MAX_POLL_S = 0.01
-# Error of an engine, and of each of its workers, that is asked to generate before it has all of its weights.
+# Error of an engine, and of each of its workers, if it is asked to generate before it has all of its weights.
 NO_WEIGHTS = ("this engine has no complete weights: no refit has succeeded since it started, or the last one failed; "
               "it generates again after one that does")
-# Key under which a store has the secret of its run.
+# Key under which a store holds the secret of its run.
 _SERVED = "served"
 
 
@@ -39,6 +39,12 @@ class RefitError(RuntimeError):
 def format_error(error: BaseException) -> str:
     """Describe an error for other processes."""
     return str(error) if isinstance(error, RefitError) else f"{type(error).__name__}: {error}"
+
+
+def participants(num_trainers: int, num_workers: int) -> list[str]:
+    """Return the names of all participants of a refit, for messages and keys of the store; the trainer's come first."""
+    return [*(f"trainer rank {rank}" for rank in range(num_trainers)),
+            *(f"worker {worker}" for worker in range(num_workers))]
 
 
 @contextmanager
@@ -67,11 +73,11 @@ class StoreAddress:
 
 
 def own_address(name: str) -> str:
-    """Return the address of this machine to which a store binds, so that it is reached under `name`.
+    """Return the address to which a store on this machine has to bind so that others reach it under `name`.
 
-    A loopback address stays as it is, because all participants are on this machine. If the machine's name stands for a
-    loopback address here, as on Debian, it stands for another one elsewhere. The result is then the address of the
-    default route.
+    A loopback address stays as it is, because all participants are on this machine then. A machine's own name may stand
+    for a loopback address on the machine itself (as on Debian) and for another address elsewhere. The result is then
+    the address of the default route.
 
     Raises:
         OSError: the name is unknown.
@@ -120,32 +126,33 @@ class Rendezvous:
             listener = socket.create_server((address, 0), family=family, backlog=1024)
         except OSError as error:
             raise RefitError(f"{who} cannot serve the refit store at {name} ({address}): {error}") from error
-        place = StoreAddress(address, listener.getsockname()[1], secrets.token_hex(32))
+        store_address = StoreAddress(address, listener.getsockname()[1], secrets.token_hex(32))
         # The store closes the socket.
-        return cls.join(place, who, timeout_s, listener.detach()), place
+        return cls.join(store_address, who, timeout_s, listener.detach()), store_address
 
     @classmethod
-    def join(cls, place: StoreAddress, who: str, timeout_s: float, listener: int | None = None) -> Rendezvous:
+    def join(cls, store_address: StoreAddress, who: str, timeout_s: float, listener: int | None = None) -> Rendezvous:
         """Connect to the store of a run.
 
-        `listener` is the descriptor of the socket on which this participant serves the store; None if another one does.
+        `listener` is the descriptor of the socket on which this participant serves the store; None if another
+        participant serves it.
 
         Raises:
             RefitError: nobody answers there, or it is the store of another run.
         """
-        limit = timedelta(seconds=timeout_s)
+        address, port, secret = store_address.address, store_address.port, store_address.secret
         try:
-            store = TCPStore(place.address, place.port, None, listener is not None, limit, wait_for_workers=False,
-                             master_listen_fd=listener)
+            store = TCPStore(address, port, None, listener is not None, timedelta(seconds=timeout_s),
+                             wait_for_workers=False, master_listen_fd=listener)
             # The run's keys begin with its secret, so nobody can name them without it.
-            own = PrefixStore(place.secret, store)
+            own = PrefixStore(secret, store)
             if listener is not None:
-                own.set(_SERVED, place.secret)
-            is_ours = own.check([_SERVED]) and compare_digest(own.get(_SERVED), place.secret.encode())
+                own.set(_SERVED, secret)
+            is_ours = own.check([_SERVED]) and compare_digest(own.get(_SERVED), secret.encode())
         except (RuntimeError, ValueError) as error:
-            raise RefitError(f"{who} cannot reach the refit store at {place.address}:{place.port}: {error}") from error
+            raise RefitError(f"{who} cannot reach the refit store at {address}:{port}: {error}") from error
         if not is_ours:
-            raise RefitError(f"{who}: the refit store at {place.address}:{place.port} is not that of this run")
+            raise RefitError(f"{who}: the refit store at {address}:{port} is not that of this run")
         return cls(own, who, timeout_s)
 
     def publish(self, key: str, value: Any) -> None:

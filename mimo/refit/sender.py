@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -26,7 +27,14 @@ from mimo.refit import delta
 from mimo.refit import plan as planning
 from mimo.refit.messages import Part, Views, checksums, pack, parts_of_chunks, torch_dtype
 from mimo.refit.options import SETUP, RefitOptions, RefitReport
-from mimo.refit.rendezvous import RefitError, Rendezvous, StoreAddress, format_error, without_collections
+from mimo.refit.rendezvous import (
+    RefitError,
+    Rendezvous,
+    StoreAddress,
+    format_error,
+    participants,
+    without_collections,
+)
 from mimo.refit.tensor_slices import (
     Address,
     RecvSpec,
@@ -41,9 +49,8 @@ from mimo.watchdog.process_exit import on_daemon_thread
 
 # Number of chunks whose messages may be under way while the next one is packed.
 WINDOW = 2
-# Extra seconds for those who wait for somebody that may be waiting, too, so that the process closest to the failure
-# reports it: ranks that wait for the first rank, which waits for the engine, and senders that wait for workers, which
-# wait for other senders.
+# Extra seconds for indirect waiters, so that the process closest to a failure reports it. These are ranks that wait for
+# the first rank, which waits for the engine, and senders that wait for workers, which wait for other senders.
 GRACE_S = 3.0
 
 
@@ -110,6 +117,7 @@ class WeightSender:
                  options: RefitOptions) -> None:
         self.weights, self.trainer, self.client, self.options = weights, trainer, client, options
         self.num_workers = num_workers
+        self._everybody = participants(trainer.world_size, num_workers)
         self.verify = options.verify
         self.is_changed = False
         self._syncs = 0
@@ -149,24 +157,25 @@ class WeightSender:
         return self.client
 
     def _meet(self) -> Rendezvous:
-        who, limit = f"trainer rank {self.trainer.rank}", self.options.timeout_s
+        """Serve the store on the first rank, and connect to it on the others. Raises RefitError on every rank."""
+        who, limit_s = self._everybody[self.trainer.rank], self.options.timeout_s
         rendezvous: Rendezvous | None = None
-        answer: StoreAddress | str | None = None
+        served: StoreAddress | str | None = None
         if self.trainer.rank == 0:
             try:
-                rendezvous, answer = Rendezvous.host(self.trainer.address, who, limit)
+                rendezvous, served = Rendezvous.host(self.trainer.address, who, limit_s)
             except RefitError as error:
-                answer = str(error)  # the others wait for it
-        answer = self.trainer.broadcast(answer)
-        if not isinstance(answer, StoreAddress):
-            raise RefitError(f"{SETUP} failed: {answer}")
-        self._place = answer
+                served = str(error)  # the others wait for it
+        served = self.trainer.broadcast(served)
+        if not isinstance(served, StoreAddress):
+            raise RefitError(f"{SETUP} failed: {served}")
+        self._store_address = served
         failed: RefitError | None = None
         try:
-            rendezvous = rendezvous or Rendezvous.join(answer, who, limit)
+            rendezvous = rendezvous or Rendezvous.join(served, who, limit_s)
             rendezvous.arrive(SETUP, "met")
             if self.trainer.rank == 0:
-                rendezvous.wait_for(SETUP, "met", [f"trainer rank {rank}" for rank in range(self.trainer.world_size)])
+                rendezvous.wait_for(SETUP, "met", self._everybody[:self.trainer.world_size])
         except RefitError as error:
             failed = error
         # The set-up begins with a collective of the trainer's ranks, in which all would wait for one that is not there.
@@ -190,10 +199,6 @@ class WeightSender:
                 raise RefitError(f"{error}\n{difference}") from error
             raise
 
-    def _everybody(self) -> list[str]:
-        return [*(f"trainer rank {rank}" for rank in range(self.trainer.world_size)),
-                *(f"worker {worker}" for worker in range(self.num_workers))]
-
     @without_collections()
     def _set_up(self) -> None:
         weights, trainer, rendezvous = self.weights, self.trainer, self._rendezvous
@@ -203,11 +208,10 @@ class WeightSender:
                 "entries": [meta_as_json(entry) for entry in weights.entries], "spellings": list(weights.schemes),
                 "options": asdict(self.options), "num_trainers": trainer.world_size,
                 "num_workers": self.num_workers})
-            call = self._call(SETUP, self._engine.init_weight_transfer_engine, {
-                "address": self._place.address, "port": self._place.port, "secret": self._place.secret,
-                "timeout_s": self.options.timeout_s})
+            call = self._call(SETUP, self._engine.init_weight_transfer_engine,
+                              asdict(self._store_address) | {"timeout_s": self.options.timeout_s})
         self._opening = Opening(rendezvous, SETUP, self.options, trainer.rank, trainer.world_size, trainer.device,
-                                self._everybody())
+                                self._everybody)
         # The engine's call is under way: its workers trace their loaders, and then publish what they want.
         weights.locate()
         if trainer.rank == 0:
@@ -227,9 +231,9 @@ class WeightSender:
         digests = {worker: planning.digest(weights.entries, operations)
                    for worker, operations in self._by_worker.items()}
         rendezvous.publish(f"plan/{trainer.rank}", {str(worker): digest for worker, digest in digests.items()})
-        rendezvous.meet(SETUP, "planned", self._everybody())
+        rendezvous.meet(SETUP, "planned", self._everybody)
         self._wire = self._opening.finish()
-        rendezvous.meet(SETUP, "wired", self._everybody())
+        rendezvous.meet(SETUP, "wired", self._everybody)
         if trainer.rank == 0:
             # For each worker, the digests of what each trainer rank sends it.
             plans = [rendezvous.read(f"plan/{rank}", SETUP, f"the plan of trainer rank {rank}")
@@ -299,10 +303,10 @@ class WeightSender:
             chunks = self._changed_chunks(scope, before, sums)
         self._sums = None  # Until the sync has succeeded it is not known what the engine has.
         # Nothing is sent before every worker has stopped serving and agrees with what is to come.
-        self._rendezvous.meet(scope, "ready", self._everybody())
+        self._rendezvous.meet(scope, "ready", self._everybody)
         report.seconds["pause"] = time.monotonic() - started
         self._transfer(scope, tensors, chunks, report)
-        self._wire.release(lambda: self._rendezvous.check(scope), GRACE_S)
+        self._wire.release(partial(self._rendezvous.check, scope), GRACE_S)
         self._rendezvous.arrive(scope, "sent")
         self._result(scope, call)
         if self.trainer.rank == 0:
@@ -352,8 +356,10 @@ class WeightSender:
                   report: RefitReport) -> None:
         """Send every chunk, and then the running digest of each worker's messages."""
         assert self._wire is not None
+        check = partial(self._rendezvous.check, scope)
         running = {worker: hashlib.sha256() for worker in self._by_worker}
         sums: dict[int, dict[int, torch.Tensor]] = {worker: {} for worker in self._by_worker}
+        # Transfers that are under way, with their messages, whose memory they need.
         flying: list[tuple[Any, Any]] = []
         report.seconds["pack"] = report.seconds["wire"] = 0.0
         for number, chunk in enumerate(chunks):
@@ -371,11 +377,11 @@ class WeightSender:
             report.seconds["pack"] += packed - began
             # The oldest chunk has to be through before the next one is packed, or messages would fill the memory.
             if len(flying) > WINDOW:
-                self._wait(scope, flying.pop(0))
+                self._wire.wait(flying.pop(0)[0], check, GRACE_S)
             report.seconds["wire"] += time.monotonic() - packed
         began = time.monotonic()
-        for works in flying:
-            self._wait(scope, works)
+        for works, _ in flying:
+            self._wire.wait(works, check, GRACE_S)
         report.seconds["wire"] += time.monotonic() - began
         if self.verify:
             self._rendezvous.publish(f"{scope}/sums/{self.trainer.rank}", {
@@ -383,14 +389,10 @@ class WeightSender:
         self._rendezvous.publish(f"{scope}/running/{self.trainer.rank}",
                                  {worker: digest.hexdigest() for worker, digest in running.items()})
 
-    def _wait(self, scope: str, flying: tuple[Any, Any]) -> None:
-        assert self._wire is not None
-        self._wire.wait(flying[0], lambda: self._rendezvous.check(scope), GRACE_S)
-
     def _forget(self, sync: int) -> None:
         """Delete the flags of an earlier sync."""
         scope = f"sync {sync}"
-        keys = [f"{scope}/{stage}/{who}" for stage in ("ready", "sent") for who in self._everybody()]
+        keys = [f"{scope}/{stage}/{who}" for stage in ("ready", "sent") for who in self._everybody]
         keys += [f"{scope}/{what}/{rank}" for what in ("running", "sums", "delta")
                  for rank in range(self.trainer.world_size)]
         keys += [f"{scope}/report/{worker}" for worker in range(self.num_workers)]

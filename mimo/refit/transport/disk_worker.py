@@ -16,7 +16,7 @@ from vllm.v1.worker import gpu_worker
 
 from mimo.refit.compat import unwrapped
 from mimo.refit.plan import chunks
-from mimo.refit.receiver import DUMMY_FORMATS, LoaderSession, MimoWeightTransferEngine
+from mimo.refit.receiver import LoaderSession, MimoWeightTransferEngine
 from mimo.refit.rendezvous import RefitError
 from mimo.refit.transport.disk import Manifest, read_manifest
 from mimo.refit.worker_plan import Probes, Taken, plan_taken, probe_offered
@@ -66,7 +66,7 @@ def load_weights(worker: Any, folder: str) -> None:
         ValueError, RefitError: files have changed since `probe_weights` and `plan_weights`.
     """
     engine = _engine_of(worker)
-    engine.guard.arm(complete=engine.vllm_config.load_config.load_format not in DUMMY_FORMATS)
+    engine.guard.arm()
     engine.guard.close()
     manifest, source = _opened(Path(folder))
     taken = _known(engine, manifest)
