@@ -231,14 +231,25 @@ class PolicyTrainer:
             normaliser = log_normaliser(logits, self._shard)
             return log_probs(logits, labels, self._shard, normaliser), entropy(logits, self._shard, normaliser)
 
-        clear_gradients(self.parts)
         totals: list[Totals] = []
+
+        def loss(index: int, computed: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, Totals]:
+            (policy,), (entropies,) = computed
+            own, old = microbatches[index], fixed.old[index]
+            reference = None if fixed.reference is None else fixed.reference[index]
+            weights, clipped = importance_weights(self.config, own.sampled, old, own.rollout_log_probs)
+            batch = PolicyBatch(own.sampled, own.spread(scores), old, reference, weights)
+            total, count, figures = policy_loss(self.config, batch, policy, entropies)
+            totals.append(figures | clipped)
+            return total, count, figures
+
+        clear_gradients(self.parts)
         count = loss_count(self.config, [len(each.token_ids) for each in completions])
         # Routers multiply their losses by the tokens of a microbatch. Divided by all tokens, they weigh the same
         # however the policy loss is averaged.
         num_tokens = sum(each.length for each in completions)
         scale = LossScale(*torch.tensor([1 / count, 1 / num_tokens], device=self.parts.platform.device))
-        self._run(microbatches, values, partial(self._loss, microbatches, fixed, scores, totals), scale)
+        self._run(microbatches, values, loss, scale)
         everywhere = self._over_world(totals)
         assert everywhere.sums["loss_count"].item() == count, (everywhere.sums["loss_count"], count)
         update = update_weights(
@@ -347,18 +358,6 @@ class PolicyTrainer:
 
         run_schedule(self.parts, [each.batch for each in microbatches], step, forward_only=scale is None,
                      loss_scale=scale)
-
-    def _loss(self, microbatches: Sequence[PolicyMicrobatch], fixed: FixedLogProbs, scores: torch.Tensor,
-              totals: list[Totals], index: int, values: tuple[torch.Tensor, ...]
-              ) -> tuple[torch.Tensor, torch.Tensor, Totals]:
-        (policy,), (entropies,) = values
-        own, old = microbatches[index], fixed.old[index]
-        reference = None if fixed.reference is None else fixed.reference[index]
-        weights, clipped = importance_weights(self.config, own.sampled, old, own.rollout_log_probs)
-        batch = PolicyBatch(own.sampled, own.spread(scores), old, reference, weights)
-        total, count, figures = policy_loss(self.config, batch, policy, entropies)
-        totals.append(figures | clipped)
-        return total, count, figures
 
     def _pack(self, members: Sequence[int], completions: Sequence[Completion],
               encoders: dict[str, EncoderBatch]) -> PolicyMicrobatch:
