@@ -1,4 +1,4 @@
-"""Send weights to the engine and collect completions from it, between the updates or in parallel with them."""
+"""Sends weights to the engine and collects completions from it, between the updates or in parallel with them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from mimo.watchdog.watchdog import Watchdog
 if TYPE_CHECKING:
     from mimo.rl.probe import Expected, RefitProbe
 
-# Seconds that other ranks wait longer than the first rank, so that the first rank can say what went wrong.
-FIRST_RANK_SPEAKS_S = 10.0
-# Name under which checkpoints hold the position among the prompts.
+# Seconds by which watchdog limits differ along a chain of waits: a call of the engine, the first rank, which makes it,
+# and the other ranks, which wait for the first. So the process closest to a failure reports it.
+WATCHDOG_MARGIN_S = 10.0
+# Name of the position among the prompts in checkpoints.
 STREAM = f"{SHARED_STREAM}/0"
 
 
 @dataclass(frozen=True)
 class Pending:
-    """Answers that were drawn and not trained on yet.
+    """Answers that were drawn and not trained on yet, as plain data for a checkpoint.
 
     Attributes:
-        prompts: token ids of each prompt from the next one on.
+        prompts: token ids of each prompt, beginning with the next one to train on.
         answers: the engine's answers to each prompt.
         version: policy version that drew them.
         seconds: how long the engine took.
@@ -61,17 +62,15 @@ class PromptCursor:
     pending: Pending | None = None
 
     def streams(self, *, is_first_rank: bool) -> dict[str, Any]:
-        """Return the position as plain data, for `RunState`."""
+        """Return the position as plain data for `RunState`."""
         own = {STREAM: {"prompts": self.first, "pending": None if self.pending is None else asdict(self.pending)}}
         return {"consumed_samples": self.first, "streams": own if is_first_rank else {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Return to the position at which `streams` was called.
-
-        The first rank needs the stream.
+        """Return to the position that `streams` returned. Only the first rank needs the stream.
 
         Raises:
-            ValueError: this is the state of another program.
+            ValueError: the checkpoint is from another program.
         """
         self.first = state["consumed_samples"]
         found = state["streams"].get(STREAM)
@@ -85,17 +84,18 @@ class PromptCursor:
 
 
 class Collector:
-    """Completions of the policy as it is (`--rollout-mode sync`) or as it was one update before (`one-step-off`).
+    """Collects completions of the present policy (`--rollout-mode sync`) or of the one before the last update
+    (`one-step-off`).
 
-    Every method is collective over the trainer's world, but for `prefetch`, which only starts the engine. On ranks
-    other than the first, `source` and `held_out` (for evaluations) are None.
+    Every method except `prefetch` is collective over the trainer's world. `source` and `held_out` (for evaluations) are
+    None on all ranks but the first.
 
     Attributes:
         probe: compares both sides' log-probs, see `--refit-verify-interval`; None without it.
         report: report of the last refit.
         refit_s: seconds of refits since the last `collect` began.
         waited_s: seconds since then that ranks waited for completions.
-        verify_s: seconds of verifications since this was last set to 0; no part of the others.
+        verify_s: seconds of verifications since this was last set to 0. The other seconds do not include them.
     """
 
     def __init__(self, config: RlRunConfig, grids: Grids, watchdog: Watchdog, sender: WeightSender,
@@ -106,11 +106,11 @@ class Collector:
         self.probe: RefitProbe | None = None
         self.report: RefitReport | None = None
         self.waited_s = self.refit_s = self.verify_s = 0.0
-        # Watchdog limits: of refits, of rank 0 while it waits for vLLM, and of the ranks that wait for rank 0, which
-        # waits for vLLM and then for rewards.
-        self._refit_limit_s = 2 * config.rollout.refit_timeout_s + FIRST_RANK_SPEAKS_S
-        self._engine_limit_s = config.rollout.rollout_timeout_s + FIRST_RANK_SPEAKS_S
-        self._follower_limit_s = self._engine_limit_s + config.train.watchdog_timeout_s + FIRST_RANK_SPEAKS_S
+        # Watchdog limits: of refits, of rank 0 while it waits for vLLM, and of the other ranks while they wait for rank
+        # 0, which waits for vLLM and then for rewards.
+        self._refit_limit_s = 2 * config.rollout.refit_timeout_s + WATCHDOG_MARGIN_S
+        self._engine_limit_s = config.rollout.rollout_timeout_s + WATCHDOG_MARGIN_S
+        self._follower_limit_s = self._engine_limit_s + config.train.watchdog_timeout_s + WATCHDOG_MARGIN_S
         self._num_refits = 0
         self._version: int | None = None
         self._prefetched: Future[Answers] | None = None

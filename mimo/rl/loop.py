@@ -26,7 +26,7 @@ from mimo.refit.options import RefitReport
 from mimo.refit.rendezvous import RefitError, format_error
 from mimo.refit.sender import connect
 from mimo.refit.trainer_shards import ModelWeights
-from mimo.rl.collector import FIRST_RANK_SPEAKS_S, Collector, PromptCursor
+from mimo.rl.collector import WATCHDOG_MARGIN_S, Collector, PromptCursor
 from mimo.rl.images import ImageTokens, needs_pixels
 from mimo.rl.launch_engine import (
     CLOSING_S,
@@ -72,15 +72,18 @@ class RlLoop:
         self._engine: Engine | None = None
         self._weights: ModelWeights | None = None
         self._num_restarts = 0
-        self._leaving: set[str] | None = None  # from shared devices in the last rollout
-        # The summary at the end of the run has the last ones.
-        self._last_figures: dict[str, float | str] = {}
+        # Watchdog limits of an engine's start, which may have to end replicas that did not start in time.
+        self._closing_s = CLOSING_S * config.rollout.engine_dp
+        self._start_limit_s = config.rollout.engine_start_timeout_s + self._closing_s + WATCHDOG_MARGIN_S
+        self._follower_limit_s = self._start_limit_s + WATCHDOG_MARGIN_S
+        self._leaving: set[str] | None = None  # what left shared devices for the last rollout
+        self._last_figures: dict[str, float | str] = {}  # for the summary at the end of the run
 
     def run(self) -> None:
         """Train to the end, or until a rank is told to stop; evaluate; summarise."""
         with self.session as session, contextlib.ExitStack() as at_end:
             lines = self._set_up()
-            # Closed below where all goes well; after an error it ends with this process.
+            # It is closed below. After an error it ends with this process.
             self._engine = self._start_engine()
             self._connect()
             self._make_policy()
@@ -147,14 +150,12 @@ class RlLoop:
         self.devices.for_engine_start()
         on_all_hosts = flags.engine_placement == "colocated" and flags.uses_ray
         hosts = find_hosts(self.grids, self.platform) if on_all_hosts else ()
-        limit_s = flags.engine_start_timeout_s + CLOSING_S * flags.engine_dp  # of replicas that did not start in time
         if self.grids.rank != 0:
-            with self.watchdog.waiting_up_to(limit_s + 2 * FIRST_RANK_SPEAKS_S,
-                                             "the first rank, which starts the rollout engine"):
+            with self.watchdog.waiting_up_to(self._follower_limit_s, "the first rank, which starts the rollout engine"):
                 self._find_weights()
             return None
         STARTUP.say("starting vLLM, which loads its model and prepares its kernels")
-        with self.watchdog.waiting_up_to(limit_s + FIRST_RANK_SPEAKS_S, "start of the rollout engine"):
+        with self.watchdog.waiting_up_to(self._start_limit_s, "start of the rollout engine"):
             engine = start_engine(self.config, self.provider, self._has_videos, self._find_weights, hosts)
         if isinstance(self.devices, SharedDevices):
             self.devices.client = engine.client
@@ -168,14 +169,13 @@ class RlLoop:
 
     def _connect(self) -> None:
         """Agree with the engine on weights, which every rank sends, and make what collects completions."""
-        flags, engine = self.config.rollout, self._engine
-        limit_s = flags.engine_start_timeout_s + CLOSING_S * flags.engine_dp + 2 * FIRST_RANK_SPEAKS_S
-        with self.watchdog.waiting_up_to(limit_s, "the first rank, which starts the rollout engine"):
+        engine = self._engine
+        with self.watchdog.waiting_up_to(self._follower_limit_s, "the first rank, which starts the rollout engine"):
             num_workers = broadcast_object(self.grids, engine.client.num_workers if engine is not None else None)
             self.devices.for_training()
         STARTUP.say("agreeing with vLLM on where each weight goes")
         # The engine's first answer may take as long as any of its calls.
-        with self.watchdog.waiting_up_to(2 * flags.refit_timeout_s + FIRST_RANK_SPEAKS_S,
+        with self.watchdog.waiting_up_to(2 * self.config.rollout.refit_timeout_s + WATCHDOG_MARGIN_S,
                                          "the rollout engine's agreement on weights"):
             sender = connect(self.parts.built, self.grids, self.provider, self.config.model_family,
                              engine.client if engine is not None else None, num_workers,
@@ -255,9 +255,8 @@ class RlLoop:
             self._engine = self._start_engine()
         except (RefitError, ValueError) as error:  # on the first rank
             problem = format_error(error)
-        flags = self.config.rollout
-        closing_s = 2 * CLOSING_S * flags.engine_dp  # of the lost engine, and of one that does not start in time
-        with self.watchdog.waiting_up_to(flags.engine_start_timeout_s + closing_s + 2 * FIRST_RANK_SPEAKS_S,
+        # The lost engine has to be closed as well.
+        with self.watchdog.waiting_up_to(self._follower_limit_s + self._closing_s,
                                          "the first rank, which starts another rollout engine"):
             problem = broadcast_object(self.grids, problem)
         if problem:
@@ -303,7 +302,7 @@ class RlLoop:
                              self._images)
 
     def _train(self, logger: RunLogger, at_end: contextlib.ExitStack) -> str | None:
-        """Run iterations; returns why it stopped early, or None. What has to be closed is added to `at_end`."""
+        """Run iterations. Return why they stopped early, or None. `at_end` gets what has to be closed."""
         session = self.session
         self._observer = observer = StepObserver(
             self.parts, self.grids.layout.language.rank_at(pp=-1), session.progress.iteration + 1,
