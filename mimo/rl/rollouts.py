@@ -137,23 +137,25 @@ class RolloutSource:
             RefitError: the engine has ended, did not answer in time or has no weights.
         """
         prompts = tuple(self.prompts.prompt(index) for index in range(first, first + count))
+        lengths = []
         for prompt in prompts:
             if not prompt.token_ids:
                 raise ValueError(f"prompt {prompt.key} has no token")
-            of_images, length = num_image_tokens(prompt, self.images), prompt_length(prompt, self.images)
+            length = prompt_length(prompt, self.images)
             if length + self.sampling.max_tokens > self.seq_length:
+                of_images = num_image_tokens(prompt, self.images)
                 images = f", {of_images} of them from images" if of_images else ""
                 raise ValueError(
                     f"prompt {prompt.key} has {length} tokens{images}; with --max-completion-tokens "
                     f"{self.sampling.max_tokens} they are more than --seq-length {self.seq_length}")
+            lengths.append(length)
         began = time.perf_counter()
         seeds = () if self.seed is None else [draw_seed(self.seed, first + place) for place in range(count)]
         answers = self.engine.generate([as_request(prompt) for prompt in prompts], self.sampling, seeds)
         seconds = time.perf_counter() - began
         check_answers(prompts, answers, self.sampling, version)
-        for prompt, group in zip(prompts, answers, strict=True):
+        for prompt, length, group in zip(prompts, lengths, answers, strict=True):
             # The engine processes images itself, and must make as many tokens of them as the trainer.
-            length = prompt_length(prompt, self.images)
             for answer in group:
                 if answer.prompt_length not in (None, length):
                     videos = f" and {counted(len(prompt.videos), 'video')}" if prompt.videos else ""
