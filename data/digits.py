@@ -16,7 +16,8 @@ import numpy as np
 
 from data.indexed import IndexedStream
 from mimo.protocols import LANGUAGE, ImageProcessing, Lane, Sample, TokenSpec
-from mimo.rl.prompts import Normalisation, Prompt
+from mimo.rl.prompts import Prompt
+from mimo.visual import Normalisation
 
 PAD, BOS, EOS = 0, 1, 2
 FIRST_DIGIT = 4

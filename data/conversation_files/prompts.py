@@ -17,7 +17,8 @@ from data.conversation_files.provider import Config
 from data.energon.provider import path_of
 from data.indexed import ShuffledRecords
 from mimo.protocols import DataRequest, TokenSpec
-from mimo.rl.prompts import Normalisation, Prompt, PromptVideo
+from mimo.rl.prompts import Prompt, PromptVideo
+from mimo.visual import Normalisation
 
 if TYPE_CHECKING:
     from data.energon.task_encoder import PlannedVideo

@@ -14,8 +14,9 @@ from mimo.config.toml_file import flag_name
 # trainer would divide by the smaller one.
 MIN_TEMPERATURE = 0.01
 
-
+Advantage = Literal["grpo", "dr-grpo", "rloo"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KlType = Literal["k1", "k2", "k3"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class RlConfig:
     """Sample only from the most likely tokens that together have this probability; 1: from all tokens."""
     top_k: int = 0
     """Sample only from this many most likely tokens; 0: from all tokens."""
-    advantage: Literal["grpo", "dr-grpo", "rloo"] = "grpo"
+    advantage: Advantage = "grpo"
     """Advantage of a completion over the others of its prompt: grpo (divided by the standard deviation), dr-grpo (not
     divided), rloo (compared with the mean of the others)."""
     policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
@@ -82,7 +83,7 @@ class RlConfig:
     the weights that the run starts from."""
     ref_load_hf: str = ""
     """Folder, or id on the hub, of a Hugging Face model (safetensors) with the weights of the reference policy."""
-    kl_type: Literal["k1", "k2", "k3"] = "k3"
+    kl_type: KlType = "k3"
     """Estimator of the KL divergence: the log ratio (k1), half its square (k2), or exp(-log ratio) - 1 + log ratio
     (k3)."""
     kl_in: Literal["loss", "reward"] = "loss"

@@ -6,6 +6,7 @@ index. Only encoder windows send them: the reader of a lane builds those of its 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ from mimo.grid.lanes import Need, lanes_read_by, needs_of
 from mimo.grid.spec import Layout
 from mimo.observability.trackers import MAX_SHOWN_SIDE
 from mimo.protocols import LANGUAGE, ImageSize, Sample, VideoSize
-from mimo.rl.prompts import ImagePromptSet, Normalisation, Prompt, PromptSet, VideoPromptSet
+from mimo.rl.prompts import ImagePromptSet, Prompt, PromptSet, VideoPromptSet
+from mimo.visual import Normalisation
 
 if TYPE_CHECKING:
     from mimo.rl.rollouts import Completion
@@ -242,7 +244,7 @@ def needs_pixels(layout: Layout, rank: int) -> bool:
 def cut(completions: Sequence[Completion], count: int) -> list[Sequence[Completion]]:
     """Cut into `count` consecutive parts, as even as possible; some are empty if there are fewer completions."""
     ends = [len(completions) * number // count for number in range(count + 1)]
-    return [completions[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+    return [completions[start:stop] for start, stop in itertools.pairwise(ends)]
 
 
 def _sample(key: str, token_ids: Sequence[int], image_sizes: Sequence[ImageSize]) -> Sample:

@@ -24,11 +24,11 @@ from mimo.protocols import ImageProcessorProvider, ModelProvider
 from mimo.refit.options import TRAINER_SCALES, RefitOptions
 from mimo.refit.rendezvous import RefitError
 from mimo.rl.placement import colocated_places, forwarded, replica_gpus, visible_gpus
-from mimo.rl.prompts import ImagePromptSet, Normalisation, VideoPromptSet
+from mimo.rl.prompts import ImagePromptSet, VideoPromptSet
 from mimo.rollout.engine import EngineOptions
 from mimo.rollout.process import EngineLostError, leave_group, leave_launcher, start_processes
 from mimo.rollout.replicas import AnsweredError, RolloutClient, one_client
-from mimo.visual import VideoProcessorProvider
+from mimo.visual import Normalisation, VideoProcessorProvider
 
 if TYPE_CHECKING:
     from mimo.rollout.ray_actors import RayEngines

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.nn.functional import all_reduce
 
 if TYPE_CHECKING:
-    from mimo.config.rl import RlConfig
+    from mimo.config.rl import Advantage, KlType, RlConfig
 
 STD_EPSILON = 1e-6
-
-Advantage = Literal["grpo", "dr-grpo", "rloo"]
 
 
 def advantages(rewards: Sequence[float], prompts: Sequence[int], kind: Advantage) -> torch.Tensor:
@@ -123,8 +121,6 @@ class SampledTokens:
         """Repeat one value for each sequence, `[num_sequences]`, at all its positions, `[t]`."""
         return values[self.sequence_ids]
 
-
-KlType = Literal["k1", "k2", "k3"]
 
 # Limits for single tokens, so that one token cannot outweigh a batch. exp(20) is 5e8: a run that learns never reaches
 # it, and it is far below the overflow of float32 at exp(88).

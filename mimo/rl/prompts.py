@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 
 from mimo.protocols import ImageSize, TokenSpec, VideoProcessing
-from mimo.visual import Normalisation as Normalisation
+from mimo.visual import Normalisation
 
 
 @dataclass(frozen=True)

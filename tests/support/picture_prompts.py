@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mimo.protocols import ImageSize, TokenSpec, VideoSize
-from mimo.rl.prompts import Normalisation, Prompt
+from mimo.rl.prompts import Prompt
+from mimo.visual import Normalisation
 
 IMAGE_TOKEN, VIDEO_TOKEN, SIDE = 60, 59, 16
 # Height and width of images in turn, for encoders that take any size in blocks of 8 pixels.

@@ -50,13 +50,13 @@ class Comparer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
-    def compare(self, wanted: str, found: str, limit_s: float | None = None) -> Comparison:
+    def compare(self, wanted: str, found: str, limit_s: float = LIMIT_S) -> Comparison:
         """Compare two texts with expressions.
 
         Args:
             wanted: the right answer.
             found: the answer to compare with it.
-            limit_s: time limit in seconds; None for `LIMIT_S`.
+            limit_s: time limit in seconds.
 
         Raises:
             RuntimeError: the process does not start.
@@ -68,7 +68,7 @@ class Comparer:
             try:
                 process.stdin.write(json.dumps({"wanted": wanted, "found": found}) + "\n")
                 process.stdin.flush()
-                answer = _line(process, LIMIT_S if limit_s is None else limit_s)
+                answer = _line(process, limit_s)
             except BrokenPipeError:
                 pass  # the process has ended: it ran out of memory or reached its own limit
             if answer is None:

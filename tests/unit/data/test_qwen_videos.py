@@ -44,8 +44,7 @@ from mimo.protocols import DataRequest, Sample, VideoProcessing
 from mimo.registry import model_provider
 from mimo.rl import launch_engine
 from mimo.rl.images import as_request
-from mimo.rl.prompts import Normalisation
-from mimo.visual import count_tokens
+from mimo.visual import Normalisation, count_tokens
 from providers.common import qwen_processor
 from providers.common.family import VISION
 from tests.support.chat_templates import QWEN2_VL

@@ -22,8 +22,8 @@ from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE, VideoSize
 from mimo.registry import model_provider
 from mimo.rl.images import ImageTokens, as_request, cut, needs_pixels
-from mimo.rl.prompts import Normalisation
 from mimo.rl.rollouts import Completion
+from mimo.visual import Normalisation
 from providers import qwen2_5_vl
 from tests.support import vlm_updates
 from tests.support.vlm_updates import IMAGE_TOKEN, LENGTHS, SIDE, TOKENS_OF_IMAGE, PictureSet, completions
