@@ -243,7 +243,7 @@ def make_engine(options: EngineOptions, setup: Callable[[], None] | None,
     quieten_megatron()
     if setup is not None:
         setup()
-    return RolloutEngine(options) if place is None else RolloutEngine(options, place)
+    return RolloutEngine(options, place)
 
 
 def answer_of(engine: RolloutEngine, method: str, arguments: Sequence[Any]) -> tuple[bool, Any]:

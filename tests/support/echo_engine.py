@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mimo.rollout import process as host
-from mimo.rollout.engine import EngineOptions
+from mimo.rollout.engine import EngineOptions, NodePlace
 
 
 def engine_options(workers: int = 1, load_format: str = "dummy") -> EngineOptions:
@@ -23,7 +23,7 @@ def engine_options(workers: int = 1, load_format: str = "dummy") -> EngineOption
 class EchoEngine:
     """Records the calls of `update_weights`, which may take a while and raise."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, place: NodePlace | None = None) -> None:
         self.version = options.model
         self.done: list[str] = []
 
@@ -58,7 +58,7 @@ def fail_to_start() -> None:
 class BreakingEngine(EchoEngine):
     """Does not come up for the model `broken`; takes a while for others."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, place: NodePlace | None = None) -> None:
         if options.model == "broken":
             raise OSError("there is no such model")
         super().__init__(options)
