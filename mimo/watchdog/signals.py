@@ -13,6 +13,8 @@ from typing import Any
 from mimo.watchdog.process_exit import exit_now, write_report
 from mimo.watchdog.watchdog import POLL_S, Watchdog
 
+# Least seconds without progress after a signal; below the 30 s after which torchrun kills.
+GRACE_S = 20.0
 TERMINATED_EXIT_CODE = 143
 INTERRUPTED_EXIT_CODE = 130
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -24,7 +26,7 @@ class StopSignal:
     Python runs signal handlers in the main thread only, and never while it is blocked in a collective. The signal's
     number is therefore also written to a socket (`signal.set_wakeup_fd`) that a daemon thread reads. If the main thread
     makes no progress after a signal, that thread reports who waited for what and exits with code 143 (130 after
-    SIGINT). It waits for `grace_s`, or for twice the longest time that the run went without progress, which the
+    SIGINT). It waits for `GRACE_S`, or for twice the longest time that the run went without progress, which the
     watchdog's limit bounds. A second SIGINT exits with code 130 at once.
 
     A forked child (a data worker) gets the former handlers back: SIGTERM must end it, and must not reach its parent.
@@ -33,17 +35,14 @@ class StopSignal:
         name: the first signal, for example `SIGTERM`; None as long as the run is not asked to stop.
     """
 
-    def __init__(self, watchdog: Watchdog, *, grace_s: float = 20.0) -> None:
+    def __init__(self, watchdog: Watchdog) -> None:
         """Install the handlers; main thread only.
 
-        Args:
-            watchdog: knows when the main thread last made progress, how long that may take, and what it waits for.
-                Phases under `Watchdog.limit` may take that limit if it is longer.
-            grace_s: least seconds without progress after a signal; below the 30 s after which torchrun kills.
+        The watchdog knows when the main thread last made progress, how long that may take, and what it waits for.
+        Phases under `Watchdog.limit` may take that limit if it is longer.
         """
         self.name: str | None = None
         self._watchdog = watchdog
-        self._grace_s = grace_s
         self._reader, self._writer = socket.socketpair()
         # The interpreter writes from inside the C handler, which must never block.
         self._writer.setblocking(False)
@@ -91,13 +90,12 @@ class StopSignal:
         """Body of the daemon thread: count signals, and once there is one, watch for progress."""
         since: float | None = None
         interrupts = 0
-        self._reader.settimeout(None)
         while True:
             if since is not None:
                 # A healthy run may need this long for its next piece of work, such as a microbatch or the state of a
                 # save.
                 usual_s = min(2 * self._watchdog.longest_s, self._watchdog.timeout_s)
-                left_s = self._watchdog.time_left(max(self._grace_s, usual_s), since)
+                left_s = self._watchdog.time_left(max(GRACE_S, usual_s), since)
                 if left_s <= 0:
                     self._watchdog.report(f"{self.name} could not be honoured")
                     exit_now(INTERRUPTED_EXIT_CODE if self.name == "SIGINT" else TERMINATED_EXIT_CODE)

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 STALL_EXIT_CODE = 17
 # Seconds between checks of the clock. A changed limit takes effect within this time.
 POLL_S = 1.0
+# Seconds after the limit at which the interpreter's lock must be stuck, because the watchdog's thread has not reacted.
+LOCK_SLACK_S = 30.0
 # Seconds from a stall until the process has ended, whatever its threads are stuck in.
 LEAVE_S = 60.0
 # Time limit for reading the state of the process groups.
@@ -111,7 +113,7 @@ class Watchdog:
     all ranks, and exits with code 17. It does the same when another rank's watchdog has reached its limit.
 
     A call into C that never returns and keeps the interpreter's lock stops the watchdog's thread, too. Therefore the
-    watchdog keeps a timer of `faulthandler` armed, which needs no lock. `gil_slack_s` after the limit it prints the
+    watchdog keeps a timer of `faulthandler` armed, which needs no lock. `LOCK_SLACK_S` after the limit it prints the
     stacks and exits with code 1. It also covers an exit that does not complete.
 
     Attributes:
@@ -130,7 +132,7 @@ class Watchdog:
     """
 
     def __init__(self, timeout_s: float, who: str, *, files_timeout_s: float = 0.0, report_path: Path | None = None,
-                 gil_slack_s: float = 30.0, rank: int = 0, conclusion: StallStore | None = None) -> None:
+                 rank: int = 0, conclusion: StallStore | None = None) -> None:
         """Start watching.
 
         Args:
@@ -138,7 +140,6 @@ class Watchdog:
             who: the rank in words.
             files_timeout_s: the same limit for saves and loads.
             report_path: file for the report besides standard error, for example `run_dir/stall-rank3.txt`.
-            gil_slack_s: seconds past the limit after which the interpreter's lock must be stuck.
             rank: global rank.
             conclusion: makes one summary of the statuses of all ranks; None for no summary.
         """
@@ -158,7 +159,6 @@ class Watchdog:
         self._earlier_schedules = 0  # index of the last one before this iteration
         self._extra_s = 0.0
         self._report_path = report_path
-        self._gil_slack_s = gil_slack_s
         self._conclusion = conclusion
         self._closed, self._stalled_elsewhere, self._look = threading.Event(), threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -325,7 +325,7 @@ class Watchdog:
             if math.isinf(left_s):
                 faulthandler.cancel_dump_traceback_later()
             else:
-                faulthandler.dump_traceback_later(left_s + POLL_S + self._gil_slack_s, exit=True, file=STDERR_FD)
+                faulthandler.dump_traceback_later(left_s + POLL_S + LOCK_SLACK_S, exit=True, file=STDERR_FD)
             self._look.wait(min(POLL_S, left_s))
         faulthandler.cancel_dump_traceback_later()
 

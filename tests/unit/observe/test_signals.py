@@ -13,10 +13,11 @@ from mimo.watchdog.signals import StopSignal
 
 PRELUDE = """
 import os, signal, sys, threading, time
-from mimo.watchdog.signals import StopSignal
+from mimo.watchdog import signals
 from mimo.watchdog.watchdog import Watchdog
+signals.GRACE_S = 0.5
 watchdog = Watchdog(0, "rank 3 (vision grid)")
-stop = StopSignal(watchdog, grace_s=0.5)
+stop = signals.StopSignal(watchdog)
 """
 READY = "print('ready', flush=True)\n"
 # No other process ever joins the send: the receive blocks in C, where Python runs no signal handler.

@@ -193,9 +193,9 @@ time.sleep(600)
 def test_a_stuck_interpreter_lock_still_ends_the_process(start):
     process = start("""
 import ctypes
-from mimo.watchdog.status import Schedule
-from mimo.watchdog.watchdog import Watchdog
-watchdog = Watchdog(0.5, "rank 0", gil_slack_s=0.5)
+from mimo.watchdog import watchdog as module
+module.LOCK_SLACK_S = 0.5
+watchdog = module.Watchdog(0.5, "rank 0")
 
 def holds_the_lock():
     ctypes.PyDLL(None).sleep(600)  # PyDLL, unlike CDLL, keeps the lock during the call
