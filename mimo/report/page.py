@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 
@@ -26,6 +27,7 @@ from mimo.report.sections import (
     where_time_went,
 )
 from mimo.report.summary import finite, joined, module_times, seconds
+from mimo.text import counted
 
 AXES = ("tp", "cp", "pp", "dp", "ep")
 # The last variables are the colours of parts of a step, named like their kinds.
@@ -72,13 +74,11 @@ def _grids(run: Run) -> str:
         kind = "trainer"
     else:
         kind = f"{layout.get('layout', '')} grids".strip()
-    sizes: dict[str, int] = {}
-    for rank in next(iter(run.timelines.values()), {"ranks": []})["ranks"]:
-        for module in rank["modules"]:
-            sizes[module] = sizes.get(module, 0) + 1
+    ranks = next(iter(run.timelines.values()), {"ranks": []})["ranks"]
+    sizes = Counter(module for rank in ranks for module in rank["modules"])
     if sizes:
-        return f"{escape(kind)}: " + joined([f"{escape(name)} {count} rank{'s' * (count > 1)}"
-                                     for name, count in sizes.items()])
+        return f"{escape(kind)}: " + joined([f"{escape(name)} {counted(count, 'rank')}"
+                                             for name, count in sizes.items()])
     flags = [f"--{part}-{axis} {layout[f'{part}-{axis}']}" for part in ("encoder", "llm") for axis in AXES
              if layout.get(f"{part}-{axis}", 1) != 1]
     return escape(" ".join([kind, *flags]))
@@ -102,13 +102,21 @@ def _description(run: Run) -> str:
     return " &middot; ".join(filter(None, parts))
 
 
+def _tag(runs: Sequence[Run], index: int) -> str:
+    """Return a run's letter on its colour; nothing if there is one run."""
+    return f'<span class="tag {"b" * index}">{LETTERS[index]}</span> ' if len(runs) > 1 else ""
+
+
 def _header(runs: Sequence[Run]) -> str:
-    title = " against ".join(escape(run.name) for run in runs)
     lines = []
     for index, run in enumerate(runs):
-        tag = f'<span class="tag {"b" * index}">{LETTERS[index]}</span> <code>{escape(str(run.path))}</code> &middot; '
-        lines.append(f'<p class="about">{tag if len(runs) > 1 else ""}{_description(run)}</p>')
-    return f"<h1>{title}</h1>{''.join(lines)}"
+        path = f"<code>{escape(str(run.path))}</code> &middot; " if len(runs) > 1 else ""
+        lines.append(f'<p class="about">{_tag(runs, index)}{path}{_description(run)}</p>')
+    return f"<h1>{_title(runs)}</h1>{''.join(lines)}"
+
+
+def _title(runs: Sequence[Run]) -> str:
+    return " against ".join(escape(run.name) for run in runs)
 
 
 def _tiles(runs: Sequence[Run]) -> str:
@@ -123,8 +131,7 @@ def _tiles(runs: Sequence[Run]) -> str:
         body = []
         for index, run in enumerate(runs):
             answer = answer_of(run)
-            tag = f'<span class="tag {"b" * index}">{LETTERS[index]}</span> ' if len(runs) > 1 else ""
-            body.append(f"<b>{tag}{answer.words}</b><p>{answer.sentences}</p>")
+            body.append(f"<b>{_tag(runs, index)}{answer.words}</b><p>{answer.sentences}</p>")
         if more:
             body.append(f"<p>{more}</p>")
         shown.append(f'<div class="tile"><h2>{question}</h2>{"".join(body)}</div>')
@@ -175,5 +182,4 @@ def page(runs: Sequence[Run]) -> str:
     body = [_header(runs), warning, _tiles(runs), advice_section(runs), compare_section(runs),
             learned(runs), generations_section(runs), gantt_section(runs), where_time_went(runs), speed_section(runs),
             prediction_section(runs), rl_section(runs), lanes(runs), stops_section(runs), memory(runs), _footer(runs)]
-    title = " against ".join(escape(run.name) for run in runs)
-    return document(title, CSS, "".join(body))
+    return document(_title(runs), CSS, "".join(body))

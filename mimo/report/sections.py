@@ -12,6 +12,7 @@ import numpy as np
 from mimo.observability.spans import Kind
 from mimo.report.answers import prefetch_beside
 from mimo.report.charts import (
+    LETTERS,
     Bar,
     Line,
     chart,
@@ -157,7 +158,7 @@ def where_time_went(runs: Sequence[Run]) -> str:
     for index, (run, times) in enumerate(zip(runs, every, strict=True)):
         if not times:
             continue
-        title = "Mean step of a rank of each grid" + (f", run {'AB'[index]}" if len(runs) > 1 else "")
+        title = "Mean step of a rank of each grid" + (f", run {LETTERS[index]}" if len(runs) > 1 else "")
         bars = [Bar(run_name(runs, index, name),
                     {WORDS[part]: each.parts[part] for part in ORDER if part in each.parts})
                 for name, each in times.items()]
@@ -250,13 +251,14 @@ def _totals(runs: Sequence[Run], index: int, found: Stops) -> list[list[str]]:
 
 def _slowest(runs: Sequence[Run], index: int) -> str:
     """List the slowest iterations after the first ones, each with the part that grew most."""
-    table_ = steady(runs[index].steps)
-    times, usual = table_.get("iteration-time"), median(table_.get("iteration-time"))
+    steps = steady(runs[index].steps)
+    times = steps.get("iteration-time")
+    usual = median(times)
     if usual is None:
         return ""
     order = np.argsort(-np.nan_to_num(times))[:NUM_SLOWEST]
-    rows = [[f"{int(table_.iterations[row]):,}", seconds(float(times[row])), f"{float(times[row]) / usual:.1f}",
-             _grown(runs[index], row - len(table_))] for row in order.tolist() if times[row] > SLOW * usual]
+    rows = [[f"{int(steps.iterations[row]):,}", seconds(float(times[row])), f"{float(times[row]) / usual:.1f}",
+             _grown(runs[index], row - len(steps))] for row in order.tolist() if times[row] > SLOW * usual]
     whose = f" of {runs[index].name}" if len(runs) > 1 else ""
     title = f"Slowest iterations{whose} (the median takes {seconds(usual)})"
     return table(["iteration", "time", "times the median", "what took longer"], rows, title)
@@ -338,12 +340,12 @@ def _gap_words(found: Difference) -> str:
     if not gap.any():
         return f"They are equal to the last digit in {'all' if every else 'the'} {which}."
     place = int(np.abs(gap).argmax())
-    mean, same = float(np.abs(gap).mean()), ""
-    share = mean / (float(np.abs(found.one).mean()) or 1.0)
+    average, same = float(np.abs(gap).mean()), ""
+    share = average / (float(np.abs(found.one).mean()) or 1.0)
     if found.first_unequal is not None and found.first_unequal > found.iterations[0]:
         same = f" They are equal to the last digit before iteration {found.first_unequal:,}."
     what = "rewards" if found.key == "reward" else "losses"
-    return (f"Over the {which}, their {what} differ by {rounded(mean)} on average ({rounded(100 * share)} %), and "
+    return (f"Over the {which}, their {what} differ by {rounded(average)} on average ({rounded(100 * share)} %), and "
             f"by at most {rounded(float(abs(gap[place])))} (iteration {int(found.iterations[place]):,}).{same}")
 
 
@@ -453,8 +455,7 @@ RL_SHARES = {"equal-reward-prompts": "prompts whose completions have one reward"
 
 def rl_section(runs: Sequence[Run]) -> str:
     """Show where an iteration of reinforcement learning went, completions, mismatch and refits."""
-    runs_rl = [run for run in runs if run.learns_from_rewards]
-    if not runs_rl:
+    if not any(run.learns_from_rewards for run in runs):
         return ""
     bars = [Bar(run_name(runs, index, "iteration"), parts) for index, run in enumerate(runs)
             if (parts := rl_parts(run)[0])]
@@ -478,8 +479,8 @@ def rl_section(runs: Sequence[Run]) -> str:
 def _refits(runs: Sequence[Run]) -> str:
     rows = []
     for index, run in enumerate(runs):
-        table_ = steady(run.steps)
-        taken, moved = median(table_.get("refit-s")), median(table_.get("refit-bytes"))
+        steps = steady(run.steps)
+        taken, moved = median(steps.get("refit-s")), median(steps.get("refit-bytes"))
         if taken is None or moved is None:
             continue
         rows.append([escape(run_name(runs, index, run.name)), number(len(finite(run.steps.get("refit-s")))),
