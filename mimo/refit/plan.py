@@ -20,6 +20,7 @@ from typing import Literal
 
 from mimo.boxes import Box, View, consecutive_runs, contiguous_strides, moved_offset, partition_problems
 from mimo.refit.tensor_slices import DTYPE_BYTES, Address, Holder, Holders, RecvSpec, TensorMeta, TensorSlice
+from mimo.text import counted
 
 # Most items of an error that is one line.
 MAX_LISTED = 20
@@ -509,5 +510,5 @@ def _report(what: str, problems: Iterable[str]) -> None:
     lines = list(dict.fromkeys(problems))
     if lines:
         more = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
-        raise ValueError(f"{what} ({len(lines)} {'problem' if len(lines) == 1 else 'problems'}):\n  "
+        raise ValueError(f"{what} ({counted(len(lines), 'problem')}):\n  "
                          + "\n  ".join(lines[:MAX_LINES] + more))

@@ -10,6 +10,7 @@ from mimo.report.charts import run_name
 from mimo.report.html import plain_table, section
 from mimo.report.run_reader import Run, evenly
 from mimo.report.summary import number, rounded
+from mimo.text import counted
 
 # Most iterations of training, held-out prompts, and bytes of images on a page.
 MAX_TRAINING, MAX_HELD_OUT, MAX_IMAGE_BYTES = 6, 20, 2 << 20
@@ -123,8 +124,7 @@ def _training(cards: _Cards, runs: Sequence[Run], index: int, run: Run) -> Itera
                                     plain_table(["completion", "reward", "advantage"], rows) + note))
         rewards = [answer["reward"] for line in lines for answer in line["answers"] if answer["reward"] is not None]
         mean = f", their mean reward {rounded(sum(rewards) / len(rewards))}" if rewards else ""
-        prompts = f"{len(lines)} prompt{'s' * (len(lines) > 1)}"
-        title = f"Training, iteration {number(every[place])}: completions of {prompts}{mean}"
+        title = f"Training, iteration {number(every[place])}: completions of {counted(len(lines), 'prompt')}{mean}"
         yield _folded(run_name(runs, index, title), shown, is_open=place in (places[0], places[-1]))
 
 

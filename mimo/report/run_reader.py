@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mimo.text import counted
+
 METRICS, FLAGS, START, STALL_SUMMARY = "metrics.jsonl", "run_config.toml", "startup.json", "stall-summary.txt"
 GENERATIONS = "generations.jsonl"
 IMAGE_URL = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+")
@@ -208,7 +210,7 @@ def _read_metrics(path: Path, problems: list[str]) -> tuple[Table, Table]:
             elif any(key.endswith(EVALUATED) for key in record):
                 evaluations.add(record)
     if broken:
-        which = "The last line" if broken == 1 and last_is_broken else f"{broken} line{'s' * (broken > 1)}"
+        which = "The last line" if broken == 1 and last_is_broken else counted(broken, "line")
         problems.append(f"{which} of {METRICS} cannot be read and {'is' if broken == 1 else 'are'} left out"
                         + (": the run ended while it was written." if last_is_broken else "."))
     return steps.table(), evaluations.table()
@@ -293,7 +295,7 @@ def _read_generations(path: Path, problems: list[str]) -> tuple[dict[str, Any], 
         else:
             broken += 1
     if broken:
-        problems.append(f"{broken} line{'s' * (broken > 1)} of {GENERATIONS} cannot be read and "
+        problems.append(f"{counted(broken, 'line')} of {GENERATIONS} cannot be read and "
                         f"{'is' if broken == 1 else 'are'} left out.")
     return tuple(found.values())
 

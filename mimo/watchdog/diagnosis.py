@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mimo.text import ranges
+from mimo.text import counted, ranges
 from mimo.watchdog.status import RankProcess, RankStatus
 
 Part = Literal["main", "loader"]
@@ -390,7 +390,7 @@ def write_summary(statuses: Mapping[int, RankStatus], processes: Mapping[int, Ra
         if len(verdict.suspects) > NUM_SUSPECTS:
             rest = [suspect.rank for suspect in verdict.suspects[NUM_SUSPECTS:]]
             lines.append(f"further candidates: ranks {ranges(rest)}")
-    lines.append(f"all {len(places)} rank{'s' * (len(places) > 1)}:")
+    lines.append(f"all {counted(len(places), 'rank')}:")
     return "\n".join([*lines, *_all_ranks(statuses, processes, places)]) + "\n"
 
 
