@@ -239,7 +239,7 @@ def complete_cpu_communicator() -> None:
         assert dim == 0, dim
         if sizes is None:
             return self.all_gather(input_, dim=0)
-        # Gloo gathers equal sizes alone.
+        # Gloo gathers only equal sizes.
         padded = input_.new_zeros((max(sizes), *input_.shape[1:]))
         padded[:len(input_)] = input_
         gathered = self.all_gather(padded, dim=0).view(len(sizes), *padded.shape)

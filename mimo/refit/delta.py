@@ -102,8 +102,8 @@ def announce(by_worker: dict[int, list[Op]], loaders: dict[int, frozenset[str]],
         before: checksums as they were last sent.
 
     Returns:
-        The entries of which some box for a loader has changed, which concern everybody, and the announcement to each
-        worker.
+        The entries for loaders of which some box has changed, which all ranks and workers need to know, and the
+        announcement to each worker.
     """
     changed = {worker: [now != then for now, then in zip(own, before[worker], strict=True)]
                for worker, own in sums.items()}

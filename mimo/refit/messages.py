@@ -102,7 +102,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 
 class Views:
-    """Boxes of tensors, in the order of those of a message. Contiguous boxes are seen as flat."""
+    """Views of boxes of tensors, in the order of a message. Contiguous boxes become flat views."""
 
     def __init__(self, addresses: Sequence[Address], sizes: Sequence[tuple[int, ...]]) -> None:
         self._boxes = [(address.tensor, *_flattened(size, address.strides), address.offset)
@@ -298,7 +298,7 @@ class Verification:
              targets: Sequence[torch.Tensor]) -> None:
         """Compute the checksums of a message that has come in and was written.
 
-        `boxes` are as they arrived, `targets` as they are in the tensors to which they were written.
+        `boxes` are views of the message as it arrived, `targets` views of the tensors to which it was written.
         """
         self.messages.append(_Message(sender, chunk, operations, checksums(boxes), checksums(targets)))
 
@@ -316,9 +316,9 @@ class Verification:
         """Return the checksums of what was written and the number of elements, by tensor."""
         found: dict[str, tuple[list[int], int]] = {}
         for message in self.messages:
-            for operation, stands in zip(message.operations, message.written.tolist(), strict=True):
+            for operation, written in zip(message.operations, message.written.tolist(), strict=True):
                 sums, numel = found.get(operation.name, ([], 0))
-                found[operation.name] = [*sums, stands], numel + operation.box.numel
+                found[operation.name] = [*sums, written], numel + operation.box.numel
         return found
 
     def fault(self, sent: Mapping[int, Sums]) -> str:
@@ -327,18 +327,18 @@ class Verification:
         `sent` are the checksums that each rank of the trainer announced.
         """
         for message in self.messages:
-            theirs = sent[message.sender].get(str(message.chunk), [])
+            announced = sent[message.sender].get(str(message.chunk), [])
             where = f"chunk {message.chunk} from trainer rank {message.sender}"
-            if len(theirs) != len(message.operations):
-                return f"{where}: {len(theirs)} checksums of {len(message.operations)} boxes"
-            for operation, gave, came, stands in zip(message.operations, theirs, message.arrived.tolist(),
-                                                     message.written.tolist(), strict=True):
+            if len(announced) != len(message.operations):
+                return f"{where}: {len(announced)} checksums of {len(message.operations)} boxes"
+            for operation, expected, arrived, written in zip(message.operations, announced, message.arrived.tolist(),
+                                                             message.written.tolist(), strict=True):
                 box = f"{where}: {operation.name} {operation.box}"
-                if came != gave:
-                    return f"{box} arrived with checksum {came}; it was sent with {gave}"
-                if stands != came:
-                    return f"{box} arrived with checksum {came}; read back from {operation.target.tensor}, where it " \
-                           f"was written to, it has {stands}"
+                if arrived != expected:
+                    return f"{box} arrived with checksum {arrived}; it was sent with {expected}"
+                if written != arrived:
+                    return f"{box} arrived with checksum {arrived}; read back from {operation.target.tensor}, where " \
+                           f"it was written to, it has {written}"
         return ""
 
 

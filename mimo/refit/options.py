@@ -79,8 +79,8 @@ class RefitReport:
 
 
 BACKEND = "mimo"
-# Environment variable of an engine's processes. 1: blocks of weights get scales like those of a trainer's blockwise
-# products. vLLM quantises while it loads, where it has no option for that.
+# Environment variable of an engine's processes. If it is 1, vLLM gives blocks of weights the scales that the trainer's
+# blockwise products use. vLLM quantises while it loads, and has no option for this.
 TRAINER_SCALES = "MIMO_FP8_TRAINER_SCALES"
 
 

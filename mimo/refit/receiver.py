@@ -320,7 +320,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._everybody = participants(self._num_trainers, num_workers)
         self._opening = Opening(rendezvous, SETUP, self._options, self._num_trainers + self._worker,
                                 self._num_trainers, self.device, self._everybody)
-        # What this worker wants, from running its own loader; all workers choose the naming schemes together.
+        # Running its own loader shows what this worker wants. All workers choose the naming schemes together.
         probes, everyone = probe_offered(self.model, self._entries, model["spellings"]), []
         if probes:
             rendezvous.publish(f"probes/{self._worker}", probes)
@@ -336,7 +336,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         table = recv_spec_table(spec)
         rendezvous.publish(f"wants/{table_digest(table)}", table)
         rendezvous.publish(f"worker/{self._worker}", {"wants": table_digest(table)})
-        # The plan, which the senders make for themselves from the same tables meanwhile.
+        # Plan what this worker receives. Meanwhile the senders make their own plans from the same tables.
         live = self._live()
         check_recv_spec(self._entries, spec, {name: (dtype_name(tensor.dtype), tensor.numel())
                                               for name, tensor in live.items()})
@@ -444,13 +444,14 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Prove that every block of live parameters is the trainer's, whether it was sent or not. Raises RefitError."""
         for sender, (numbers, views) in self._blocks.items():
             found = checksums(views.of(live)).tolist() if numbers else []
-            for number, stands in zip(numbers, found, strict=True):
+            for number, written in zip(numbers, found, strict=True):
                 expected = changes[sender].sums[number]
-                if stands != expected:
-                    each = self._by_sender[sender][number]
+                if written != expected:
+                    block = self._by_sender[sender][number]
                     raise RefitError(
-                        f"worker {self._worker}: {each.name} {each.box} has checksum {stands} in {each.target.tensor}, "
-                        f"and {expected} on trainer rank {sender}, after a refit of what has changed")
+                        f"worker {self._worker}: {block.name} {block.box} has checksum {written} in "
+                        f"{block.target.tensor}, and {expected} on trainer rank {sender}, after a refit of what has "
+                        "changed")
 
     def _chunks_of(self, by_sender: dict[int, list[planning.Op]]) -> list[list[Part]]:
         return parts_of_chunks(self._entries, self._options.chunk_bytes, by_sender,

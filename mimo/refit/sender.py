@@ -220,7 +220,7 @@ class WeightSender:
         operations = planning.send_plan(weights.entries, weights.holders, weights.slices, specs, trainer.rank)
         self._by_worker = planning.grouped(operations, "receiver")
         if self.options.delta:
-            # The plan in blocks, and what each worker's loader has to get together.
+            # Cut the plan into blocks, and read which tensors each worker's loader has to get together.
             self._loaders = {worker: frozenset(spec.loader) for worker, spec in specs.items()}
             self._by_worker = {worker: delta.cut(own, weights.entries, self._loaders[worker], self.options.block_bytes)
                                for worker, own in self._by_worker.items()}

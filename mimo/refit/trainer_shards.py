@@ -93,7 +93,7 @@ class ModelWeights:
         if self._pieces is None:
             return self
         slices, problems = _rank_slices(self._pieces, self._built, self._maps, self._chosen)
-        self._pieces = None  # which are tensors
+        self._pieces = None  # They are tensors, which are not kept.
         ranks_of: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
         for boxes, ranks in _gather_distinct(self._grids, [(part.name, part.box) for part in slices]):
             for name, box in boxes:

@@ -31,7 +31,7 @@ from mimo.report.summary import (
 )
 
 # At the bridge, waits below the first share of a step do not count. Other waits are mentioned from the second one on.
-LEAST_WAIT, TOLD_WAIT = 0.05, 0.1
+LEAST_WAIT, MENTIONED_WAIT = 0.05, 0.1
 FURTHER_WAITS = (Kind.PIPELINE_WAIT, Kind.DATA_WAIT, Kind.IDLE)
 # Held-out figures that describe the evaluation and are not its results.
 NO_RESULTS = ("samples",)
@@ -112,7 +112,7 @@ def how_fast(run: Run) -> Answer:
                   f"iterations does not count.{expected}")
 
 
-def _waits(name: str, each: ModuleTime, least: float = TOLD_WAIT, kinds: Sequence[Kind] = FURTHER_WAITS) -> str:
+def _waits(name: str, each: ModuleTime, least: float = MENTIONED_WAIT, kinds: Sequence[Kind] = FURTHER_WAITS) -> str:
     others = [f"{percent(each.share(kind))} {WORDS[kind]}" for kind in kinds if each.share(kind) >= least]
     return f" {name} spent {joined(others)}." if others else ""
 

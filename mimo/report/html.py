@@ -43,7 +43,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", 
 
 
 def plain_table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numeric_from: int = 1) -> str:
-    """Return a table without title and frame; arguments as of `table`."""
+    """Return a table without title and frame. The arguments are those of `table`."""
     css = ['' if index < numeric_from else ' class="num"' for index in range(len(heads))]
     head = "".join(f"<th{kind}>{escape(name)}</th>" for kind, name in zip(css, heads, strict=True))
     cells = "".join("<tr>" + "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(css, row, strict=True)) + "</tr>"
@@ -98,7 +98,8 @@ def document(title: str, css: str, body: str) -> str:
             f"{body}</main><script>{plotly_script()}</script><script>{SCRIPT}</script></body></html>\n")
 
 
-# Browsers keep to it: nothing on a page may use the network, Plotly's script included. Charts can be saved as images.
+# Content security policy, which browsers enforce: nothing on a page may use the network, not even Plotly's script.
+# Charts can be saved as images.
 POLICY = ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:")
 
 # Colours of lines (--s0 to --s5) are Okabe and Ito's, which readers with any colour vision tell apart. They are lighter

@@ -28,17 +28,19 @@ WORDS = {
 }
 KIND_OF_PART = {WORDS[kind]: kind for kind in ORDER}
 
-# A run's first and last loss are means over so many iterations: this share of all, but at most and at least so many.
+# A run's first and last loss are means over this share of its iterations, but over no more than `WINDOW` and, if there
+# are enough, no less than `LEAST_WINDOW`.
 WINDOW, WINDOW_SHARE, LEAST_WINDOW = 10, 0.1, 3
-# Speeds leave out so many iterations at the start, while caches, loaders and kernels get warm.
+# Speeds leave out this share of the iterations at the start, but at most `WARM_UP`, while caches, loaders and kernels
+# get warm.
 WARM_UP, WARM_UP_SHARE = 10, 0.2
-# If there are enough steady iterations, this share of the fastest and of the slowest is not typical.
+# Of at least `LEAST_TRIMMED` steady iterations, this share of the fastest and of the slowest is not typical.
 TRIMMED, LEAST_TRIMMED = 0.1, 10
-# A change below this part of the first value, or below so many standard errors, does not count.
+# A change below this share of the first value, or below this number of standard errors, does not count.
 LEAST_CHANGE, LEAST_ERRORS = 0.01, 2.0
 # The page mentions a last held-out loss that is this far above the best one.
 RISE = 0.05
-# Prefetched passes may exceed the forward part that contains them by this much, because other events time them.
+# Prefetched passes may exceed the forward part that contains them by this factor, because other events time them.
 PREFETCH_SLACK = 1.05
 
 
@@ -84,8 +86,9 @@ class ModuleTime:
     Attributes:
         parts: seconds by part, in the order of `ORDER`; they sum to the step.
         step_s: seconds of the step.
-        beside_s: of passes beside these parts, at most: the timeline does not show a stream of the encoder's own.
-        host_bound_s: of passes in which the device may have waited for the host; 0 on a CPU.
+        beside_s: most seconds of passes that are not in these parts, because the timeline does not show the encoder's
+            own stream.
+        host_bound_s: seconds of passes in which the device may have waited for the host; 0 on a CPU.
     """
 
     parts: Mapping[str, float]
@@ -191,8 +194,8 @@ def module_times(run: Run) -> dict[str, ModuleTime]:
     """Return where each module's time went; empty without a timeline."""
     table, found = typical(run.steps), {}
 
-    # Encoder prefetch on the stream that computes is a part of the encoder's forward part. On a stream of its own it is
-    # not, and shows where it took longer than that part: then all of it counts as beside the parts.
+    # On the stream that computes, encoder prefetch is included in the encoder's forward part. On a stream of its own it
+    # is not, which shows if it took longer than that part. Then all of it counts as beside the parts.
     ahead_s = mean(table.get("encoder-prefetch-s")) or 0.0
     most_s = max((mean(table.get(f"timeline/{module}/{Kind.FORWARD}-max-s")) or 0.0
                   for module in run.modules if module != LANGUAGE), default=0.0)
@@ -230,11 +233,11 @@ class Stops:
     """Times between iterations.
 
     Attributes:
-        after: iteration that each one follows, int64 `[n]`.
+        after: iteration that each one follows, float64 `[n]`.
         seconds: float64 `[n]`.
-        evaluation_s: seconds of it from the iteration's end to that of an evaluation, float64 `[n]`; what comes behind,
-            such as the pause before a resumed run, is none.
-        checkpoint_s: seconds of it for which training stood still for a checkpoint, float64 `[n]`.
+        evaluation_s: the part from the end of the iteration to the end of an evaluation, seconds, float64 `[n]`. Later
+            pauses, such as the one before a resumed run, do not belong to it.
+        checkpoint_s: the part in which training stood still for a checkpoint, seconds, float64 `[n]`.
     """
 
     after: Floats
@@ -244,7 +247,7 @@ class Stops:
 
 
 def stops(run: Run) -> Stops | None:
-    """Return the times from the end of one iteration to the begin of the next; None without two iterations."""
+    """Return the times from the end of one iteration to the beginning of the next; None without two iterations."""
     steps = run.steps
     if len(steps) < 2 or not steps.has("wall_time"):
         return None
@@ -269,7 +272,7 @@ KIND_OF_RL: Mapping[str, str] = {
     WAIT: Kind.OTHER, "log-probs": Kind.BACKWARD, "reference": Kind.GRADIENT_SYNC, "update": Kind.FORWARD,
     "rest": "rest",
 }
-# The sum of parts may exceed the whole by this much, because different clocks time them.
+# The sum of parts may exceed the whole by this factor, because different clocks time them.
 SLACK = 1.02
 
 

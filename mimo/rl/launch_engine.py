@@ -33,9 +33,9 @@ from mimo.visual import Normalisation, VideoProcessorProvider
 if TYPE_CHECKING:
     from mimo.rollout.ray_actors import RayEngines
 
-# Seconds in which the engine that caused an error may end.
+# Seconds that an engine may take to end after an error that its end has caused.
 ENDING_S = 5.0
-# Seconds in which the processes of a replica end: 10 after SIGTERM, and what its guard needs.
+# Seconds that the processes of a replica take to end: 10 after SIGTERM, and the time that its guard needs.
 CLOSING_S = 15.0
 # Seconds in which an engine has to answer a call that does nothing. When a refit fails, workers give it up in a moment.
 ANSWER_S = 10.0
@@ -58,7 +58,7 @@ def write_processor(config: RlRunConfig, provider: ModelProvider, folder: Path, 
     tokens = provider.token_spec(config.model_family)
     prompts = config.find_dataset(config.data.dataset_provider).open(config.dataset, tokens, "train", config.train.seed)
     channels = tokens.num_channels
-    # Text prompts have no images, and the engine wants a processor all the same.
+    # Text prompts have no images, but the engine needs a processor nevertheless.
     chosen = Normalisation((0.5,) * channels, (0.5,) * channels)
     if isinstance(prompts, ImagePromptSet):
         chosen = prompts.normalisation
@@ -79,7 +79,7 @@ def write_processor(config: RlRunConfig, provider: ModelProvider, folder: Path, 
 
 
 def has_processor(folder: Path) -> bool:
-    """Whether the folder has an image processor. vLLM passes it its tokenizer, so it has to load one then."""
+    """Whether the folder has an image processor. If so, vLLM has to load a tokenizer, which the processor needs."""
     return (folder / TOKENIZER).is_file()
 
 
@@ -282,8 +282,8 @@ def start_engine(config: RlRunConfig, provider: ModelProvider, has_videos: bool,
                  meanwhile: Callable[[], None] | None = None, hosts: Sequence[Host] = ()) -> Engine:
     """Describe the model in the run's folder and start its engine where `--engine-placement` says; on the first rank.
 
-    `meanwhile` is called once in this process, while the processes of the engine start; what it raises ends them. On
-    `hosts`, the trainer's, the engine shares GPUs if Ray starts it there.
+    `meanwhile` is called once in this process while the engine's processes start. They end if it raises an error.
+    `hosts` are those of the trainer, whose GPUs the engine shares if Ray starts it there.
 
     Raises:
         ValueError: the model has no Hugging Face counterpart, the folder cannot be written, there are too few GPUs, or

@@ -1,4 +1,4 @@
-"""Hand a trainer's device memory to an engine on the same device, and take it back as it was.
+"""Gives a trainer's device memory to an engine on the same device, and takes it back with the same contents.
 
 Parameters are views of Megatron's contiguous buffers, optimizers and hooks refer to them by identity, and gradients are
 accumulated through other views of other buffers. Therefore storages are emptied and filled again in place, so that
@@ -58,7 +58,7 @@ class Offload:
 
     @property
     def offloaded(self) -> frozenset[str]:
-        """Which of `mimo.model.build.KINDS` are away."""
+        """The kinds of memory, from `mimo.model.build.KINDS`, that are away."""
         return frozenset(self._built.residency.offloaded)
 
     def weights(self) -> int:

@@ -117,10 +117,10 @@ class EngineProcess:
         if is_awaited:
             self.wait_until_up(start_timeout_s)
 
-    def wait_until_up(self, patience_s: float) -> None:
+    def wait_until_up(self, timeout_s: float) -> None:
         """Wait for the start, then set `handle`. Raises RefitError if the start failed or took too long."""
         try:
-            address, error = self.starter.recv() if self.starter.poll(patience_s) else (None, "no answer in time")
+            address, error = self.starter.recv() if self.starter.poll(timeout_s) else (None, "no answer in time")
         except EOFError:
             self.process.join(10)
             address, error = None, f"its process ended with code {self.process.exitcode}"

@@ -248,7 +248,7 @@ def _ray_starts(gpus: Sequence[str]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Seat:
-    """Where the workers of a replica run on one of its nodes, if they share the devices of trainer ranks there.
+    """Place of a replica's workers on one of its nodes, if they share the devices of trainer ranks there.
 
     Attributes:
         host: number of the host among the trainer's.

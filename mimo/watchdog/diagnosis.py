@@ -91,7 +91,7 @@ def judge(statuses: Mapping[int, RankStatus], processes: Mapping[int, RankProces
 
 
 def _judge_ends(suspects: list[Suspect], circle: set[int], statuses: Mapping[int, RankStatus]) -> Verdict:
-    # In the order of certainty: a rank that has failed, one that does not answer, and the one that stands longest.
+    # In the order of certainty: a rank that has failed, one that does not answer, and the one that is idle longest.
     failed = [each for each in suspects if each.rank in statuses and statuses[each.rank].ended == "failed"]
     if failed:
         # The others cannot continue without it, whatever they do.

@@ -106,7 +106,7 @@ def write_error_file(message: str, *, is_cause: bool = True) -> None:
     path = Path(name)
 
     def write() -> None:
-        # At once, by a rename: torchrun fails on an incomplete file, but not without one.
+        # Renamed when it is complete, because torchrun fails on an incomplete file, but not without one.
         with contextlib.suppress(OSError):
             if not path.exists():
                 part = path.with_name(f"{path.name}.{os.getpid()}")
@@ -140,20 +140,20 @@ def refuse(error: ValueError) -> int:
 @contextlib.contextmanager
 def command_line() -> Iterator[None]:
     """Context for parsing a command line. Under torchrun, its errors also appear in torchrun's summary."""
-    said = io.StringIO()
+    captured = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said) if _is_launched() else contextlib.nullcontext():
+        with contextlib.redirect_stderr(captured) if _is_launched() else contextlib.nullcontext():
             yield
     except SystemExit as ended:
         rank = int(os.environ.get("RANK", "0"))
         if ended.code:
-            write_error_file(said.getvalue() or "the command line cannot be read; rank 0 reports why",
+            write_error_file(captured.getvalue() or "the command line cannot be read; rank 0 reports why",
                              is_cause=rank == 0)
             if rank != 0 and _is_launched():
                 time.sleep(EXIT_DELAY_S)
         raise
     finally:
-        sys.stderr.write(said.getvalue())
+        sys.stderr.write(captured.getvalue())
 
 
 def report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -235,8 +235,8 @@ class Watchdog:
     def on_files(self, what: str, **details: Any) -> Iterator[None]:
         """Context of a save or a load, which may take `files_timeout_s`; see `waiting`."""
         limit_s = self.files_timeout_s
-        said = None if math.isinf(limit_s) else f"--checkpoint-timeout-s {limit_s:g}"
-        with self.waiting_up_to(limit_s, what, **details, limit=said):
+        flag = None if math.isinf(limit_s) else f"--checkpoint-timeout-s {limit_s:g}"
+        with self.waiting_up_to(limit_s, what, **details, limit=flag):
             yield
 
     def time_left(self, usual_s: float, since: float = -math.inf) -> float:

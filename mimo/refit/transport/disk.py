@@ -32,6 +32,7 @@ from mimo.weights.safetensors_io import MAX_SHARD_BYTES, ShardWriter, TensorInfo
 
 MANIFEST = "refit_manifest.json"
 FORMAT = 1
+KEEP = 2  # complete versions that a writer keeps unless it is told otherwise
 POLL_S = 0.05
 _NUMBERED = re.compile(r"weights_(\d{7,})")
 
@@ -159,9 +160,6 @@ def _described(root: Path) -> str:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-KEEP = 2
 
 
 class DiskWriter:
