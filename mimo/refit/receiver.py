@@ -190,7 +190,7 @@ class LoaderSession:
 
 
 LOST = "this worker has not met a trainer, or lost it: call init_weight_transfer_engine first"
-# Seconds for which a worker waits for a trainer rank to describe a difference.
+# Seconds that a worker waits for a trainer rank to describe a difference.
 ANSWER_S = 5.0
 
 
@@ -243,14 +243,9 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._rendezvous: Rendezvous | None = None
-        self._wire: Transport | None = None
-        self._opening: Opening | None = None
         # vLLM makes up dummy weights, which are never served.
         self.guard = Guard(model, is_complete=vllm_config.load_config.load_format != "dummy")
-        self._loading: LoaderSession | None = None
-        self._verification: Verification | None = None
-        self._held: int | None = None
+        self._connection: TrainerConnection | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Connect with the trainer, find out what this worker wants, and agree on a plan.
@@ -261,23 +256,22 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         self.shutdown()
         self.guard.sync = None  # another trainer counts its syncs from 1, too
-        self._worker = init_info.first_worker + self.parallel_config.rank
+        worker = init_info.first_worker + self.parallel_config.rank
         store_address = StoreAddress(init_info.address, init_info.port, init_info.secret)
-        self._rendezvous = Rendezvous.join(store_address, f"worker {self._worker}", init_info.timeout_s)
+        rendezvous = Rendezvous.join(store_address, f"worker {worker}", init_info.timeout_s)
         self.guard.arm()
-        self._guarded(SETUP, self._set_up)
+        self._connection = TrainerConnection(rendezvous, worker, self)
+        self._guarded(SETUP, self._connection.set_up)
 
     def start_weight_update(self) -> None:
         """Stop serving until a complete update has come in."""
-        if self._wire is None:
-            raise RefitError(LOST)
-        self._held = self.guard.sync
+        self._connected().held_sync = self.guard.sync
         self.guard.close()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Receive what the trainer's ranks send. Raises as `init_transfer_engine`."""
         scope = f"sync {update_info.sync}"
-        self._guarded(scope, lambda: self._receive(scope, update_info))
+        self._guarded(scope, partial(self._connected().receive, scope, update_info))
 
     def finish_weight_update(self) -> None:
         """Serve the new weights. Raises RefitError if not all of them have come."""
@@ -285,22 +279,23 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Disconnect from the trainer. The weights stay."""
-        if self._wire is not None:
-            self._wire.close()
-        elif self._opening is not None:
-            self._opening.abandon()
-        self._wire = self._opening = self._rendezvous = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
         """The trainer's end is `mimo.refit.sender.WeightSender`; vLLM 0.26 asks for this name."""
         raise RefitError("send with mimo.refit.sender.WeightSender")
 
-    def _guarded(self, scope: str, part: Callable[[], None]) -> None:
-        """Run a part of the protocol, and tell all other processes if it raises."""
-        rendezvous = self._rendezvous
-        if rendezvous is None:
+    def _connected(self) -> TrainerConnection:
+        if self._connection is None:
             raise RefitError(LOST)
+        return self._connection
+
+    def _guarded(self, scope: str, part: Callable[[], None]) -> None:
+        """Run a part of the protocol. If it raises, tell all other processes and disconnect."""
+        rendezvous = self._connected().rendezvous
         try:
             part()
         except BaseException as error:
@@ -308,10 +303,60 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.shutdown()
             raise
 
+
+@dataclass
+class _Sync:
+    """A sync that is under way.
+
+    Attributes:
+        wire: connections with the trainer's ranks.
+        loading: loading of the tensors that go through the model's loader.
+        live: the worker's live tensors, by name.
+        verification: gets the checksums; None if the sync is not verified.
+        check: raises RefitError if another process has failed.
+        report: bytes received, the part of them that was written directly, and seconds of the installation.
+    """
+
+    wire: Transport
+    loading: LoaderSession
+    live: dict[str, torch.Tensor]
+    verification: Verification | None
+    check: Callable[[], None]
+    report: dict[str, Any] = field(default_factory=lambda: {"wire_bytes": 0, "direct_bytes": 0, "install_s": 0.0})
+
+
+class TrainerConnection:
+    """Connection of a worker with a trainer: first `set_up`, then a `receive` for each sync.
+
+    Args:
+        rendezvous: connection with the store.
+        worker: number of this worker among those of all replicas.
+        engine: weight-transfer engine of the worker.
+
+    Attributes:
+        held_sync: number of the sync that the weights came from before the present update; None if from elsewhere.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, worker: int, engine: MimoWeightTransferEngine) -> None:
+        self.rendezvous, self._worker = rendezvous, worker
+        self._model: Any = engine.model
+        self._model_config, self._device, self._guard = engine.model_config, engine.device, engine.guard
+        self.held_sync: int | None = None
+        self._opening: Opening | None = None
+        self._wire: Transport | None = None
+        self._verification: Verification | None = None  # of the last sync, if it was verified
+
+    def close(self) -> None:
+        """Disconnect from the trainer."""
+        if self._wire is not None:
+            self._wire.close()
+        elif self._opening is not None:
+            self._opening.abandon()
+
     @without_collections()
-    def _set_up(self) -> None:
-        rendezvous = self._rendezvous
-        assert rendezvous is not None
+    def set_up(self) -> None:
+        """Find out what this worker wants, and agree with the trainer's ranks on a plan."""
+        rendezvous = self.rendezvous
         model = rendezvous.read("model", SETUP, "the trainer's tensors")
         self._options = RefitOptions(**model["options"])
         self._entries = [meta_from_json(entry) for entry in model["entries"]]
@@ -319,14 +364,14 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._claim_number(num_workers)
         self._everybody = participants(self._num_trainers, num_workers)
         self._opening = Opening(rendezvous, SETUP, self._options, self._num_trainers + self._worker,
-                                self._num_trainers, self.device, self._everybody)
+                                self._num_trainers, self._device, self._everybody)
         # Running its own loader shows what this worker wants. All workers choose the naming schemes together.
-        probes, everyone = probe_offered(self.model, self._entries, model["spellings"]), []
+        probes, everyone = probe_offered(self._model, self._entries, model["spellings"]), []
         if probes:
             rendezvous.publish(f"probes/{self._worker}", probes)
             everyone = [rendezvous.read(f"probes/{worker}", SETUP, f"probes of worker {worker}")
                         for worker in range(num_workers)]
-        taken = plan_taken(self.model, self._entries, model["spellings"], self._options.route, everyone)
+        taken = plan_taken(self._model, self._entries, model["spellings"], self._options.route, everyone)
         spec, self._renamed, self._loader_layers = taken.spec, taken.loader_names, taken.loader_layers
         numbers = {entry.name: number for number, entry in enumerate(self._entries)}
         self._groups = [([numbers[name] for name in names], layers) for names, layers in taken.groups]
@@ -362,23 +407,27 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _claim_number(self, num_workers: int) -> None:
         """Raise RefitError if the trainer counts fewer workers, or another worker has this number already."""
-        assert self._rendezvous is not None
         if self._worker >= num_workers:
             raise RefitError(f"worker {self._worker}: the trainer sends to {num_workers} workers, numbered from 0; "
                              "it counts those of all replicas")
         own = f"process {os.getpid()} on {socket.gethostname()}"
-        other = self._rendezvous.claim(f"number/{self._worker}", own)
+        other = self.rendezvous.claim(f"number/{self._worker}", own)
         if other is not None:
             raise RefitError(f"worker {self._worker} is there twice, as {other} and as {own}: each replica of the "
                              "engine needs a first_worker of its own")
 
     @without_collections()
-    def _receive(self, scope: str, update_info: UpdateInfo) -> None:
-        rendezvous = self._rendezvous
-        assert rendezvous is not None and self._wire is not None
+    def receive(self, scope: str, update_info: UpdateInfo) -> None:
+        """Receive and install the weights of a sync, and check that they are what was sent.
+
+        Raises:
+            RefitError: they are not, or another process failed.
+        """
+        rendezvous, wire = self.rendezvous, self._wire
+        assert wire is not None, "a sync follows the set-up"
         self._compare(scope, update_info.workers)
         earlier = self._verification
-        self._verification = Verification() if update_info.verify else None
+        verification = self._verification = Verification() if update_info.verify else None
         # Looked up before reloading removes parameters of layers.
         live = self._live()
         rendezvous.meet(scope, "ready", self._everybody)
@@ -386,32 +435,30 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         chunks, layers = self._chunks, self._loader_layers
         if update_info.is_delta:
             chunks, layers, changes = self._changed_chunks(scope, update_info)
-        self._loading = LoaderSession(self.model, self.model_config, layers)
-        report = {"wire_bytes": 0, "direct_bytes": 0, "install_s": 0.0}
+        sync = _Sync(wire, LoaderSession(self._model, self._model_config, layers), live, verification,
+                     partial(rendezvous.check, scope))
         try:
-            running = self._take_in(scope, chunks, live, report)
-            self._wire.release(lambda: rendezvous.check(scope))
-            self._loading.finish()
+            running = self._take_in(sync, chunks)
+            wire.release(sync.check)
+            sync.loading.finish()
         except BaseException:
-            self._loading.abandon()
+            sync.loading.abandon()
             raise
-        finally:
-            self._loading = None
         for sender, digest in running.items():
             theirs = rendezvous.read(f"{scope}/running/{sender}", scope, f"the end of trainer rank {sender}")
             if theirs[str(self._worker)] != digest.hexdigest():
                 raise RefitError(f"trainer rank {sender} sent worker {self._worker} another sequence of tensors than "
                                  "was announced")
-        if self._verification is not None:
-            self._verify(scope, self._verification)
-            stale = self._verification.unchanged(earlier) if earlier is not None and update_info.is_changed else ()
+        if verification is not None:
+            self._verify(scope, verification)
+            stale = verification.unchanged(earlier) if earlier is not None and update_info.is_changed else ()
             if stale:
                 raise RefitError(f"worker {self._worker}: {len(stale)} tensors came with the values of the sync "
                                  f"before, though the trainer has changed every tensor: {', '.join(stale[:10])}")
         if changes is not None:
             self._compare_blocks(changes, live)
-        rendezvous.publish(f"{scope}/report/{self._worker}", report)
-        self.guard.received(update_info.sync)
+        rendezvous.publish(f"{scope}/report/{self._worker}", sync.report)
+        self._guard.received(update_info.sync)
 
     def _changed_chunks(self, scope: str, update_info: UpdateInfo
                         ) -> tuple[list[list[Part]], tuple[str, ...], dict[int, delta.Announcement]]:
@@ -424,13 +471,13 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             RefitError: this worker does not have the weights of the sync before.
         """
-        assert self._rendezvous is not None
-        if self._held != update_info.sync - 1:
+        if self.held_sync != update_info.sync - 1:
+            held = "not of a sync" if self.held_sync is None else f"of sync {self.held_sync}"
             raise RefitError(f"worker {self._worker}: only changes since sync {update_info.sync - 1} are sent, and its "
-                             f"weights are {'not of a sync' if self._held is None else f'of sync {self._held}'}")
-        everyone = [self._rendezvous.read(f"{scope}/delta/{rank}", scope, f"the changes of trainer rank {rank}")
+                             f"weights are {held}")
+        everyone = [self.rendezvous.read(f"{scope}/delta/{rank}", scope, f"the changes of trainer rank {rank}")
                     for rank in range(self._num_trainers)]
-        packed = self._rendezvous.read_bytes([delta.key(sender, self._worker) for sender in self._by_sender])
+        packed = self.rendezvous.read_bytes([delta.key(sender, self._worker) for sender in self._by_sender])
         changes = {sender: delta.Announcement.unpacked(data, len(operations))
                    for data, (sender, operations) in zip(packed, self._by_sender.items(), strict=True)}
         entries = delta.changed_entries(everyone, [numbers for numbers, _ in self._groups])
@@ -458,55 +505,50 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                                lambda each: None if each.name in self._loader_names else each.target)
 
     def _live(self) -> dict[str, torch.Tensor]:
-        tensors = (*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers())
+        tensors = (*self._model.named_parameters(remove_duplicate=False), *self._model.named_buffers())
         return {name: tensor.detach() for name, tensor in tensors}
 
-    def _take_in(self, scope: str, chunks: Sequence[Sequence[Part]], live: dict[str, torch.Tensor],
-                 report: dict[str, Any]) -> dict[int, Any]:
+    def _take_in(self, sync: _Sync, chunks: Sequence[Sequence[Part]]) -> dict[int, Any]:
         """Receive and install every chunk. Return each sender's running digest."""
-        assert self._wire is not None and self._rendezvous is not None
         running = {sender: hashlib.sha256() for sender in self._by_sender}
-        flying: list[tuple[Any, ...]] = []
+        arriving: list[tuple[Any, int, Sequence[Part], dict[int, torch.Tensor]]] = []
         unconfirmed: list[Any] = []
-        check = partial(self._rendezvous.check, scope)
         for number, chunk in enumerate(chunks):
-            messages = {part.peer: torch.empty(part.layout.num_bytes, dtype=torch.uint8, device=self.device)
+            messages = {part.peer: torch.empty(part.layout.num_bytes, dtype=torch.uint8, device=self._device)
                         for part in chunk}
-            flying.append((self._wire.exchange([], list(messages.items())), number, chunk, messages))
+            arriving.append((sync.wire.exchange([], list(messages.items())), number, chunk, messages))
             for part in chunk:
                 running[part.peer].update(part.text)
             # One chunk is installed while the next one arrives.
-            if len(flying) > 1:
-                unconfirmed.append(self._install(flying.pop(0), live, report, check))
+            if len(arriving) > 1:
+                unconfirmed.append(self._install(sync, *arriving.pop(0)))
             # The host is one chunk ahead at most. With many copies behind a lost message it would block without limit.
             if len(unconfirmed) > 1:
-                self._wire.wait(unconfirmed.pop(0), check)
-        unconfirmed += [self._install(each, live, report, check) for each in flying]
+                sync.wire.wait(unconfirmed.pop(0), sync.check)
+        unconfirmed += [self._install(sync, *each) for each in arriving]
         for works in unconfirmed:
-            self._wire.wait(works, check)
+            sync.wire.wait(works, sync.check)
         return running
 
-    def _install(self, flying: tuple[Any, ...], live: dict[str, torch.Tensor], report: dict[str, Any],
-                 check: Callable[[], None]) -> Any:
-        """Write a chunk into its targets once it has arrived, and return the transfers to wait for later."""
-        assert self._wire is not None and self._loading is not None
-        works, number, chunk, messages = flying
-        works = self._wire.follow(works, check)
+    def _install(self, sync: _Sync, works: Any, number: int, chunk: Sequence[Part],
+                 messages: dict[int, torch.Tensor]) -> Any:
+        """Write a chunk into its targets once its messages have arrived. Return the transfers to wait for later."""
+        works = sync.wire.follow(works, sync.check)
         # The engine's loading may wait for the device, and checksums are many launches.
-        if self._verification is not None or any(len(part.direct) < len(part.operations) for part in chunk):
-            self._wire.wait(works, check)
+        if sync.verification is not None or any(len(part.direct) < len(part.operations) for part in chunk):
+            sync.wire.wait(works, sync.check)
             works = []
         began = time.monotonic()
         staged: dict[str, torch.Tensor] = {}
         for part in chunk:
-            boxes, targets = part.layout.boxes(messages[part.peer]), self._targets(part, live, staged)
+            boxes, targets = part.layout.boxes(messages[part.peer]), self._targets(part, sync.live, staged)
             copy_all(targets, boxes)
-            if self._verification is not None:
-                self._verification.note(part.peer, number, part.operations, boxes, targets)
-            report["wire_bytes"] += part.layout.num_bytes
-            report["direct_bytes"] += part.direct_bytes
-        self._loading.load([(self._renamed[name], tensor) for name, tensor in staged.items()])
-        report["install_s"] += time.monotonic() - began
+            if sync.verification is not None:
+                sync.verification.note(part.peer, number, part.operations, boxes, targets)
+            sync.report["wire_bytes"] += part.layout.num_bytes
+            sync.report["direct_bytes"] += part.direct_bytes
+        sync.loading.load([(self._renamed[name], tensor) for name, tensor in staged.items()])
+        sync.report["install_s"] += time.monotonic() - began
         return works
 
     def _targets(self, part: Part, live: dict[str, torch.Tensor],
@@ -522,7 +564,7 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 continue
             if operation.name not in staged:
                 entry = self._entries[operation.entry]
-                staged[operation.name] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=self.device)
+                staged[operation.name] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=self._device)
             target = staged[operation.name][operation.box.slices]
             targets.append(target.view(-1) if target.is_contiguous() else target)
         return targets
@@ -535,21 +577,19 @@ class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                        if mine.get(sender) != digests.get(sender))
         if not wrong:
             return
-        assert self._rendezvous is not None
         described = planning.described(self._entries, self._by_sender.get(wrong[0], []))
         key = f"{scope}/difference/{wrong[0]}"
-        self._rendezvous.publish(key, {"worker": self._worker, "operations": described})
+        self.rendezvous.publish(key, {"worker": self._worker, "operations": described})
         taken_for = f"; what it was told is what worker {announced.index(mine)} expects" if mine in announced else ""
         reason = (f"worker {self._worker} and trainer rank {wrong[0]} disagree about what is sent (the trainer says "
                   f"that {len(digests)} ranks send here, the worker expects {len(mine)}){taken_for}")
         # Once the rank knows of the failure, it describes the first difference.
-        self._rendezvous.fail(scope, reason)
-        raise RefitError(f"{reason}\n{self._rendezvous.glimpse(f'{key}/answer', ANSWER_S) or 'no word from that rank'}")
+        self.rendezvous.fail(scope, reason)
+        raise RefitError(f"{reason}\n{self.rendezvous.glimpse(f'{key}/answer', ANSWER_S) or 'no word from that rank'}")
 
     def _verify(self, scope: str, verification: Verification) -> None:
         """Raise RefitError if a box is not what was sent."""
-        assert self._rendezvous is not None
-        sent = {sender: self._rendezvous.read(f"{scope}/sums/{sender}", scope, f"checksums of trainer rank {sender}")
+        sent = {sender: self.rendezvous.read(f"{scope}/sums/{sender}", scope, f"checksums of trainer rank {sender}")
                 for sender in self._by_sender}
         fault = verification.fault({sender: own[str(self._worker)] for sender, own in sent.items()})
         if fault:

@@ -278,7 +278,7 @@ def test_plans_that_differ_are_told_on_both_sides(monkeypatch, side, change):
     refused: queue.SimpleQueue[str] = queue.SimpleQueue()
     ranks, engine = connected(2, 1, chunk_bytes=1 << 20)
     if side == "worker":
-        worker = engine._llm.workers[0].weight_transfer_engine
+        worker = engine._llm.workers[0].weight_transfer_engine._connection
         worker._by_sender[1] = change(worker._by_sender[1])
         worker._digests["1"] = planning.digest(worker._entries, worker._by_sender[1])
     start = engine.update_weights
