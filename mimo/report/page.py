@@ -74,8 +74,8 @@ def _grids(run: Run) -> str:
         kind = "trainer"
     else:
         kind = f"{layout.get('layout', '')} grids".strip()
-    ranks = next(iter(run.timelines.values()), {"ranks": []})["ranks"]
-    sizes = Counter(module for rank in ranks for module in rank["modules"])
+    timeline = next(iter(run.timelines.values()), None)
+    sizes = Counter(module for rank in (timeline["ranks"] if timeline else ()) for module in rank["modules"])
     if sizes:
         return f"{escape(kind)}: " + joined([f"{escape(name)} {counted(count, 'rank')}"
                                              for name, count in sizes.items()])

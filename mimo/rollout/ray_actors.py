@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +263,23 @@ class Seat:
     gpus: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where the actor of one node of a replica runs.
+
+    Attributes:
+        replica: number of the replica.
+        node_id: Ray's name of the node.
+        options: Ray's options of the actor, with its resources.
+        variables: environment variables that only this actor gets.
+    """
+
+    replica: int
+    node_id: str
+    options: dict[str, Any]
+    variables: dict[str, str] = field(default_factory=dict)
+
+
 @dataclass
 class _Part:
     """Actor of one node of a replica.
@@ -319,7 +336,7 @@ class RayEngines:
             if self._has_connected:
                 cluster.connect(sum(int(self._bundle(each)["CPU"]) * each.num_nodes for each in options),
                                 start_timeout_s)
-            places = self._seated(cluster.address, seats) if seats else self._placed()
+            places = self._seat_places(cluster.address, seats) if seats else self._reserved_places()
             self._start(places, dict(environment), setup, meanwhile)
             self.address = _reachable(trainer_address) if cluster.address else trainer_address
         except BaseException:  # No actor is left behind, whatever ends the start, Ctrl-C included.
@@ -372,8 +389,8 @@ class RayEngines:
         workers = float(options.num_workers // options.num_nodes)
         return {"CPU": 1.0, "GPU": workers} if self._resource == "GPU" else {"CPU": workers}
 
-    def _placed(self) -> list[tuple[int, str, dict[str, Any]]]:
-        """Reserve resources, wait for them, and return the replica, the node's id and the options of each actor.
+    def _reserved_places(self) -> list[_Place]:
+        """Reserve resources, wait for them, and return the place of each actor.
 
         A bundle is always on one node. Replicas of one node share a placement group. A replica of several nodes has
         one of its own, in which no two bundles are on the same node.
@@ -395,11 +412,10 @@ class RayEngines:
             group = self._groups[0 if shared else number]
             nodes = placement_group_table(group)["bundles_to_node_id"]
             for index in [number] if shared else range(each.num_nodes):
-                found.append((number, nodes[index], {
+                found.append(_Place(number, nodes[index], {
                     "num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0),
                     "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                        group, placement_group_bundle_index=index, placement_group_capture_child_tasks=False),
-                    "runtime_env": {"env_vars": {}}}))
+                        group, placement_group_bundle_index=index, placement_group_capture_child_tasks=False)}))
         return found
 
     def _no_place(self, bundles: Sequence[Mapping[str, float]]) -> RefitError:
@@ -414,8 +430,8 @@ class RayEngines:
             f"{asked:g} {self._resource}s, {max(bundle[self._resource] for bundle in bundles):g} of them on {each_of}; "
             f"the cluster has {there:g}, {free:g} of them free, on {sum(node['Alive'] for node in ray.nodes())} nodes")
 
-    def _seated(self, address: str, seats: Sequence[Sequence[Seat]]) -> list[tuple[int, str, dict[str, Any]]]:
-        """Find Ray's node on the host of each seat, and return the same as `_placed`.
+    def _seat_places(self, address: str, seats: Sequence[Sequence[Seat]]) -> list[_Place]:
+        """Find Ray's node on the host of each seat, and return the place of each actor.
 
         Raises:
             ValueError: a host has no node.
@@ -438,23 +454,24 @@ class RayEngines:
                     by_host[seat.host] = (free or there)[0]
                 visible = {"CUDA_VISIBLE_DEVICES": ",".join(seat.gpus), KEEPS_VISIBLE: "1",
                            DEVICE_ORDER: os.environ.get(DEVICE_ORDER, "FASTEST_FIRST")} if seat.gpus else {}
-                found.append((number, by_host[seat.host], {
+                found.append(_Place(number, by_host[seat.host], {
                     "num_cpus": 0, "num_gpus": 0,
-                    "scheduling_strategy": NodeAffinitySchedulingStrategy(by_host[seat.host], soft=False),
-                    "runtime_env": {"env_vars": visible}}))
+                    "scheduling_strategy": NodeAffinitySchedulingStrategy(by_host[seat.host], soft=False)}, visible))
         return found
 
-    def _start(self, places: Sequence[tuple[int, str, dict[str, Any]]], environment: dict[str, str],
-               setup: Callable[[], None] | None, meanwhile: Callable[[], None] | None) -> None:
+    def _start(self, places: Sequence[_Place], environment: dict[str, str], setup: Callable[[], None] | None,
+               meanwhile: Callable[[], None] | None) -> None:
+        """Start an actor at each place, and the engines in them. Raises RefitError like `_results`."""
         remote: Any = ray.remote(EngineActor)
         names = {node["NodeID"]: f"node {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
                  for node in ray.nodes()}
         counts = [0] * len(self._options)
-        for number, node_id, options in places:
-            variables = environment | self._options[number].environment | options["runtime_env"]["env_vars"]
-            actor = remote.options(**options | {"max_restarts": 0, "runtime_env": {"env_vars": variables}}).remote()
-            self._parts.append(_Part(actor, number, counts[number], names.get(node_id, "a node that is gone")))
-            counts[number] += 1
+        for place in places:
+            variables = environment | self._options[place.replica].environment | place.variables
+            actor = remote.options(**place.options, max_restarts=0, runtime_env={"env_vars": variables}).remote()
+            self._parts.append(_Part(actor, place.replica, counts[place.replica],
+                                     names.get(place.node_id, "a node that is gone")))
+            counts[place.replica] += 1
         found = self._results([part.actor.locate.remote() for part in self._parts])
         first: dict[int, tuple[str, int]] = {}
         for part, (where, address, port) in zip(self._parts, found, strict=True):
@@ -465,8 +482,8 @@ class RayEngines:
             each = self._options[part.replica]
             if each.data_parallel_size > 1:
                 each = at_meeting_point(each, *first[0])
-            place = NodePlace(part.node, *first[part.replica]) if each.num_nodes > 1 else None
-            starts.append(part.actor.start.remote(each, setup, place))
+            node = NodePlace(part.node, *first[part.replica]) if each.num_nodes > 1 else None
+            starts.append(part.actor.start.remote(each, setup, node))
         if meanwhile is not None:
             meanwhile()
         self._results(starts, lambda result: "" if result[0] else result[1])
