@@ -45,7 +45,7 @@ from mimo.rl.losses import (
     mismatch_totals,
     policy_loss,
 )
-from mimo.rl.packing import PackedRows, pack_rows
+from mimo.rl.packing import PackedRow, pack_sequences
 from mimo.rl.prompts import PromptSet
 from mimo.rl.reference import ReferencePolicy
 from mimo.rl.rollouts import Completion
@@ -361,32 +361,27 @@ class PolicyTrainer:
 
     def _pack(self, members: Sequence[int], completions: Sequence[Completion],
               encoders: dict[str, EncoderBatch]) -> PolicyMicrobatch:
-        # First as rows of one width with padding behind the tokens; `pack_rows` takes this padding out again.
-        width, device = max(each.length for each in completions), self.parts.platform.device
-        ids = torch.full((len(completions), width), self.pad_token_id)
-        is_token, is_sampled = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
-        rollout = torch.zeros(ids.shape)
         expanded = None if self.images is None else [self.images.expanded(each) for each in completions]
         prompts = [np.array(each.prompt_ids) for each in completions] if expanded is None else [
             each.tokens for each in expanded]
-        # The loss counts what the policy has sampled, so neither prompts nor padding.
-        for row, (each, prompt) in enumerate(zip(completions, prompts, strict=True)):
-            ids[row, :len(prompt)] = torch.from_numpy(prompt)
-            ids[row, len(prompt):each.length] = torch.tensor(each.token_ids)
-            is_token[row, :each.length] = True
-            is_sampled[row, len(prompt):each.length] = True
-            rollout[row, len(prompt):each.length] = torch.tensor(each.logprobs)
-        packed = pack_rows(ids, is_token, pad_token_id=self.pad_token_id, multiple=self._multiple, align=self._align)
-        language = self.parts.grids.layout.language
-        text = with_part(self._text(packed, completions, expanded), language.cp,
+        sequences, is_sampled, rollout_log_probs = [], [], []
+        for each, prompt in zip(completions, prompts, strict=True):
+            sequences.append(torch.cat([torch.from_numpy(prompt), torch.tensor(each.token_ids, dtype=torch.int64)]))
+            # The loss counts what the policy has sampled, so neither prompts nor padding.
+            is_sampled.append(torch.arange(each.length) >= len(prompt))
+            rollout_log_probs.append(torch.tensor([0.0] * len(prompt) + list(each.logprobs)))
+        row = pack_sequences(sequences, pad_token_id=self.pad_token_id, multiple=self._multiple, align=self._align)
+        assert row.sequences.seq_idx is not None, "rows of text number their sequences"
+        language, device = self.parts.grids.layout.language, self.parts.platform.device
+        text = with_part(self._text(row, completions, expanded), language.cp,
                          language.coordinates(self.parts.grids.rank)["cp"])
-        sampled = packed.sampled(is_sampled)
+        # One more sequence, for padding at the end of the row.
+        sampled = SampledTokens(text.own(row.to_predictors(is_sampled)).to(device),
+                                text.own(row.sequences.seq_idx[0].long()).to(device), len(completions) + 1,
+                                self._cp_group)
         return PolicyMicrobatch(
             tuple(each.key for each in completions), tuple(members), Microbatch(text, encoders),
-            text.own(packed.labels).to(device),
-            SampledTokens(text.own(sampled.mask).to(device), text.own(sampled.sequence_ids).to(device),
-                          sampled.num_sequences, self._cp_group),
-            text.own(packed.take(rollout)).to(device))
+            text.own(row.labels).to(device), sampled, text.own(row.to_predictors(rollout_log_probs)).to(device))
 
     def whole_row(self, microbatch: PolicyMicrobatch, values: torch.Tensor) -> torch.Tensor:
         """Gather the values of all positions from those of this rank's, `[t]`. Collective over context-parallel ranks.
@@ -397,24 +392,23 @@ class PolicyTrainer:
         assert text is not None and self._cp_group is not None, "language ranks hold text"
         return whole_rows(text, values[None], self._cp_group)[0]
 
-    def _text(self, packed: PackedRows, completions: Sequence[Completion],
-              prompts: Sequence[Expanded] | None) -> TextBatch:
-        """Return packed rows as the language side of a microbatch. Its labels and loss mask are not used."""
-        length, num_tokens = packed.input_ids.shape[1], sum(each.length for each in completions)
+    def _text(self, row: PackedRow, completions: Sequence[Completion], prompts: Sequence[Expanded] | None) -> TextBatch:
+        """Return a packed row as the language side of a microbatch. Its labels and loss mask are not used."""
+        length, num_tokens = row.input_ids.shape[1], sum(each.length for each in completions)
         images: dict[str, Any] = {"keys": ("packed",), "token_counts": {}}
         placeholders: dict[str, torch.Tensor] = {}
         positions = None
         if self.images is not None and prompts is not None:
             images = self.images.text_parts(completions, self.parts.config.lane_rows)
-            placeholders = self.images.placeholders(prompts, packed.packed.cu_seqlens.tolist()[:len(prompts)])
-            positions = self.images.positions(completions, prompts, packed.packed.cu_seqlens)
-        return TextBatch(input_ids=packed.input_ids, labels=packed.labels.clamp(min=0),
+            placeholders = self.images.placeholders(prompts, row.sequences.cu_seqlens.tolist()[:len(prompts)])
+            positions = self.images.positions(completions, prompts, row.sequences.cu_seqlens)
+        return TextBatch(input_ids=row.input_ids, labels=row.labels.clamp(min=0),
                          loss_mask=torch.ones(1, length),
-                         position_ids=packed.position_ids if positions is None else positions,
-                         placeholders=placeholders, num_tokens=num_tokens, packed=packed.packed,
+                         position_ids=row.position_ids if positions is None else positions,
+                         placeholders=placeholders, num_tokens=num_tokens, packed=row.sequences,
                          # Given even without padding: without a mask, routers assume that every lane has as many
                          # tokens as theirs.
-                         padding=packed.is_padding, **images)
+                         padding=row.is_padding, **images)
 
     def _mismatch(self, microbatches: Sequence[PolicyMicrobatch], old: Sequence[torch.Tensor]) -> Totals:
         """Compare the engine's log-probs of the global batch with the trainer's, before anything is updated.
