@@ -306,9 +306,10 @@ def start_engine(config: RlRunConfig, provider: ModelProvider, has_videos: bool,
                  for places in colocated_places(flags, [len(host.gpus) for host in hosts])]
     cluster = RayCluster(flags.ray_address, [gpu for each in gpus for gpu in each])
     return RayEngines([engine_options(config, folder, replica) for replica in range(flags.engine_dp)], cluster,
-                      "GPU" if config.train.device == "cuda" else "CPU", flags.engine_start_timeout_s,
-                      flags.rollout_timeout_s, forwarded(os.environ, flags.engine_env), leave_launcher,
-                      os.environ["MASTER_ADDR"], meanwhile, seats)
+                      resource="GPU" if config.train.device == "cuda" else "CPU",
+                      start_timeout_s=flags.engine_start_timeout_s, call_timeout_s=flags.rollout_timeout_s,
+                      environment=forwarded(os.environ, flags.engine_env), setup=leave_launcher,
+                      trainer_address=os.environ["MASTER_ADDR"], meanwhile=meanwhile, seats=seats)
 
 
 def describe_model(config: RlRunConfig, provider: ModelProvider, has_videos: bool) -> Path:

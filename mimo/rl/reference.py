@@ -46,10 +46,6 @@ class ReferencePolicy:
             self._memory.save(held)
             synchronize(device)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(self._sizes)
-
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Context in which the model has the weights of the reference. Collective over each module's ranks.

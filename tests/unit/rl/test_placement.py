@@ -134,7 +134,7 @@ def test_workers_have_the_gpus_of_ranks_on_their_hosts(host: pytest.MonkeyPatch,
     assert [each.name for each in hosts] == ["host0, the host of trainer ranks 0 to 3",
                                              "host1, the host of trainer ranks 4 to 7"]
     actors = SimpleNamespace(RayCluster=lambda *_: None, Seat=namedtuple("Seat", "host name addresses gpus"),
-                             RayEngines=lambda *arguments: arguments[-1])
+                             RayEngines=lambda *arguments, seats, **others: seats)
     host.setitem(sys.modules, "mimo.rollout.ray_actors", actors)
     host.setattr(launch_engine, "describe_model", lambda *_: tmp_path)
     for flags, expected in (
