@@ -157,7 +157,11 @@ class WeightSender:
         return self.client
 
     def _meet(self) -> Rendezvous:
-        """Serve the store on the first rank, and connect to it on the others. Raises RefitError on every rank."""
+        """Serve the store on the first rank, and connect to it on the others.
+
+        Raises:
+            RefitError: on every rank: one of them failed.
+        """
         who, limit_s = self._everybody[self.trainer.rank], self.options.timeout_s
         rendezvous: Rendezvous | None = None
         served: StoreAddress | str | None = None
