@@ -299,6 +299,11 @@ def layers_of_stages(config: RunConfig, layout: Layout) -> tuple[int, ...]:
     return layout.language.stage_layers or (-(-num_layers(config) // stages),) * stages
 
 
+def can_recompute_some_layers(config: RunConfig) -> bool:
+    """Return whether the layers of a stage can be recomputed in part, which those of a hybrid model cannot."""
+    return "hybrid_layer_pattern" not in vars(config.model_family)
+
+
 def train_iterations(config: RunConfig) -> int:
     """Return the length of the run in iterations. The last one may exceed --train-samples."""
     if config.train.train_samples is not None:
@@ -362,6 +367,8 @@ def _check_model(config: RunConfig, layout: Layout) -> None:
         largest = max(layers_of_stages(config, layout))
         refuse(model.recompute_num_layers > largest,
                f"--recompute-num-layers {model.recompute_num_layers}: a pipeline stage has {largest} layers at most")
+        refuse(not can_recompute_some_layers(config), f"--recompute-num-layers {model.recompute_num_layers}: Megatron "
+               "Core recomputes all layers of a hybrid model or none; leave it out")
     gib = config.layout.encoder_activation_gib
     refuse(gib is not None and model.frozen >= set(encoders), f"--encoder-activation-gib {gib} with --freeze "
            f"{model.freeze}: a frozen encoder keeps no activations; leave it out")

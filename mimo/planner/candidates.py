@@ -13,6 +13,7 @@ from statistics import fmean
 from mimo.config.toml_file import flag_name
 from mimo.config.trainer import LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from mimo.config.validate import (
+    can_recompute_some_layers,
     check_data,
     exchanges_tokens,
     layers_of_stages,
@@ -345,7 +346,7 @@ class Search:
         if needed <= limit or config.model.recompute != "none":
             return config, needed <= limit
         cost = step.language_cost(max(length for batch in batches for lane in step.lengths(batch) for length in lane))
-        saved = (cost.layer_bytes - cost.recomputed_bytes) * step.in_flight(0)
+        saved = (cost.layer_bytes - cost.recomputed_bytes) * step.in_flight(0) * can_recompute_some_layers(config)
         layers = max(layers_of_stages(config, layout))
         # One layer more, because the layer that is being recomputed has all its activations.
         count = 1 if saved > 0 else layers

@@ -16,14 +16,8 @@ from providers.common.hybrid import MAMBA, MOE, HybridConfig
 
 
 def hybrid_config(config: HybridConfig, context: BuildContext | None) -> TransformerConfig:
-    """Return Megatron's configuration of the decoder. `context` is None on ranks that do not build it.
-
-    Raises:
-        ValueError: only some layers are to be recomputed, which Megatron Core's hybrid stack cannot do.
-    """
-    if context is not None and context.recompute_num_layers is not None:
-        raise ValueError(f"--recompute-num-layers {context.recompute_num_layers}: Megatron Core recomputes all layers "
-                         "of a hybrid model or none; leave it out")
+    """Return Megatron's configuration of the decoder. `context` is None on ranks that do not build it."""
+    assert context is None or context.recompute_num_layers is None, "the flags of a run have been checked"
     fused = context is not None and context.transformer_impl == "transformer_engine"
     fields = language_fields(config, context) | {
         "is_hybrid_model": True, "gated_linear_unit": False,

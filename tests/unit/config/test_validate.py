@@ -131,6 +131,8 @@ def test_a_run_that_makes_sense_passes(flags):
      "--encoder-recompute-modules moe: unknown part moe; known are core_attn, mlp, layernorm"),
     (f"{ITERS} --recompute full --recompute-num-layers 99",
      "--recompute-num-layers 99: a pipeline stage has"),
+    (f"{ITERS} --model-provider nemotron-moe-vlm-tiny --recompute full --recompute-num-layers 1",
+     "--recompute-num-layers 1: Megatron Core recomputes all layers of a hybrid model or none"),
     (f"{ITERS} --layout colocated --encoder-dp 2 --llm-pp 2 --encoder-activation-gib 3 --freeze vision",
      "--encoder-activation-gib 3.0 with --freeze vision: a frozen encoder keeps no activations"),
     (f"{ITERS} --layout colocated --encoder-dp 2 --llm-pp 2 --encoder-activation-gib 3 --encoder-recompute full",

@@ -280,6 +280,18 @@ def test_a_run_with_recomputation_of_its_own_still_gets_a_budget_for_images(give
                                             cuda_graphs=each.config.model.cuda_graphs)
 
 
+def test_all_layers_of_a_hybrid_model_are_recomputed_or_none() -> None:
+    config = parse("""--model-provider nemotron_h --dataset-provider mock --mock-images-max 0 --global-batch-size 8
+        --train-iters 1 --seq-length 4096 --hybrid-layer-pattern M*M*M*M*M*M*""".split())
+    costs = Costs(config, Profile(replace(GPUS["H200"], memory_gib=30.0)))
+    found = Search(config, costs, [SampleSize(4000)], 2).run()
+    recomputed = [each.config for each in found if each.config.model.recompute == "full"]
+    assert recomputed and all(each.fits for each in found)
+    for each in recomputed:
+        assert each.model.recompute_num_layers is None
+        validate(each, 2)
+
+
 def test_a_frozen_encoder_gets_no_budget_and_keeps_its_layouts() -> None:
     config = parse([*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1", "--freeze", "vision,projector",
                     *WHOLE_ROWS])
