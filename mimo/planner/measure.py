@@ -28,19 +28,22 @@ if __name__ == "__main__":  # torchrun starts it as a file
 from mimo import registry
 from mimo.config.cli import parse, to_toml
 from mimo.config.trainer import CheckpointConfig, LayoutConfig, ObserveConfig, RunConfig
-from mimo.config.validate import validate
+from mimo.config.validate import validate, validate_without_data
 from mimo.observability.flops import peak_tflops
 from mimo.observability.spans import Interval, Kind
 from mimo.planner.costs import GIB, GPUS, Costs, Gpu, Profile, Ratios
 from mimo.planner.predict import Step
 from mimo.planner.shapes import num_layers
+from mimo.planner.workload import draw_samples
 from mimo.protocols import LANGUAGE, ComparableProvider
+from mimo.text import counted
 
 if TYPE_CHECKING:
     from mimo.grid.groups import Grids
     from mimo.platform.base import Platform
 
-DEPTHS = (2, 6)
+# Fewest layers of a training, and how many more the other training of the same layout has.
+LEAST_DEPTH, FURTHER_LAYERS = 2, 4
 # Steps of each training that are not measured, and steps that are.
 WARMUP, STEPS = 3, 3
 NUM_MICROBATCHES = 6
@@ -57,20 +60,16 @@ def measure(config: RunConfig, num_gpus: int, *, device: Literal["cuda", "cpu"] 
         device: `cuda`, or `cpu` to try it out.
 
     Raises:
-        ValueError: the trainings ended with an error. The message has the end of their output.
+        ValueError: the trainer refuses every layout, or the trainings ended with an error. The message has its reason,
+            or the end of their output.
     """
     with tempfile.TemporaryDirectory() as folder:
         runs: list[str] = []
-        for tp in (1, 2, 4, 8):
-            if num_gpus % tp:
-                break
-            for samples in (1, 2):
-                for depth in DEPTHS:
-                    run = _training(config, tp, num_gpus // tp, config.train.micro_batch_size * samples, depth, device)
-                    path = Path(folder) / f"run-{len(runs)}.toml"
-                    run = replace(run, observe=replace(run.observe, run_dir=str(path.with_suffix(""))))
-                    path.write_text(to_toml(run), encoding="utf-8")
-                    runs.append(str(path))
+        for number, run in enumerate(trainings_of(config, num_gpus, device)):
+            path = Path(folder) / f"run-{number}.toml"
+            run = replace(run, observe=replace(run.observe, run_dir=str(path.with_suffix(""))))
+            path.write_text(to_toml(run), encoding="utf-8")
+            runs.append(str(path))
         settings, result = Path(folder) / "settings.json", Path(folder) / "profile.json"
         settings.write_text(json.dumps({"runs": runs, "result": str(result)}), encoding="utf-8")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus),
@@ -79,6 +78,41 @@ def measure(config: RunConfig, num_gpus: int, *, device: Literal["cuda", "cpu"] 
         if done.returncode or not result.exists():
             raise ValueError(f"the measurement ended with exit code {done.returncode}:\n{done.stdout[-3000:]}")
         return Profile.load(result)
+
+
+def trainings_of(config: RunConfig, num_gpus: int, device: Literal["cuda", "cpu"] = "cuda") -> list[RunConfig]:
+    """Return the trainings that `measure` runs, without layouts that the trainer refuses.
+
+    Trainings of one layout that differ in depth are neighbours.
+
+    Raises:
+        ValueError: the trainer refuses every layout, or the data set cannot be read.
+    """
+    def refusal(run: RunConfig) -> str:
+        try:
+            validate_without_data(run, num_gpus)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    size = config.train.micro_batch_size
+    # Some models have a least number of layers, such as one for each level of an encoder.
+    least = next((depth for depth in range(LEAST_DEPTH, Costs(config, Profile(GPUS["H100"])).num_layers + 1)
+                  if not refusal(_training(config, 1, num_gpus, size, depth, device))), LEAST_DEPTH)
+    # A microbatch has only one packed row.
+    (sample,) = draw_samples(config, registry.model_provider(config.model.model_provider), 1)
+    found, reason = list[RunConfig](), ""
+    for tp in (each for each in (1, 2, 4, 8) if num_gpus % each == 0):
+        for samples in (1,) if sample.is_packed else (1, 2):
+            pair = [_training(config, tp, num_gpus // tp, size * samples, depth, device)
+                    for depth in (least, least + FURTHER_LAYERS)]
+            refused = next(filter(None, map(refusal, pair)), "")
+            reason = reason or refused
+            found += [] if refused else pair
+    if not found:
+        raise ValueError(f"no layout of {counted(num_gpus, 'GPU')} can be measured; the first one was refused: "
+                         f"{reason}")
+    return found
 
 
 def _training(config: RunConfig, tp: int, dp: int, micro_batch_size: int, depth: int,
@@ -287,8 +321,8 @@ def _profile(configs: Sequence[RunConfig], trainings: Sequence[Training], gpu: G
     plain = Profile(gpu)
     modules: dict[str, list[Ratios]] = {}
     optimizer, reduction, host, base = [], [], [], []
-    for start in range(0, len(configs), len(DEPTHS)):
-        group, runs = configs[start : start + len(DEPTHS)], trainings[start : start + len(DEPTHS)]
+    for start in range(0, len(configs), 2):
+        group, runs = configs[start : start + 2], trainings[start : start + 2]
         for name, ratios in _ratios(group, runs, plain).items():
             known = modules.setdefault(name, [])
             if not any((each.tp, each.micro_batch_size) == (ratios.tp, ratios.micro_batch_size) for each in known):

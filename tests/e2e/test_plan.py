@@ -35,7 +35,7 @@ def test_a_profile_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_failure_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    config = parse([*presets.flags("cpu", "smallest"), "--seq-length", "2"])
+    config = parse([*presets.flags("cpu", "smallest"), "--seq-length", "8"])  # shorter than the samples
     with pytest.raises(ValueError, match="the measurement ended with exit code 1"):
         measure(config, 1, device="cpu")
 

@@ -34,7 +34,7 @@ from mimo.planner.costs import (
     Profile,
     Ratios,
 )
-from mimo.planner.measure import _line, _split
+from mimo.planner.measure import _line, _split, trainings_of
 from mimo.planner.memory import memory_line
 from mimo.planner.predict import Prediction, Step, predict
 from mimo.planner.simulation import simulate
@@ -278,6 +278,33 @@ def test_a_run_with_recomputation_of_its_own_still_gets_a_budget_for_images(give
     for each in found:
         assert each.config.model == replace(config.model, encoder_recompute=each.config.model.encoder_recompute,
                                             cuda_graphs=each.config.model.cuda_graphs)
+
+
+@pytest.mark.parametrize(("flags", "depths", "sizes", "rows"), [
+    ("causal_lm", {2, 6}, {1, 2, 4, 8}, {1, 2}),
+    # The levels of its encoder go to three layers.
+    ("qwen3_vl --mock-image-size 64", {3, 7}, {1, 2, 4, 8}, {1, 2}),
+    # Three dense layers come before those with experts.
+    ("deepseek_v3", {4, 8}, {1, 2, 4, 8}, {1, 2}),
+    ("causal_lm --hidden-size 896 --num-attention-heads 14 --num-query-groups 2", {2, 6}, {1, 2}, {1, 2}),
+    ("causal_lm --mock-packed-length 512", {2, 6}, {1, 2, 4, 8}, {1}),
+], ids=["plain", "levels", "dense-layers", "heads", "packed"])
+def test_a_profile_is_measured_in_trainings_that_the_trainer_accepts(flags, depths, sizes, rows):
+    config = parse(["--dataset-provider", "mock", "--train-iters", "1", "--seq-length", "4096", "--model-provider",
+                    *flags.split()])
+    found = trainings_of(config, 8)
+    assert {each.model_family.num_layers for each in found} == depths
+    assert {each.layout.llm_tp for each in found} == sizes and {each.train.micro_batch_size for each in found} == rows
+    assert len(found) == len(depths) * len(sizes) * len(rows)
+    for each in found:
+        validate(each, 8)
+
+
+def test_a_model_that_cannot_be_measured_is_refused_before_any_training() -> None:
+    config = parse("--model-provider causal_lm --dataset-provider mock --train-iters 1 --max-position-embeddings 64 "
+                   "--seq-length 4096".split())
+    with pytest.raises(ValueError, match="no layout of 2 GPUs can be measured; the first one was refused: .*4096"):
+        trainings_of(config, 2)
 
 
 def test_all_layers_of_a_hybrid_model_are_recomputed_or_none() -> None:
