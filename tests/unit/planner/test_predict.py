@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mimo import registry
 from mimo.commands.main import main
-from mimo.config.cli import parse
+from mimo.config.trainer import RunConfig
 from mimo.config.validate import layers_of_stages, validate
 from mimo.grid.windows import BACKWARD_COST, Image, deal_in_order, deal_iteration, encoding_cost
 from mimo.observability.flops import SequenceSums
@@ -36,34 +35,35 @@ from mimo.planner.costs import (
 )
 from mimo.planner.measure import _line, _split, trainings_of
 from mimo.planner.memory import memory_line
-from mimo.planner.predict import Prediction, Step, predict
+from mimo.planner.predict import Prediction, Step
 from mimo.planner.simulation import simulate
 from mimo.planner.workload import SampleSize, draw_samples, iterations, longest_in_windows
 from scripts.bench import presets
+from tests.support.planning import H200, config_of, predicted, searched, step_of
 
 # Costs that `mimo plan --measure` found for the preset 10b-uneven on two H200 with Transformer Engine.
 PROFILE = Path(__file__).with_name("h200_profile.json")
 PP2 = "--layout colocated --encoder-dp 2 --llm-pp 2"
-
-
 # Rows of --seq-length tokens, as in most measurements.
-WHOLE_ROWS = ["--row-lengths", "1"]
+WHOLE_ROWS = "--row-lengths 1"
 
 
-def predicted(preset: str, flags: str, profile: Profile, gpus: int = 2) -> Prediction:
-    config = parse([*presets.PRESETS[preset], *WHOLE_ROWS, "--bf16", "--train-iters", "1", *flags.split()])
-    costs = Costs(config, profile)
-    return predict(config, validate(config, gpus), costs, draw_samples(config, costs.provider, 24))
+def drawn(config: RunConfig, count: int) -> list[SampleSize]:
+    return draw_samples(config, Costs(config, H200).provider, count)
+
+
+def predicted_preset(preset: str, flags: str, profile: Profile = H200, gpus: int = 2) -> Prediction:
+    config = config_of(f"{WHOLE_ROWS} {flags}", preset)
+    return predicted(config, gpus, drawn(config, 24), profile)
 
 
 def test_a_frozen_encoder_that_prefetches_delays_nobody() -> None:
     frozen = "--freeze vision --encoder-dp 1 --llm-dp 1"
     for layers, of_encoder in ((4, False), (120, True)):
-        config = parse([*presets.PRESETS["h200-even"], *WHOLE_ROWS, "--bf16", "--train-iters", "1",
-                        *f"--vision-num-layers {layers} {frozen} --encoder-prefetch-depth 2".split()])
-        costs = Costs(config, Profile(GPUS["H200"]))
-        step = Step(config, validate(config, 2), costs)
-        (batch,) = step.batches(draw_samples(config, costs.provider, 12))
+        step = step_of(config_of(f"{WHOLE_ROWS} --vision-num-layers {layers} {frozen} --encoder-prefetch-depth 2",
+                                 "h200-even"), 2)
+        costs = step.costs
+        (batch,) = step.batches(drawn(step.config, 12))
         encoder = costs.encoder("vision", 1)
         images = [tokens for microbatch in batch for tokens in microbatch[0][0].images]
         forward = 12 * encoder.forward.call_s + sum(
@@ -74,7 +74,7 @@ def test_a_frozen_encoder_that_prefetches_delays_nobody() -> None:
         # The projector trains. Nothing else waits for it than the encoder itself.
         slower = forward + backward if of_encoder else language
         assert slower <= simulate(step.programs(batch), step.transfer_s).seconds < 1.01 * slower
-    found = [predicted("h200", f"{frozen} --microbatch-order read {more}", Profile(GPUS["H200"])).step_s
+    found = [predicted_preset("h200", f"{frozen} --microbatch-order read {more}").step_s
              for more in ("", "--encoder-prefetch-depth 1")]
     assert found[1] < 0.99 * found[0]
 
@@ -96,11 +96,8 @@ def test_a_plan_lets_a_frozen_encoder_prefetch(capsys: pytest.CaptureFixture[str
 
 
 def test_short_microbatches_at_both_ends_leave_less_to_wait_for() -> None:
-    profile = Profile(GPUS["H200"])
-
     def seconds(preset: str, flags: str) -> list[float]:
-        return [predicted(preset, f"{flags} --microbatch-order {order}", profile).step_s
-                for order in ("images", "read")]
+        return [predicted_preset(preset, f"{flags} --microbatch-order {order}").step_s for order in ("images", "read")]
 
     homogeneous = "--layout homogeneous --llm-pp 2 --llm-pp-layout 13,27"
     # The host takes as long to launch the encoder's pass over one image as over several, so disjoint grids gain less.
@@ -114,11 +111,9 @@ def test_short_microbatches_at_both_ends_leave_less_to_wait_for() -> None:
 
 
 def test_a_layout_without_stages_takes_the_sum_of_its_passes() -> None:
-    flags = ["--bf16", "--train-iters", "1", "--layout", "homogeneous"]
-    config = parse([*presets.PRESETS["10b-even"], *WHOLE_ROWS, *flags])
-    costs = Costs(config, Profile(GPUS["H200"]))
-    step = Step(config, validate(config, 1), costs)
-    samples = draw_samples(config, costs.provider, 12)
+    config = config_of(f"{WHOLE_ROWS} --layout homogeneous", "10b-even")
+    step = step_of(config, 1)
+    costs, samples = step.costs, drawn(config, 12)
     (batch,) = iterations(samples, config, step.layout, num_lanes=1, num_microbatches=12)
     encoder, cost = costs.encoder("vision", 1), costs.language(1, 1)
     expected = 12 * (40 * (cost.forward_s + cost.backward_s) + cost.ends_forward_s + cost.ends_backward_s)
@@ -134,9 +129,9 @@ def test_a_layout_without_stages_takes_the_sum_of_its_passes() -> None:
     ("--model-provider nemotron-moe-vlm-20l", 20),
     ("--model-provider llava --num-layers 6 --num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 512", 6)])
 def test_experts_and_layers_of_several_kinds_are_not_counted_as_further_layers(provider: str, layers: int) -> None:
-    config = parse([*provider.split(), "--bf16", "--train-iters", "1", "--seq-length", "4096"])
-    costs = Costs(config, Profile(GPUS["H200"]))
-    step = Step(config, validate(config, 2), costs)
+    config = config_of(f"{provider} --seq-length 4096")
+    step = step_of(config, 2)
+    costs = step.costs
     assert step.layers == (layers,) and layers_of_stages(config, step.layout) == (layers,)
     flops = sum(forward for component, forward, _ in costs.counter.passes(
         "language", SequenceSums.of_rows([[4096]], 4096)) if component.recomputed)
@@ -153,18 +148,16 @@ def test_experts_and_layers_of_several_kinds_are_not_counted_as_further_layers(p
 QWEN_MOE = """--model-provider causal_lm --num-layers 8 --hidden-size 2048 --num-attention-heads 32 --num-query-groups 4
 --kv-channels 128 --ffn-hidden-size 6144 --qk-layernorm --vocab-size 151936 --num-experts 128 --moe-router-topk 8
 --moe-ffn-hidden-size 768 --dataset-provider mock --mock-text-only-fraction 1 --seq-length 4096 --global-batch-size 16
---bf16 --train-iters 1""".split()
+"""
 
 
 # Four commands with packed experts and one row took 1,107 to 1,412 ms.
 @pytest.mark.parametrize(("gemm", "rows", "graphs", "step_ms", "peak_gib"), [
-    ("packed", 4, False, 854, 117.9), ("packed", 1, False, 1238, 100.1), ("cutlass", 1, False, 2280, 100.2),
-    ("packed", 4, True, 814, 119.1), ("packed", 1, True, 965, 100.8)])
+    ("packed", 4, "", 854, 117.9), ("packed", 1, "", 1238, 100.1), ("cutlass", 1, "", 2280, 100.2),
+    ("packed", 4, "--cuda-graphs", 814, 119.1), ("packed", 1, "--cuda-graphs", 965, 100.8)])
 def test_mixtures_of_experts_that_were_measured(gemm, rows, graphs, step_ms, peak_gib):
-    config = parse([*QWEN_MOE, "--micro-batch-size", str(rows), "--moe-gemm", gemm,
-                    *["--cuda-graphs"][:graphs], "--row-lengths", "1"])
-    costs = Costs(config, Profile(GPUS["H200"]))
-    found = predict(config, validate(config, 1), costs, [SampleSize(4096)] * 16)
+    config = config_of(f"{QWEN_MOE} --micro-batch-size {rows} --moe-gemm {gemm} {graphs} {WHOLE_ROWS}")
+    found = predicted(config, 1, [SampleSize(4096)] * 16)
     assert found.step_s * 1000 == pytest.approx(step_ms, rel=0.08)
     assert found.memory_gib == pytest.approx(peak_gib, rel=0.05)
     assert found.parts_s["optimizer"] == pytest.approx(0.105, rel=0.1)
@@ -174,10 +167,9 @@ def test_mixtures_of_experts_that_were_measured(gemm, rows, graphs, step_ms, pea
 @pytest.mark.parametrize(("rows", "dispatcher", "step_ms", "peak_gib"), [
     (4, "alltoall", 1028, 52.3), (4, "allgather", 976, 52.6), (1, "alltoall", 2175, 34.0)])
 def test_experts_on_several_ranks_that_were_measured(rows, dispatcher, step_ms, peak_gib):
-    config = parse([*QWEN_MOE, "--global-batch-size", "64", "--micro-batch-size", str(rows), "--row-lengths", "1",
-                    "--llm-dp", "4", "--llm-ep", "4", "--moe-token-dispatcher-type", dispatcher])
-    costs = Costs(config, Profile(GPUS["H200"]))
-    found = predict(config, validate(config, 4), costs, [SampleSize(4096)] * 64)
+    config = config_of(f"{QWEN_MOE} --global-batch-size 64 --micro-batch-size {rows} {WHOLE_ROWS} --llm-dp 4 "
+                       f"--llm-ep 4 --moe-token-dispatcher-type {dispatcher}")
+    found = predicted(config, 4, [SampleSize(4096)] * 64)
     assert found.step_s * 1000 == pytest.approx(step_ms, rel=0.05)
     assert found.memory_gib == pytest.approx(peak_gib, rel=0.08)
 
@@ -185,17 +177,17 @@ def test_experts_on_several_ranks_that_were_measured(rows, dispatcher, step_ms, 
 @pytest.mark.parametrize("gemm", ["packed", "cutlass", "separate"])
 def test_the_host_launches_kernels_of_the_experts_of_a_rank(gemm: str) -> None:
     # So little work that the host is the limit.
-    config = parse([*QWEN_MOE, "--seq-length", "64", "--moe-gemm", gemm])
-    costs, least = Costs(config, Profile(GPUS["H200"])), HOST_EXPERTS_S["packed"]
+    costs = Costs(config_of(f"{QWEN_MOE} --seq-length 64 --moe-gemm {gemm}"), H200)
+    least = HOST_EXPERTS_S["packed"]
     for ep, share in ((1, 1.0), (2, 0.5), (8, 0.125)):
         moved = costs.language(1, 1, ep).forward_s - (HOST_FORWARD_S + least / 3) - (ep > 1) * HOST_EXCHANGE_S / 3
         assert moved == pytest.approx((HOST_EXPERTS_S[gemm] - least) * share / 3, abs=60e-6)
 
 
 def test_recomputed_parts_take_time_and_give_memory() -> None:
-    def cost(modules: str, *flags: str) -> tuple[float, float]:
-        recompute = ("--recompute", "selective", "--recompute-modules", modules) if modules else ()
-        found = Costs(parse([*QWEN_MOE, *flags, *recompute]), Profile(GPUS["H200"])).language(1, 4)
+    def cost(modules: str) -> tuple[float, float]:
+        recompute = f"--recompute selective --recompute-modules {modules}" if modules else ""
+        found = Costs(config_of(f"{QWEN_MOE} {recompute}"), H200).language(1, 4)
         return found.layer_bytes, found.backward_s
 
     (whole, time), (attention, _) = cost(""), cost("core_attn")
@@ -209,10 +201,8 @@ def test_recomputed_parts_take_time_and_give_memory() -> None:
 
 
 def test_the_encoder_gets_numbers_of_ranks_that_the_trainer_takes() -> None:
-    config = parse([*presets.PRESETS["10b-even"], *WHOLE_ROWS, "--bf16", "--train-iters", "1",
-                    "--global-batch-size", "768"])
-    costs = Costs(config, Profile(GPUS["H200"]))
-    search = Search(config, costs, [SampleSize(2000, (144,))] * 8, 264)
+    config = config_of(f"{WHOLE_ROWS} --global-batch-size 768", "10b-even")
+    search = Search(config, Costs(config, H200), [SampleSize(2000, (144,))] * 8, 264)
     sizes = search._encoder_sizes()
     # 13 would be the encoder's share, but 251 ranks divide neither 768 samples nor 40 layers.
     assert sizes == [8, 24]
@@ -223,15 +213,14 @@ def test_the_encoder_gets_numbers_of_ranks_that_the_trainer_takes() -> None:
 
 @pytest.mark.parametrize(("gpus", "tried"), [(8, {2, 4, 8}), (64, {4, 8, 16})])
 def test_expert_parallelism_is_about_as_large_as_a_node(gpus: int, tried: set[int]) -> None:
-    config = parse([*QWEN_MOE, "--global-batch-size", "64"])
-    search = Search(config, Costs(config, Profile(GPUS["H200"])), [SampleSize(4096)], gpus)
+    config = config_of(f"{QWEN_MOE} --global-batch-size 64")
+    search = Search(config, Costs(config, H200), [SampleSize(4096)], gpus)
     assert {layout.llm_ep for layout in search._language(1, gpus, 1)} == tried
 
 
 def test_experts_of_other_nodes_take_the_network_and_layers_without_experts_nothing() -> None:
-    config = parse("""--model-provider nemotron-moe-vlm-54l --dataset-provider mock --mock-images-max 0 --bf16
-    --seq-length 16384 --global-batch-size 64 --train-iters 1""".split())
-    costs = Costs(config, Profile(GPUS["H200"]))
+    costs = Costs(config_of("""--model-provider nemotron-moe-vlm-54l --dataset-provider mock --mock-images-max 0
+    --seq-length 16384 --global-batch-size 64"""), H200)
     gpu, routed = GPUS["H200"], 16384 * 6 * 2688 * 2 / 16
     weights_s = sum(math.prod(shape.shape) * shape.count for shape in costs.shapes["language"]
                     if shape.split == "expert") / 54 * EXPERT_READ_BYTES / (GRADIENT_GB_S * 1e9)
@@ -244,34 +233,28 @@ def test_experts_of_other_nodes_take_the_network_and_layers_without_experts_noth
 
 
 def test_weights_gradients_and_moments_are_18_bytes_of_a_parameter_and_shards_12_less() -> None:
-    config = parse([*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1", "--layout", "homogeneous",
-                    "--llm-dp", "2"])
-    layout = validate(config, 2)
-    step = Step(config, layout, Costs(config, Profile(GPUS["H200"])))
+    config = config_of("--layout homogeneous --llm-dp 2", "10b-even")
+    step = step_of(config, 2)
     ((_, place),) = step.places()
     parameters = sum(count for each in place for count, _ in step.parameters(*each))
     assert sum(step.state_bytes(*each) for each in place) == pytest.approx(parameters * (2 + 4 + 12 / 2))
-    one = replace(config, optim=replace(config.optim, use_distributed_optimizer=False))
-    assert sum(Step(one, layout, step.costs).state_bytes(*each) for each in place) == pytest.approx(18 * parameters)
+    one = Step(replace(config, optim=replace(config.optim, use_distributed_optimizer=False)), step.layout, step.costs)
+    assert sum(one.state_bytes(*each) for each in place) == pytest.approx(18 * parameters)
 
 
 def test_balanced_windows_are_not_slower_than_images_in_order() -> None:
-    profile = Profile(GPUS["H200"])
-    flags = "--layout colocated --encoder-dp 2 --llm-pp 2 --encoder-window 2"
-    assert predicted("10b-uneven", flags, profile).step_s < predicted(
-        "10b-uneven", f"{flags} --no-encoder-balance", profile).step_s
+    free, in_order, budget = (predicted_preset("10b-uneven", f"{PP2} --encoder-window 2 {more}") for more in (
+        "", "--no-encoder-balance", "--encoder-activation-gib 5"))
+    assert free.step_s < in_order.step_s
     # A smaller budget of activations takes less memory and more time.
-    budget = predicted("10b-uneven", f"{flags} --encoder-activation-gib 5", profile)
-    free = predicted("10b-uneven", flags, profile)
     assert budget.memory_gib < free.memory_gib - 10 and budget.step_s > free.step_s
     assert free.encoder_gib * GIB > 20e9
 
 
 @pytest.mark.parametrize("given", ["--recompute selective", "--recompute full --recompute-num-layers 8"])
 def test_a_run_with_recomputation_of_its_own_still_gets_a_budget_for_images(given: str) -> None:
-    config = parse([*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1", *given.split()])
-    costs = Costs(config, Profile(replace(GPUS["H200"], memory_gib=120.0)))
-    found = Search(config, costs, draw_samples(config, costs.provider, 24), 2).run()
+    config = config_of(given, "10b-uneven")
+    found = searched(config, 2, drawn(config, 24), Profile(replace(GPUS["H200"], memory_gib=120.0)))
     fitting = [each.config for each in found if each.fits]
     assert any(each.layout.encoder_activation_gib is not None for each in fitting)
     assert any(each.model.encoder_recompute == "full" and each.layout.encoder_window is None for each in fitting)
@@ -320,10 +303,8 @@ def test_all_layers_of_a_hybrid_model_are_recomputed_or_none() -> None:
 
 
 def test_a_frozen_encoder_gets_no_budget_and_keeps_its_layouts() -> None:
-    config = parse([*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1", "--freeze", "vision,projector",
-                    *WHOLE_ROWS])
-    costs = Costs(config, Profile(replace(GPUS["H200"], memory_gib=90.0)))
-    found = Search(config, costs, draw_samples(config, costs.provider, 24), 2).run()
+    config = config_of(f"--freeze vision,projector {WHOLE_ROWS}", "10b-uneven")
+    found = searched(config, 2, drawn(config, 24), Profile(replace(GPUS["H200"], memory_gib=90.0)))
     windows = [each.config for each in found if each.config.layout.encoder_window is not None and each.fits]
     assert any(each.model.recompute == "full" for each in windows)
     for each in found:
@@ -331,18 +312,15 @@ def test_a_frozen_encoder_gets_no_budget_and_keeps_its_layouts() -> None:
 
 
 def test_the_search_has_every_kind_and_more_gpus_are_faster() -> None:
-    config = parse([*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1"])
-    costs = Costs(config, Profile(GPUS["H200"]))
-    samples = draw_samples(config, costs.provider, 12)
+    config = config_of("", "10b-even")
     best = []
     for gpus in (2, 4):
-        found = Search(config, costs, samples, gpus).run()
+        found = searched(config, gpus, drawn(config, 12))
         assert {each.kind for each in found} == {"homogeneous", "colocated", "disjoint"}
         assert all(each.fits is (each.prediction.memory_gib <= USABLE * 134.5) for each in found)
         for each in found[:5]:
-            again = parse([*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1", *each.flags.split()])
-            assert (again.layout, again.train.micro_batch_size) == (each.config.layout,
-                                                                    each.config.train.micro_batch_size)
+            again, given = config_of(each.flags, "10b-even"), each.config
+            assert (again.layout, again.train.micro_batch_size) == (given.layout, given.train.micro_batch_size)
         cuts = [each.config.layout.llm_pp_layout for each in found if each.kind == HOMOGENEOUS]
         assert any(cut for cut in cuts), "uneven cuts are among them"
         best.append(found[0].prediction.step_s)
@@ -350,22 +328,20 @@ def test_the_search_has_every_kind_and_more_gpus_are_faster() -> None:
 
 
 def test_packed_rows_are_one_a_microbatch() -> None:
-    config = parse("""--model-provider nemotron-moe-vlm-tiny --dataset-provider mock --mock-packed-length 512
-    --seq-length 512 --mock-image-size 64 --global-batch-size 8 --bf16 --train-iters 1""".split())
-    costs = Costs(config, Profile(GPUS["H200"]))
-    samples = draw_samples(config, costs.provider, 16)
+    config = config_of("""--model-provider nemotron-moe-vlm-tiny --dataset-provider mock --mock-packed-length 512
+    --seq-length 512 --mock-image-size 64 --global-batch-size 8""")
+    samples = drawn(config, 16)
     assert all(sample.is_packed and 300 < sample.num_tokens <= 512 for sample in samples)
-    assert {each.config.train.micro_batch_size for each in Search(config, costs, samples, 2).run()} == {1}
+    assert {each.config.train.micro_batch_size for each in searched(config, 2, samples)} == {1}
 
 
 def test_many_gpus_leave_out_only_what_cannot_be_among_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = parse([*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1", "--global-batch-size", "96"])
-    costs = Costs(config, Profile(GPUS["H200"]))
-    samples = draw_samples(config, costs.provider, 48)
-    search = Search(config, costs, samples, 24)
+    config = config_of("--global-batch-size 96", "10b-uneven")
+    samples = drawn(config, 48)
+    search = Search(config, Costs(config, H200), samples, 24)
     short = search.run()
     monkeypatch.setattr(Found, "is_hopeless", lambda *_: False)
-    whole = Search(config, costs, samples, 24).run()
+    whole = searched(config, 24, samples)
     assert len(whole) == len(short) + search.slow and search.slow > len(whole) / 8
     assert [each.flags for each in short[:BEST]] == [each.flags for each in whole[:BEST]]
     for kind in {each.kind for each in whole}:
@@ -375,17 +351,15 @@ def test_many_gpus_leave_out_only_what_cannot_be_among_the_best(monkeypatch: pyt
 
 def test_what_the_trainer_refuses_keeps_no_other_layout_out(monkeypatch: pytest.MonkeyPatch) -> None:
     # Sequence parallelism cannot divide an odd length, and layouts with tensor parallelism have it.
-    config = parse([*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1", "--global-batch-size", "96",
-                    "--seq-length", "4095"])
-    costs = Costs(config, Profile(GPUS["H200"]))
-    samples = draw_samples(config, costs.provider, 48)
-    search = Search(config, costs, samples, 24)
+    config = config_of("--global-batch-size 96 --seq-length 4095", "10b-uneven")
+    samples = drawn(config, 48)
+    search = Search(config, Costs(config, H200), samples, 24)
     found = search.run()
     assert len(found) > BEST and search.refused and all(each.config.layout.llm_tp == 1 for each in found)
     for each in found:
         validate(replace(each.config, train=replace(each.config.train, dry_run=True)), 24)
     monkeypatch.setattr(Found, "is_hopeless", lambda *_: False)
-    whole = Search(config, costs, samples, 24).run()
+    whole = searched(config, 24, samples)
     assert [each.flags for each in found[:BEST]] == [each.flags for each in whole[:BEST]]
 
 
@@ -399,19 +373,16 @@ def test_a_data_set_that_refuses_every_layout_says_why(capsys, monkeypatch):
 
 
 def test_a_plan_refuses_experts_that_are_split(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--gpus", "2", *QWEN_MOE, "--llm-tp", "2", "--sequence-parallel", "--llm-expt-tp", "2"]) == 2
+    flags = f"{QWEN_MOE} --bf16 --train-iters 1 --llm-tp 2 --sequence-parallel --llm-expt-tp 2"
+    assert main(["plan", "--gpus", "2", *flags.split()]) == 2
     assert "mimo plan does not support --llm-expt-tp 2" in capsys.readouterr().err
 
 
 def test_pixels_of_the_first_windows_take_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = parse([*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1", *PP2.split()])
-    costs = Costs(config, Profile(GPUS["H200"]))
-    step = Step(config, validate(config, 2), costs)
+    step, sizes = (step_of(config_of(PP2, preset), 2) for preset in ("10b-even", "10b-uneven"))
     image = 3 * 672 * 672 * 2
     # While a pipeline of two stages fills, windows of one, one and two microbatches travel, with five images in each.
-    assert image_bytes(step, step.batches(draw_samples(config, costs.provider, 12)))[:2] == (20 * image, 10 * image)
-    packed = parse([*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1", *PP2.split()])
-    sizes = Step(packed, validate(packed, 2), Costs(packed, Profile(GPUS["H200"])))
+    assert image_bytes(step, step.batches(drawn(step.config, 12)))[:2] == (20 * image, 10 * image)
     assert image_bytes(sizes, [[[[SampleSize(100, (144, 36))]]] * 12])[:2] == (5 * image, 2.5 * image)
     monkeypatch.setattr("mimo.planner.activations.has_eight_bit_pixels", lambda config, provider: True)
     assert image_bytes(sizes, [[[[SampleSize(100, (144, 36))]]] * 12])[:2] == (2.5 * image, 1.25 * image)
@@ -428,28 +399,24 @@ LONG_ROWS = [
 @pytest.mark.parametrize(("gpus", "layout", "length", "recomputed", "measured"), LONG_ROWS)
 def test_memory_of_long_videos_is_near_what_was_measured(gpus, layout, length, recomputed, measured):
     """Norms of queries and keys, projectors of a frozen tower and features were missing once: up to 13 GiB."""
-    frames = str((length - 600) // 196 * 2)
-    flags = [*presets.PRESETS["long-video"], "--bf16", "--seq-length", str(length), "--mock-video-min-frames", frames,
-             "--mock-video-frames", frames, "--global-batch-size", "1", "--train-iters", "1", "--layout", "colocated",
-             "--encoder-dp", str(gpus), "--encoder-window", "1", *layout.split()]
-    if recomputed:
-        flags += ["--recompute", "full", "--recompute-num-layers", str(recomputed)]
-    config = parse(flags)
-    costs = Costs(config, Profile(GPUS["H200"]))
-    found = predict(config, validate(config, gpus), costs, draw_samples(config, costs.provider, 1)).memory_gib
+    frames = (length - 600) // 196 * 2
+    recompute = f"--recompute full --recompute-num-layers {recomputed}" if recomputed else ""
+    config = config_of(f"""--seq-length {length} --mock-video-min-frames {frames} --mock-video-frames {frames}
+    --global-batch-size 1 --layout colocated --encoder-dp {gpus} --encoder-window 1 {layout} {recompute}""",
+                       "long-video")
+    found = predicted(config, gpus, drawn(config, 1)).memory_gib
     assert abs(found - measured) < 0.05 * measured and found > measured - 2
 
 
 def test_a_homogeneous_layout_without_stages_reaches_its_bound() -> None:
-    alone = predicted("10b-even", "--layout homogeneous", Profile.load(PROFILE), gpus=1)
+    alone = predicted_preset("10b-even", "--layout homogeneous", Profile.load(PROFILE), gpus=1)
     assert alone.bound_s == pytest.approx(alone.step_s)
 
 
 @pytest.mark.parametrize(("images", "row"), [((144,) * 7, 4096), ((16,), 3072)])
 def test_the_bound_of_a_colocated_pipeline_is_that_of_the_formula(images: tuple[int, ...], row: int) -> None:
-    config = parse([*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1", *PP2.split()])
-    costs = Costs(config, Profile(GPUS["H200"]))
-    step = Step(config, validate(config, 2), costs)
+    step = step_of(config_of(PP2, "10b-uneven"), 2)
+    costs = step.costs
     # 12 microbatches in 8 windows: two of one microbatch at both ends, four of two between them.
     # Rows of 3000 tokens of text and these images are multiples of 256 tokens.
     encoder, cost = costs.encoder("vision", 1), costs.language(1, 1, length=row)
@@ -467,11 +434,9 @@ def test_the_bound_of_a_colocated_pipeline_is_that_of_the_formula(images: tuple[
 
 @pytest.mark.parametrize("balance", ["", "--no-encoder-balance"])
 def test_images_of_tiles_are_dealt_to_replicas_whole_as_the_trainer_deals_them(balance: str) -> None:
-    config = parse(f"""--model-provider llava_next --dataset-provider mock --mock-image-size 600 --seq-length 4096
-    --global-batch-size 12 --bf16 --train-iters 1 --layout colocated --encoder-dp 2 --llm-pp 2 --encoder-window 2
-    {balance}""".split())
-    costs = Costs(config, Profile(GPUS["H200"]))
-    step = Step(config, validate(config, 2), costs)
+    config = config_of(f"""--model-provider llava_next --dataset-provider mock --mock-image-size 600 --seq-length 4096
+    --global-batch-size 12 {PP2} --encoder-window 2 {balance}""")
+    step = step_of(config, 2)
     each = config.model_family.num_patches
     rng = random.Random(0)
     samples = [SampleSize(100, (each,) * sum(tiles), tiles=tiles) for tiles in (
@@ -484,7 +449,7 @@ def test_images_of_tiles_are_dealt_to_replicas_whole_as_the_trainer_deals_them(b
     owners = ([deal_in_order(images, 2) for images in work] if balance
               else deal_iteration(work, dealt.schedule, 2, backward=BACKWARD_COST))
     tile_s = step.encoder_s("forward", step.layout.encoders[0], [each], calls=0)
-    call_s = costs.encoder("vision", 1).forward.call_s
+    call_s = step.costs.encoder("vision", 1).forward.call_s
     expected = []
     for images, replicas in zip(work, owners, strict=True):
         shares = [[cost for cost, owner in zip(images, replicas, strict=True) if owner == each] for each in range(2)]
@@ -493,11 +458,8 @@ def test_images_of_tiles_are_dealt_to_replicas_whole_as_the_trainer_deals_them(b
 
 
 def test_samples_say_which_tiles_belong_to_an_image() -> None:
-    config = parse("""--model-provider llava_next --dataset-provider mock --mock-image-size 600 --mock-images-mean 2
-    --mock-images-max 4 --mock-images-cv 0.5 --mock-image-size 400 --mock-image-size-cv 0.6 --seq-length 4096
-    --train-iters 1""".split())
-    provider = Costs(config, Profile(GPUS["H200"])).provider
-    samples = draw_samples(config, provider, 20)
+    samples = drawn(config_of("""--model-provider llava_next --dataset-provider mock --mock-images-mean 2
+    --mock-images-max 4 --mock-images-cv 0.5 --mock-image-size 400 --mock-image-size-cv 0.6 --seq-length 4096"""), 20)
     assert len({tiles for sample in samples for tiles in sample.tiles}) > 1
     for sample in samples:
         assert [len(image) for image in sample.whole_images] == list(sample.tiles)
@@ -516,9 +478,8 @@ def test_cuts_leave_the_first_stage_room_for_the_encoder() -> None:
 
 def test_a_cut_that_fits_is_tried_where_the_fastest_ones_do_not() -> None:
     # Balanced, this encoder leaves the first stage three layers, and the second one needs more memory than there is.
-    config = parse([*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1"])
-    samples = draw_samples(config, registry.model_provider("llava"), 48)
-    found = Search(config, Costs(config, Profile.load(PROFILE)), samples, 2).run()
+    config = config_of("", "10b-uneven")
+    found = searched(config, 2, drawn(config, 48), Profile.load(PROFILE))
     pipelines = [each for each in found if each.kind == HOMOGENEOUS and "--llm-pp-layout" in each.flags]
     assert not any(each.fits for each in pipelines if "--llm-pp-layout 3,37" in each.flags)
     best = next(each for each in pipelines if each.fits)
@@ -526,26 +487,24 @@ def test_a_cut_that_fits_is_tried_where_the_fastest_ones_do_not() -> None:
 
 
 def test_a_plan_has_cuda_graphs_where_they_pay_and_may_be_used() -> None:
-    def flags_of(*more: str) -> list[str]:
-        config = parse([*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1", *more])
-        samples = draw_samples(config, registry.model_provider("llava"), 48)
-        found = Search(config, Costs(config, Profile.load(PROFILE)), samples, 2).run()
+    def flags_of(more: str) -> list[str]:
+        config = config_of(more, "10b-uneven")
+        found = searched(config, 2, drawn(config, 48), Profile.load(PROFILE))
         assert len({each.flags.replace(" --cuda-graphs", "") for each in found}) == len(found), "each layout once"
         return [each.flags for each in found if each.fits]
 
-    short, whole = flags_of(), flags_of("--row-lengths", "1")
+    short, whole = flags_of(""), flags_of(WHOLE_ROWS)
     assert short[0].startswith("--layout colocated") and "--llm-tp 2" in short[0] and "--cuda-graphs" in short[0]
     assert any("--llm-pp 2" in each and "--cuda-graphs" not in each for each in short)
     assert len([each for each in short if "--cuda-graphs" in each]) > len([each for each in whole if "graphs" in each])
-    for refused in (("--transformer-impl", "local"), ("--attention-dropout", "0.1")):
-        assert not any("--cuda-graphs" in each for each in flags_of(*refused))
+    for refused in ("--transformer-impl local", "--attention-dropout 0.1"):
+        assert not any("--cuda-graphs" in each for each in flags_of(refused))
 
 
 def test_a_plan_gathers_tokens_where_that_sends_less() -> None:
-    def found(*flags: str) -> dict[int, Candidate]:
-        config = parse([*QWEN_MOE, "--micro-batch-size", "4", "--global-batch-size", "64", *flags])
-        search = Search(config, Costs(config, Profile(GPUS["H200"])), [SampleSize(4096)] * 64, 4)
-        return {each.config.layout.llm_ep: each for each in reversed(search.run())
+    def found(flags: str = "") -> dict[int, Candidate]:
+        config = config_of(f"{QWEN_MOE} --micro-batch-size 4 --global-batch-size 64 {flags}")
+        return {each.config.layout.llm_ep: each for each in reversed(searched(config, 4, [SampleSize(4096)] * 64))
                 if each.config.train.micro_batch_size == 4 and each.config.layout.llm_dp == 4}
 
     def gathers(candidate: Candidate) -> bool:
@@ -553,16 +512,16 @@ def test_a_plan_gathers_tokens_where_that_sends_less() -> None:
 
     # A token goes to 8 experts and back in two bytes, or to 4 ranks in two and back in four.
     assert {ep: gathers(each) for ep, each in found().items()} == {1: False, 2: True, 4: True}
-    assert {ep: gathers(each) for ep, each in found("--moe-router-topk", "4").items()} == {1: False, 2: True, 4: False}
+    assert {ep: gathers(each) for ep, each in found("--moe-router-topk 4").items()} == {1: False, 2: True, 4: False}
     # Rows would have the length of --seq-length.
-    assert not any(map(gathers, found("--row-lengths", "4").values()))
-    given = found("--moe-token-dispatcher-type", "allgather")[4]
+    assert not any(map(gathers, found("--row-lengths 4").values()))
+    given = found("--moe-token-dispatcher-type allgather")[4]
     assert not gathers(given) and given.prediction == found()[4].prediction
 
 
 def test_a_plan_gathers_tokens_within_a_node_only() -> None:
-    config = parse([*QWEN_MOE, "--moe-router-topk", "32"])
-    search = Search(config, Costs(config, Profile(GPUS["H200"])), [SampleSize(4096)], 16)
+    config = config_of(f"{QWEN_MOE} --moe-router-topk 32")
+    search = Search(config, Costs(config, H200), [SampleSize(4096)], 16)
     for ep, tried in ((1, 0), (8, 1), (16, 0)):
         run = replace(config, layout=replace(config.layout, llm_dp=16, llm_ep=ep))
         assert len(list(search._with_gathered_tokens(run))) == tried
@@ -570,31 +529,26 @@ def test_a_plan_gathers_tokens_within_a_node_only() -> None:
 
 def test_a_plan_expects_nothing_of_graphs_where_ranks_exchange_tokens() -> None:
     flags = """--model-provider causal_lm --num-layers 8 --hidden-size 2048 --num-attention-heads 32 --vocab-size 32000
-        --num-experts 16 --moe-ffn-hidden-size 768 --dataset-provider mock --mock-text-only-fraction 1 --bf16
-        --seq-length 512 --global-batch-size 8 --train-iters 1""".split()
-    config = parse(flags)
-    found = Search(config, Costs(config, Profile(GPUS["H200"])), [SampleSize(512)] * 8, 2).run()
+        --num-experts 16 --moe-ffn-hidden-size 768 --dataset-provider mock --mock-text-only-fraction 1
+        --seq-length 512 --global-batch-size 8"""
+    found = searched(config_of(flags), 2, [SampleSize(512)] * 8)
     split, whole = ([each.flags for each in found if ("--llm-ep" in each.flags) == is_split]
                     for is_split in (True, False))
     assert split and not any("--cuda-graphs" in each for each in split)
     assert any("--cuda-graphs" in each for each in whole)
-
-    def step_s(*more: str) -> float:
-        config = parse([*flags, "--llm-dp", "2", "--llm-ep", "2", *more])
-        return predict(config, validate(config, 2), Costs(config, Profile(GPUS["H200"])), [SampleSize(512)]).step_s
-
-    assert step_s("--cuda-graphs") == step_s()
+    graphs, plain = (predicted(config_of(f"{flags} --llm-dp 2 --llm-ep 2 {more}"), 2, [SampleSize(512)]).step_s
+                     for more in ("--cuda-graphs", ""))
+    assert graphs == plain
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_short_rows_wait_for_the_host_unless_graphs_launch_their_kernels(tp: int) -> None:
-    def passes_s(length: int, *more: str) -> float:
-        config = parse(f"""--model-provider causal_lm --num-layers 8 --hidden-size 2048 --num-attention-heads 32
-            --ffn-hidden-size 6144 --vocab-size 32000 --dataset-provider mock --mock-text-only-fraction 1 --bf16
-            --seq-length {length} --max-position-embeddings {length} --global-batch-size 4 --train-iters 1
-            --llm-tp {tp} {"--sequence-parallel" if tp > 1 else ""} {" ".join(more)}""".split())
-        costs = Costs(config, Profile(GPUS["H200"]))
-        parts = predict(config, validate(config, tp), costs, [SampleSize(length)]).parts_s
+    def passes_s(length: int, more: str = "") -> float:
+        config = config_of(f"""--model-provider causal_lm --num-layers 8 --hidden-size 2048 --num-attention-heads 32
+            --ffn-hidden-size 6144 --vocab-size 32000 --dataset-provider mock --mock-text-only-fraction 1
+            --seq-length {length} --max-position-embeddings {length} --global-batch-size 4 --llm-tp {tp}
+            {"--sequence-parallel" if tp > 1 else ""} {more}""")
+        parts = predicted(config, tp, [SampleSize(length)]).parts_s
         return parts["passes"] + parts.get("waiting", 0.0)
 
     launches = 4 * 8 * sum(LAUNCH_S[tp > 1])
@@ -603,21 +557,19 @@ def test_short_rows_wait_for_the_host_unless_graphs_launch_their_kernels(tp: int
 
 
 def test_overlapped_collectives_leave_fewer_microbatches_with_graphs() -> None:
-    def launch_s(*more: str) -> float:
-        config = parse([*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1", "--global-batch-size", "4",
-                        "--layout", "homogeneous", *more])
-        return Step(config, validate(config, 1), costs).launch_s("forward", 0, 256)
+    def launch_s(more: str = "") -> float:
+        config = config_of(f"--global-batch-size 4 --layout homogeneous {more}", "10b-even")
+        return step_of(config, 1).launch_s("forward", 0, 256)
 
-    costs = Costs(parse([*presets.PRESETS["10b-even"], "--bf16"]), Profile(GPUS["H200"]))
     plain = launch_s()
     assert plain == pytest.approx(40 * LAUNCH_S[False][0]) and launch_s("--cuda-graphs") == 0
     for flags, share in (("--overlap-grad-reduce", 1 / 4), ("--overlap-grad-reduce --overlap-param-gather", 1 / 2)):
-        assert launch_s("--cuda-graphs", *flags.split()) == pytest.approx(share * plain)
+        assert launch_s(f"--cuda-graphs {flags}") == pytest.approx(share * plain)
 
 
 @pytest.mark.parametrize(("host_bound", "ratio"), [(0.0, 3.0), (0.5, 2.0), (1.0, 1.0)])
 def test_a_profile_of_a_gpu_that_waited_says_little_about_graphs(host_bound: float, ratio: float) -> None:
-    config = parse([*presets.PRESETS["10b-even"], "--bf16"])
+    config = config_of("", "10b-even")
     measured = Ratios(1, 1, forward=3.0, backward=3.0, host_bound=host_bound)
     plain, profiled = (Costs(config, Profile(GPUS["H200"], modules=modules)).language(1, 1, graphs=1.0)
                        for modules in ({}, {"language": [measured]}))
@@ -634,39 +586,29 @@ def test_a_plan_file_has_layouts_with_and_without_graphs(tmp_path: Path) -> None
 
 
 def test_an_encoder_that_runs_ahead_does_not_wait_for_gradients() -> None:
-    config = parse([*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1", "--llm-pp", "2"])
-    costs, samples = Costs(config, Profile(GPUS["H200"])), [SampleSize(1500, (144,) * 9)] * 12
-    found = {}
-    for ahead in (0, 2):
-        run = replace(config, layout=replace(config.layout, encoder_run_ahead=ahead))
-        found[ahead] = predict(run, validate(run, 3), costs, samples)
+    samples = [SampleSize(1500, (144,) * 9)] * 12
+    plain, ahead = (predicted(config_of(f"--llm-pp 2 --encoder-run-ahead {number}", "10b-even"), 3, samples)
+                    for number in (0, 2))
     # The encoder is the slowest stage; it has two microbatches more in flight.
-    assert found[2].step_s < found[0].step_s and found[2].memory_gib > found[0].memory_gib
-    assert found[2].parts_s["encoding"] == pytest.approx(found[0].parts_s["encoding"])
-    assert found[2].parts_s["waiting"] < 0.8 * found[0].parts_s["waiting"]
+    assert ahead.step_s < plain.step_s and ahead.memory_gib > plain.memory_gib
+    assert ahead.parts_s["encoding"] == pytest.approx(plain.parts_s["encoding"])
+    assert ahead.parts_s["waiting"] < 0.8 * plain.parts_s["waiting"]
 
 
 def test_experts_are_on_fewer_ranks_than_the_rest() -> None:
-    flags = """--model-provider causal_lm --dataset-provider mock --mock-text-only-fraction 1 --num-experts 8
-    --moe-ffn-hidden-size 64 --llm-dp 4 --llm-ep 2 --bf16 --train-iters 1""".split()
-    config = parse(flags)
-    layout = validate(config, 4)
-    step = Step(config, layout, Costs(config, Profile(GPUS["H200"])))
-    (dense, four), (experts, two) = step.parameters("language", layout.language, 0)
+    step = step_of(config_of("""--model-provider causal_lm --dataset-provider mock --mock-text-only-fraction 1
+    --num-experts 8 --moe-ffn-hidden-size 64 --llm-dp 4 --llm-ep 2"""), 4)
+    (dense, four), (experts, two) = step.parameters("language", step.layout.language, 0)
     assert (four, two) == (4, 2) and dense > 0 and experts > 0
-    assert step.state_bytes("language", layout.language, 0) == dense * (6 + 12 / 4) + experts * (6 + 12 / 2)
+    assert step.state_bytes("language", step.layout.language, 0) == dense * (6 + 12 / 4) + experts * (6 + 12 / 2)
 
 
 def test_large_layouts_are_predicted_from_some_of_their_lanes() -> None:
-    config = parse([*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1", "--global-batch-size", "1024",
-                    "--layout", "homogeneous", "--llm-tp", "2", "--sequence-parallel"])
-    costs = Costs(config, Profile(GPUS["H200"]))
-    samples = [SampleSize(1500, (144,) * 5)] * 64
     times = []
     for dp in (4, 64):
-        run = replace(config, layout=replace(config.layout, llm_dp=dp), train=replace(
-            config.train, global_batch_size=16 * dp))
-        found = predict(run, validate(run, 2 * dp), costs, samples)
+        config = config_of(f"--global-batch-size {16 * dp} --layout homogeneous --llm-dp {dp} --llm-tp 2 "
+                           "--sequence-parallel", "10b-even")
+        found = predicted(config, 2 * dp, [SampleSize(1500, (144,) * 5)] * 64)
         times.append(found.parts_s["passes"])
         assert found.tokens_per_s == pytest.approx(16 * 2220 / found.step_s / 2)
     assert times[0] == pytest.approx(times[1])
@@ -718,33 +660,29 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
 
 def test_the_plan_of_a_run_says_how_much_memory_it_takes() -> None:
-    def line(preset: str, *flags: str) -> str:
-        config = parse([*presets.PRESETS[preset], "--bf16", "--train-iters", "1", *flags])
+    def line(flags: str) -> str:
+        config = config_of(flags, "10b-even")
         return memory_line(config, validate(config, 2))
 
-    flags = f"{PP2} --encoder-window 1".split()
-    found = predicted("10b-even", " ".join(flags), Profile(GPUS["H200"]))
-    assert line("10b-even", *flags) == (
+    flags = f"{PP2} --encoder-window 1"
+    found = predicted_preset("10b-even", flags)
+    assert line(flags) == (
         f"memory: about {found.memory_gib:.3g} GiB of tensors on the fullest rank (language stage 0 and vision), "
         f"{found.encoder_gib:.3g} GiB of them for images; on a GPU the driver and NCCL take about 5 GiB more; see mimo "
         "plan")
-    assert line("10b-even", "--recompute", "selective") != line("10b-even", "--recompute", "selective",
-                                                                "--recompute-modules", "mlp")
-
-    def needed(*flags: str) -> float:
-        return predicted("10b-even", " ".join(flags), Profile(GPUS["H200"])).memory_gib
-
+    assert line("--recompute selective") != line("--recompute selective --recompute-modules mlp")
     # The last stage is not the fullest with encoder windows. Long rows save more than the gradient's sum takes.
-    long = ("--layout", "homogeneous", "--llm-dp", "2", "--seq-length", "32768", "--max-position-embeddings", "32768",
-            "--mock-min-length", "16000", "--mock-max-length", "16000")
-    assert needed(*long, "--logits-chunk-size", "64") < needed(*long) - 0.5
-    assert line("10b-even", "--layout", "colocated", "--encoder-dp", "2", "--llm-cp", "2").startswith("memory: about")
+    long = """--layout homogeneous --llm-dp 2 --seq-length 32768 --max-position-embeddings 32768 --mock-min-length 16000
+    --mock-max-length 16000 """
+    chunked, whole = (predicted_preset("10b-even", long + more).memory_gib for more in ("--logits-chunk-size 64", ""))
+    assert chunked < whole - 0.5
+    assert line("--layout colocated --encoder-dp 2 --llm-cp 2").startswith("memory: about")
 
 
 def test_context_parallel_ranks_share_work_and_activations() -> None:
-    base = [*presets.PRESETS["10b-even"], "--bf16", "--train-iters", "1", "--layout", "colocated", "--encoder-dp", "4"]
-    config = parse([*base, "--llm-cp", "2", "--llm-dp", "2"])
-    costs = Costs(config, Profile(GPUS["H200"]))
+    step, other = (step_of(config_of(f"--layout colocated --encoder-dp 4 {flags}", "10b-even"), 4)
+                   for flags in ("--llm-cp 2 --llm-dp 2", "--llm-dp 4"))
+    config, costs = step.config, step.costs
     whole, part = costs.language(1, 1), costs.language(1, 1, 1, 2)
     for name in ("layer_bytes", "recomputed_bytes", "ends_bytes", "ends_forward_s"):
         assert vars(part)[name] == pytest.approx(vars(whole)[name] / 2), name
@@ -753,10 +691,7 @@ def test_context_parallel_ranks_share_work_and_activations() -> None:
     moved = config.train.seq_length / 2 * 2 * family.query_groups * family.head_dim * 2
     exchange = moved / (costs.gpu.link_gb_s * 1e9) + LATENCY_S
     assert part.forward_s == pytest.approx(max(whole.forward_s / 2, HOST_FORWARD_S) + exchange)
-    step = Step(config, validate(config, 4), costs)
-    assert step.transfer_s("any") - LATENCY_S == pytest.approx(
-        (Step(parse([*base, "--llm-dp", "4"]), validate(parse([*base, "--llm-dp", "4"]), 4), costs).transfer_s("any")
-         - LATENCY_S) / 2)
+    assert step.transfer_s("any") - LATENCY_S == pytest.approx((other.transfer_s("any") - LATENCY_S) / 2)
     # Weights are whole on each rank, states of the optimizer are shared by all four.
     assert step.state_bytes("language", step.layout.language, 0) == pytest.approx(
         sum(count * (2 + 4 + 12 / 4) for count, _ in step.parameters("language", step.layout.language, 0)))
@@ -776,10 +711,8 @@ def test_the_command_plans_for_the_context_parallelism_of_the_run(capsys: pytest
     "--encoder-dp 4 --llm-dp 2 --llm-tp 2 --sequence-parallel --encoder-window 2"])
 def test_lanes_of_different_rows_wait_for_each_other_at_windows_only(flags, monkeypatch):
     monkeypatch.setattr("mimo.planner.costs.LAUNCH_S", {False: (0.0, 0.0), True: (0.0, 0.0)})
-    config = parse([*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1", "--num-layers", "8",
-                    "--global-batch-size", "64", "--layout", "colocated", *flags.split()])
-    costs, rng = Costs(config, Profile(GPUS["H200"])), random.Random(1)
-    step = Step(config, validate(config, 4), costs)
+    config = config_of(f"--num-layers 8 --global-batch-size 64 --layout colocated {flags}", "10b-uneven")
+    step, rng = step_of(config, 4), random.Random(1)
     samples = [SampleSize(rng.choice((300, 3900)), (64,)) for _ in range(64)]
     batch = step.batches(samples)[0]
     programs = step.programs(batch)
@@ -799,10 +732,7 @@ def test_the_longest_rows_of_a_window() -> None:
 
 def test_the_lane_with_the_most_work_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mimo.planner.costs.LAUNCH_S", {False: (0.0, 0.0), True: (0.0, 0.0)})
-    config = parse([*presets.PRESETS["10b-uneven"], "--bf16", "--train-iters", "1", "--num-layers", "8",
-                    "--global-batch-size", "8", "--layout", "homogeneous", "--llm-dp", "8"])
-    costs = Costs(config, Profile(GPUS["H200"]))
-    step = Step(config, validate(config, 8), costs)
+    step = step_of(config_of("--num-layers 8 --global-batch-size 8 --layout homogeneous --llm-dp 8", "10b-uneven"), 8)
     short = [SampleSize(300, (16,))] * 7
     slow, fast = (simulate(step.programs([[[sample] for sample in [*short, last]]])).seconds
                   for last in (SampleSize(4000), short[0]))
