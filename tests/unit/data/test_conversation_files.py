@@ -3,40 +3,32 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pytest
-from PIL import Image
 from pyarrow import parquet
 from transformers import AutoTokenizer
 
 from data.conversation_files.files import FolderImages, open_file
 from data.conversation_files.prompts import provider as prompts
 from data.conversation_files.provider import Config, provider
-from data.energon.provider import Config as EnergonConfig
 from data.energon.provider import provider as energon
 from mimo.commands.main import main
 from mimo.config.cli import parse
 from mimo.protocols import DataRequest, RoutedDataProvider, Sample, TokenSpec
 from tests.support.chat_templates import QWEN25_TOOLS
+from tests.support.rows import are_same, for_shards, png, read_rows
 from tests.support.small_tokenizer import CHATML_TOKENS, IMAGE, text_of, write_tokenizer
 
 SIDE = 16
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:multiprocessing", "ignore:This DataLoader will create:UserWarning")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
@@ -50,12 +42,6 @@ def config(tokenizer: Path, tmp_path: Path) -> Config:
                   image_tiling="stretch", image_resample="bicubic", num_workers=0)
 
 
-def png(grey: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("L", (SIDE, SIDE), grey).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def request(lanes: int = 1, split: str = "train", seed: int = 3, image_token_id: int = IMAGE) -> DataRequest:
     tokens = TokenSpec(vocab_size=400, image_token_id=image_token_id, image_size=SIDE, num_channels=3)
     return DataRequest(tokens, lambda height, width: 5, lanes, 1, 64, seed, split)
@@ -67,37 +53,12 @@ def write_lines(path: Path, records: Sequence[Any]) -> Path:
 
 
 def read(config: Config, count: int, asks: DataRequest | None = None, lanes: Sequence[int] = (0,)) -> list[Sample]:
-    """The next rows of some lanes, lane by lane."""
-    asks = asks or request()
-    provider.validate(config, asks)
-    reader = provider.reader(config, asks, lanes)
-    reader.start()
-    try:
-        return [reader.read(lane) for lane in lanes for _ in range(count)]
-    finally:
-        reader.close()
+    return read_rows(provider, config, asks or request(), count, lanes)
 
 
-def read_shards(config: Config, folder: Path, count: int, split: str = "train") -> list[Sample]:
+def read_shards(config: Config, folder: Path, count: int, asks: DataRequest | None = None) -> list[Sample]:
     """The first rows of shards in stored order, under the same flags."""
-    values = {field.name: vars(config)[field.name] for field in fields(EnergonConfig)}
-    flags = EnergonConfig(**values | {"data_path": str(folder), "shuffle": False})
-    asks = request(split=split)
-    energon.validate(flags, asks)
-    reader = energon.reader(flags, asks, [0])
-    reader.start()
-    try:
-        return [reader.read(0) for _ in range(count)]
-    finally:
-        reader.close()
-
-
-def same(one: Sample, other: Sample) -> bool:
-    """Whether two rows are equal but for their names."""
-    assert one.images is not None and other.images is not None
-    return (np.array_equal(one.tokens, other.tokens) and np.array_equal(one.target_mask, other.target_mask)
-            and one.image_sizes == other.image_sizes and len(one.images) == len(other.images)
-            and all(map(np.array_equal, one.images, other.images)))
+    return read_rows(energon, for_shards(config, folder), asks or request(), count)
 
 
 def greys(row: Sample) -> list[int]:
@@ -164,7 +125,7 @@ def test_records_of_every_form_become_rows(tmp_path, config, record, text, level
     assert row.key == "train.jsonl/line:1" and row.skipped == ()
 
 
-def test_calls_of_tools_reach_the_chat_template(tmp_path, config):
+def test_calls_of_tools_reach_the_chat_template_from_files_and_shards(tmp_path, config):
     folder = write_tokenizer(tmp_path / "tools", special=CHATML_TOKENS, chat_template=QWEN25_TOOLS)
     call = {"name": "look", "arguments": {"at": "sky"}}
     tool = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
@@ -179,9 +140,12 @@ def test_calls_of_tools_reach_the_chat_template(tmp_path, config):
     config = replace(config, tokenizer=str(folder), prompt_format="tokenizer", shuffle=False)
     asks = replace(request(), seq_length=1000)
     one, other = read(config, 2, asks)
-    assert np.array_equal(one.tokens, other.tokens) and np.array_equal(one.target_mask, other.target_mask)
+    assert are_same(one, other)
     learned = AutoTokenizer.from_pretrained(folder).decode(one.tokens[one.target_mask])
     assert '"look"' in learned and "it is blue" in learned and "it is blue" != learned and "what?" not in learned
+    assert main(["convert-data", config.data_path, str(tmp_path / "shards")]) == 0
+    for row in read_shards(config, tmp_path / "shards", 2, asks):
+        assert are_same(row, one) and not row.skipped
 
 
 def test_a_list_holds_the_records_of_its_lines(tmp_path, config):
@@ -207,9 +171,10 @@ def test_a_pass_shuffles_all_records_and_deals_each_to_one_lane(tmp_path, config
     lines = [number_of(row) for row in rows]
     assert sorted(lines) == list(range(1, 401))
     # Half of the file's first half goes to each lane.
-    assert 60 < sum(line <= 200 for line in lines[:200]) < 140
-    assert read(config, 200, request(lanes=2), lanes=(1,))[7].key == rows[207].key, "as if it were read alone"
-    assert [number_of(row) for row in read(config, 200, request(lanes=2, seed=4))] != lines[:200]
+    assert 60 < sum(line <= 200 for line in lines[::2]) < 140
+    alone = read(config, 200, request(lanes=2), lanes=(1,))
+    assert [number_of(row) for row in alone] == lines[1::2]
+    assert [number_of(row) for row in read(config, 200, request(lanes=2, seed=4))] != lines[::2]
 
 
 def test_each_pass_over_a_small_file_has_its_own_order(tmp_path, config):
@@ -234,7 +199,7 @@ def test_a_lane_reads_on_where_it_stopped(tmp_path, config, flags):
     again.start()
     for _ in range(30):
         expected, row = reader.read(1), again.read(1)
-        assert row.key == expected.key and np.array_equal(row.tokens, expected.tokens) and greys(row) == greys(expected)
+        assert row.key == expected.key and are_same(row, expected)
 
 
 BAD = {
@@ -401,15 +366,19 @@ def mix(config: Config, text: str) -> Config:
     return replace(config, data_path=str(path))
 
 
+def mixed(config: Config, kind: str, images: int) -> Config:
+    """Mix 10 images, with this weight or so many repetitions, and 30 texts with 1."""
+    folder = Path(config.data_path).parent
+    write_lines(folder / "a.jsonl", [{"image": "1.png", "caption": "a"}] * 10)
+    write_lines(folder / "b.jsonl", [{"text": "b"}] * 30)
+    return mix(replace(config, image_folder=""), f"train:\n- {{path: a.jsonl, images: images, {kind}: {images}}}\n"
+               f"- {{path: b.jsonl, {kind}: 1}}\nval: [b.jsonl]\n")
+
+
 def test_files_are_mixed_by_weights_or_repetitions(tmp_path, config):
-    write_lines(tmp_path / "a.jsonl", [{"image": "1.png", "caption": "a"}] * 10)
-    write_lines(tmp_path / "b.jsonl", [{"text": "b"}] * 30)
-    files = "train:\n- {path: a.jsonl, images: images, %s}\n- {path: b.jsonl, %s}\nval: [b.jsonl]\n"
-    config = replace(config, image_folder="")
-    weighted = mix(config, files % ("weight: 3", "weight: 1"))
-    keys = [row.key.partition("/")[0] for row in read(weighted, 200)]
+    keys = [row.key.partition("/")[0] for row in read(mixed(config, "weight", 3), 200)]
     assert 120 < keys.count("a.jsonl") < 180
-    repeated = mix(config, files % ("repetitions: 2", "repetitions: 1"))
+    repeated = mixed(config, "repetitions", 2)
     keys = [row.key for row in read(repeated, 50)]
     assert {keys.count(key) for key in keys if key.startswith("a")} == {2}
     assert {keys.count(key) for key in keys if key.startswith("b")} == {1} and len(set(keys)) == 40
@@ -522,10 +491,7 @@ def test_tables_hold_the_records_of_json(tmp_path, config):
     assert greys(expected[13]) == [3] and text_of(config, expected[13]) == "<s>#what?\n[bbbb</s>]"
     saved, hub = write_saved(tmp_path / "saved"), write_hub(tmp_path / "hub")
     for path in (saved, saved / "train", hub, hub / "data"):
-        rows = read(replace(config, data_path=str(path)), 35)
-        for row, wanted in zip(rows, expected, strict=True):
-            assert np.array_equal(row.tokens, wanted.tokens) and np.array_equal(row.target_mask, wanted.target_mask)
-            assert greys(row) == greys(wanted)
+        assert all(map(are_same, read(replace(config, data_path=str(path)), 35), expected))
     keys = [row.key for row in read(replace(config, data_path=str(hub)), 21)]
     assert keys[0] == "hub/train-00000-of-00002.parquet/row:1" and keys[20].endswith("00001-of-00002.parquet/row:1")
     for path in (saved, hub):
@@ -601,10 +567,10 @@ def test_shards_hold_the_samples_of_the_files(tmp_path, config, capsys):
     assert f"line:{len(FORMS) + 2}: unknown form" in shown
     expected = read(config, len(FORMS))
     assert [greys(row) for row in expected] == [levels for _, _, levels in FORMS]
-    assert all(map(same, read_shards(config, out, len(FORMS)), expected))
-    config = replace(config, valid_data_path="")
-    expected = read(replace(config, valid_data_path=str(valid)), 3, request(split="valid"))
-    assert all(map(same, read_shards(config, out, 3, "valid"), expected))
+    assert all(map(are_same, read_shards(config, out, len(FORMS)), expected))
+    asks = request(split="valid")
+    expected, config = read(config, 3, asks), replace(config, valid_data_path="")
+    assert all(map(are_same, read_shards(config, out, 3, asks), expected))
     assert main(["convert-data", config.data_path, str(out)]) == 2
     assert f"error: {out}: is not empty" in capsys.readouterr().err
     assert main(["convert-data", config.data_path, str(tmp_path / "more"), *words, "--max-bad-samples", "1"]) == 2
@@ -612,36 +578,15 @@ def test_shards_hold_the_samples_of_the_files(tmp_path, config, capsys):
     assert f"--max-bad-samples 1: 2 records cannot be used; the last: {last}" in capsys.readouterr().err
 
 
-def test_tools_survive_in_shards(tmp_path, config):
-    folder = write_tokenizer(tmp_path / "tools", special=CHATML_TOKENS, chat_template=QWEN25_TOOLS)
-    tool = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
-    write_lines(tmp_path / "train.jsonl", [{"tools": [tool], "conversations": [
-        {"from": "human", "value": "?"}, {"from": "function_call", "value": '{"name": "look", "arguments": {}}'},
-        {"from": "observation", "value": "blue"}, {"from": "gpt", "value": "ah"}]}])
-    config = replace(config, tokenizer=str(folder), prompt_format="tokenizer")
-    assert main(["convert-data", config.data_path, str(tmp_path / "shards")]) == 0
-    rows = []
-    for source, flags in ((provider, config), (energon, EnergonConfig(
-            **{field.name: vars(config)[field.name] for field in fields(EnergonConfig)}
-            | {"data_path": str(tmp_path / "shards")}))):
-        reader = source.reader(flags, replace(request(), seq_length=1000), [0])
-        reader.start()
-        rows.append(reader.read(0))
-    assert same(*rows) and not rows[0].skipped
-
-
 @pytest.mark.parametrize("kind", ["weight", "repetitions"])
 def test_a_mix_becomes_a_blend_of_shards(tmp_path, config, kind):
-    write_lines(tmp_path / "a.jsonl", [{"image": "1.png", "caption": "a"}] * 10)
-    write_lines(tmp_path / "b.jsonl", [{"text": "b"}] * 30)
-    mixed = mix(replace(config, image_folder=""), f"train:\n- {{path: a.jsonl, images: images, {kind}: 3}}\n"
-                f"- {{path: b.jsonl, {kind}: 1}}\nval: [b.jsonl]\n")
-    assert main(["convert-data", mixed.data_path, str(tmp_path / "shards")]) == 0
+    config = mixed(config, kind, 3)
+    assert main(["convert-data", config.data_path, str(tmp_path / "shards")]) == 0
     path = tmp_path / "shards" / "blend.yaml"
-    rows = read_shards(replace(mixed, data_path=str(path)), path, 60)
+    rows = read_shards(config, path, 60)
     shown = sum(bool(row.images) for row in rows)
     assert (shown == 30) if kind == "repetitions" else 35 < shown < 55
-    assert energon.num_samples(EnergonConfig(data_path=str(path)), "valid") == 30
+    assert energon.num_samples(for_shards(config, path), "valid") == 30
 
 
 def test_prompts_have_the_pictures_of_a_record_and_no_videos(config: Config, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Image-text samples through Energon: what becomes a row, what is passed over, packing and its state."""
 
 import base64
-import io
 import json
 import logging
 import struct
@@ -15,25 +14,20 @@ import pytest
 import torch
 from megatron.energon import CaptioningSample, InterleavedSample, TextSample, VQASample
 from megatron.energon.errors import FatalSampleError
-from PIL import Image
 
 import data.energon.task_encoder
-from data.energon.provider import Config, path_of
+from data.energon.provider import Config, path_of, provider
 from data.energon.task_encoder import ErrorLog, Row, VlmTaskEncoder, to_sample
 from mimo.protocols import DataRequest, TokenSpec
 from mimo.visual import Tiles
 from tests.support.chat_templates import QWEN25_TOOLS
+from tests.support.rows import png, read_rows
 from tests.support.shards import CRUDE, open_loader, prepare, write_tar
 from tests.support.small_tokenizer import CHATML_TOKENS, IMAGE, text_of, write_tokenizer
 
 TOKENS_PER_IMAGE = 5
 SIDE = 16
 Parts = dict[str, bytes]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
@@ -48,12 +42,6 @@ def request(seq_length: int = 64, seed: int = 3, image_token_id: int = IMAGE, la
                        seq_length=seq_length, seed=seed)
 
 
-def png(grey: int = 0, side: int = SIDE) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("L", (side, side), grey).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def broken_png(width: int, height: int, after: bytes = b"") -> bytes:
     """Return a PNG with a whole header and pixels that are none, or half of them and then something else."""
     def chunk(name: bytes, content: bytes) -> bytes:
@@ -64,7 +52,7 @@ def broken_png(width: int, height: int, after: bytes = b"") -> bytes:
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", pixels) + after + chunk(b"IEND", b"")
 
 
-def talk(content: Any, answer: str = "cat", **more: Any) -> bytes:
+def talk(content: Any, answer: Any = "cat", **more: Any) -> bytes:
     turns = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
     return json.dumps({"messages": turns} | more).encode()
 
@@ -110,15 +98,6 @@ def content(row: Row) -> tuple[Any, ...]:
             row.unbalanced_encoded_tokens, row.worker)
 
 
-LLAVA = json.dumps(
-    {"conversations": [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "dog"}]}
-).encode()
-PARTS = json.dumps(
-    {"messages": [{"role": "user", "content": [{"type": "text", "text": "<image>"}, {"type": "image"}]},
-                  {"role": "assistant", "content": "yes"}]}
-).encode()
-
-
 def url(place: Any, *, alone: bool = False) -> dict[str, Any]:
     """OpenAI's content part for an image."""
     return {"type": "image_url", "image_url": place if alone else {"url": place, "detail": "low"}}
@@ -152,8 +131,10 @@ TEXT = {"type": "text", "text": "or"}
     ({"a.png": png(1), "b.png": png(2), "json": talk("<image><image>", images=["b.png", "a.png"])},
      "<s>##\n[cat</s>]", [2, 1]),
     ({"a.png": png(1), "b.png": png(2), "json": talk("<image>", images=["key.b.png"])}, "<s>#\n[cat</s>]", [2]),
-    ({"png": png(3), "json": LLAVA}, "<s>#\nwhat?\n[dog</s>]", [3]),
-    ({"png": png(3), "json": PARTS}, "<s><image>#\n[yes</s>]", [3]),
+    ({"png": png(3), "json": b'{"conversations": [{"from": "human", "value": "<image>\\nwhat?"}, '
+                             b'{"from": "gpt", "value": "dog"}]}'}, "<s>#\nwhat?\n[dog</s>]", [3]),
+    ({"png": png(3), "json": talk([{"type": "text", "text": "<image>"}, {"type": "image"}])},
+     "<s><image>#\n[cat</s>]", [3]),
     ({"png": png(3), "json": talk([{"type": "image", "text": None}], images=None)}, "<s>#\n[cat</s>]", [3]),
     ({"json": talk("what?")}, "<s>what?\n[cat</s>]", []),
     ({"json": b'{"text": "a cat"}'}, "<s>[a cat</s>]", []),
@@ -163,9 +144,7 @@ TEXT = {"type": "text", "text": "or"}
     # What a shard means stays as it is: text comes before the other forms, and `system` is not read.
     ({"png": png(6), "json": b'{"text": "a<image>", "caption": "b", "question": "c?", "answer": "d"}'},
      "<s>[a]#[</s>]", [6]),
-    ({"json": json.dumps({"system": "be brief", "messages": [
-        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}).encode()},
-     "<s>a\n[b</s>]", []),
+    ({"json": talk("a", system="be brief")}, "<s>a\n[cat</s>]", []),
     ({"txt": b"a cat"}, "<s>[a cat</s>]", []),
 ])
 def test_crude_samples_of_every_form_become_rows(tmp_path, config, parts, text, levels):
@@ -239,7 +218,7 @@ BAD = {
     # Pillow raises SyntaxError, which Energon does not take for a bad sample.
     "torn": ({"png": broken_png(SIDE, SIDE, b"\0\0\0\2\0\1\2\3xx\0\0\0\0"), "json": talk("<image>")},
              "undecodable image png: SyntaxError: broken PNG file"),
-    "cut": ({"png": png(1, 256)[:-40], "json": talk("<image>")}, "undecodable image png: "),
+    "cut": ({"png": png(1, 256, 256)[:-40], "json": talk("<image>")}, "undecodable image png: "),
     "bomb": ({"png": broken_png(60_000, 60_000), "json": talk("<image>")},
              "image png has 60000x60000 pixels, more than --max-image-pixels 100000000"),
     "textless": ({"png": png()}, "no text: has neither json nor txt, only png"),
@@ -268,9 +247,7 @@ BAD = {
         "the content names only 1 of its 2 images"),
     "order": (TWO | {"json": talk([url("1.png"), url("0.png")], images=["0.png", "1.png"])},
               "images of json names 0.png, 1.png, the content shows 1.png, 0.png"),
-    "answered": (TWO | {"json": json.dumps({"messages": [
-        {"role": "user", "content": "a"}, {"role": "assistant", "content": [url("1.png")]}]}).encode()},
-        "turn 2: image in an answer"),
+    "answered": (TWO | {"json": talk("a", [url("1.png")])}, "turn 2: image in an answer"),
     "url": (TWO | {"json": talk([url(7)])}, "a content part of type image_url has image_url (dict): an image is"),
     "both": (TWO | {"json": talk([{"type": "image", "image": "0.png", "path": "1.png"}])},
              "a content part of type image has image (str), path (str): an image is"),
@@ -314,15 +291,8 @@ def test_one_bad_sample_too_many_before_a_row_ends_the_worker(tmp_path, config):
 
 def delivered(folder: Path, config: Config, rows: int) -> list[int]:
     """Count the bad samples that a run has passed over after each of the first rows of a worker's lane."""
-    from data.energon.provider import provider
-
     flags = replace(config, data_path=str(folder), num_workers=1, shuffle=False)
-    reader = provider.reader(flags, request(), [0])
-    reader.start()
-    try:
-        return [len(reader.read(0).skipped) for _ in range(rows)]
-    finally:
-        reader.close()
+    return [len(row.skipped) for row in read_rows(provider, flags, request(), rows)]
 
 
 @pytest.mark.parametrize("limit", [pytest.param(0, marks=pytest.mark.slow), 2])
@@ -341,9 +311,8 @@ def test_bad_samples_of_rows_that_were_only_read_ahead_do_not_count(tmp_path, co
     assert delivered(folder, replace(packed, max_bad_samples=3), 4) == [0, 0, 3, 0]
 
 
-@pytest.mark.parametrize(
-    "bad", [{"json": b"[]"}, {"json": talk("<image>")}, {"png": broken_png(SIDE, SIDE), "json": talk("<image>")}]
-)
+@pytest.mark.parametrize("bad", [
+    {"json": b"[]"}, {"json": talk("<image>")}, {"png": broken_png(SIDE, SIDE), "json": talk("<image>")}])
 @pytest.mark.parametrize("buffer", [0, 4])
 def test_a_data_set_of_bad_samples_ends_by_the_budget_alone(tmp_path, config, bad, buffer):
     """Neither before, as Energon would after 100 in a row, nor never. Found when parsed, tokenised or decoded."""
@@ -363,13 +332,10 @@ def test_errors_that_are_not_a_samples_fault_do_not_count_as_bad_samples(tmp_pat
 
 
 def test_parts_that_are_not_read_are_listed_once(tmp_path, config, caplog):
-    from data.energon.provider import provider
-
     samples = {f"k{number}": asked(number) | {"cls": b"1", "meta.json": b"{}"} for number in range(4)}
     flags = replace(config, data_path=str(shards(tmp_path, samples)), num_workers=0)
     with caplog.at_level(logging.WARNING, "mimo.data"):
-        reader = provider.reader(flags, request(), [0])
-        assert len([reader.start(), *(reader.read(0) for _ in range(5))]) == 6
+        read_rows(provider, flags, request(), 5)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(f"--data-path {tmp_path}: ") and line.endswith(" as an image file does: cls, meta.json")
 
@@ -387,18 +353,11 @@ def jsonl(folder: Path, name: str, rows: list[bytes]) -> Path:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_jsonl_prepared_by_energon_trains_and_validates(tmp_path, config, workers):
-    from data.energon.provider import provider
-
     rows = [b'{"text": "a cat"}', talk("what?"), b'{"text": ""}', talk([url(data_url(5))]), b'{"text": 1}']
     flags = replace(config, data_path=str(jsonl(tmp_path / "set", "train.jsonl", rows)), shuffle=False,
                     valid_data_path=str(jsonl(tmp_path / "set", "val.jsonl", rows[:2])), num_workers=workers)
     for split in ("train", "valid"):
-        asks = replace(request(), split=split)
-        provider.validate(flags, asks)
-        reader = provider.reader(flags, asks, [0])
-        reader.start()
-        found = [reader.read(0) for _ in range(4)]
-        reader.close()
+        found = read_rows(provider, flags, replace(request(), split=split), 4)
         names = ["0", "1", "3", "0"] if split == "train" else ["0", "1", "0", "1"]
         assert [row.key for row in found] == [f"{Path(path_of(flags, split)[1]).name}/{name}" for name in names]
         messages = [message for row in found for message in row.skipped]
@@ -407,8 +366,6 @@ def test_jsonl_prepared_by_energon_trains_and_validates(tmp_path, config, worker
 
 
 def test_a_jsonl_file_that_cannot_be_used_is_refused_by_name(tmp_path, config):
-    from data.energon.provider import provider
-
     path = jsonl(tmp_path, "train.jsonl", [b'{"text": "a"}'] * 4)
     flags = replace(config, data_path=str(path))
     with pytest.raises(ValueError, match=r"train.jsonl: a JSONL file has no val split; .* --valid-data-path"):
@@ -422,8 +379,6 @@ def test_a_jsonl_file_that_cannot_be_used_is_refused_by_name(tmp_path, config):
 
 
 def test_a_run_without_encoder_refuses_images_before_it_reads_any(tmp_path, config):
-    from data.energon.provider import provider
-
     text, asks = {"txt": b"a cat", "npy": b""}, request(image_token_id=-1)
     shards(tmp_path / "text", {f"t{number}": text for number in range(4)})
     provider.validate(replace(config, data_path=str(tmp_path / "text")), asks)
@@ -487,13 +442,9 @@ def test_packs_of_joined_tiles_are_balanced_by_tiles(tmp_path, packed):
     assert tiles.num_encoded(*thin) == tiles.num_encoded(*square) == 20
     assert tiles.num_joined(*thin) < tiles.num_joined(*square)
 
-    def asked_about(width: int, height: int) -> Parts:
-        buffer = io.BytesIO()
-        Image.new("L", (width, height), 7).save(buffer, "PNG")
-        return {"0.png": buffer.getvalue(), "json": talk("<image>what?", "7")}
-
-    folder = shards(tmp_path, {f"k{number:02d}": asked_about(*(square if number % 3 else thin)[::-1])
-                               for number in range(16)})
+    folder = shards(tmp_path, {
+        f"k{number:02d}": {"0.png": png(7, *(square if number % 3 else thin)[::-1]), "json": talk("<image>what?", "7")}
+        for number in range(16)})
     asks = request(seq_length=128)
     asks = replace(asks, tokens=replace(asks.tokens, tiles=tiles),
                    num_image_tokens=lambda height, width: tiles.num_joined(height, width))
@@ -507,9 +458,8 @@ def test_packs_of_joined_tiles_are_balanced_by_tiles(tmp_path, packed):
 def test_two_runs_give_the_same_packs_and_another_seed_others(tmp_path, packed):
     """The reference system shuffled packs with a generator that nobody had seeded (bug 17)."""
     folder = shards(tmp_path, many(24))
-    first, second, other = (
-        [content(row) for row in read_all(folder, packed, request(seed=seed))] for seed in (3, 3, 4)
-    )
+    first, second, other = ([content(row) for row in read_all(folder, packed, request(seed=seed))]
+                            for seed in (3, 3, 4))
     assert first == second
     assert [row[0] for row in first] != [row[0] for row in other]  # val order: only packing depends on the seed
 

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from fractions import Fraction
 from functools import cache, partial
 from pathlib import Path
@@ -29,7 +29,6 @@ from transformers.models.qwen2_vl import Qwen2VLImageProcessor, Qwen2VLVideoProc
 from transformers.video_utils import VideoMetadata
 
 from data.conversation_files.provider import provider as conversations
-from data.energon.provider import Config as EnergonConfig
 from data.energon.provider import provider as energon
 from data.prompts import load_tokenizer
 from data.stats.collect import collect
@@ -48,6 +47,7 @@ from mimo.visual import Normalisation, count_tokens
 from providers.common import qwen_processor
 from providers.common.family import VISION
 from tests.support.chat_templates import QWEN2_VL
+from tests.support.rows import are_same, for_shards, read_rows
 from tests.support.small_tokenizer import write_tokenizer
 from tests.support.videos import all_frames, write_video
 
@@ -109,14 +109,7 @@ def request_of(config: Any, lanes: int = 1, seq_length: int = SEQ_LENGTH) -> Dat
 
 
 def read(config: Any, count: int, asks: DataRequest | None = None, lanes: Sequence[int] = (0,)) -> list[Sample]:
-    asks = asks or request_of(config)
-    conversations.validate(config.dataset, asks)
-    reader = conversations.reader(config.dataset, asks, lanes)
-    reader.start()
-    try:
-        return [reader.read(lane) for _ in range(count) for lane in lanes]
-    finally:
-        reader.close()
+    return read_rows(conversations, config.dataset, asks or request_of(config), count, lanes)
 
 
 def videos_of(count: int) -> list[tuple[bytes, Fraction | int]]:
@@ -166,12 +159,10 @@ def positions_of_transformers(family: str, inputs: Any) -> np.ndarray:
 def test_videos_become_what_transformers_makes_of_them(tmp_path, family, setting, count, record_property):
     processor = write_processor(tmp_path, family, SETTINGS[family][setting])
     made = videos_of(count)
-    with (tmp_path / "train.jsonl").open("w") as file:
-        for number, (content, _) in enumerate(made):
-            (tmp_path / f"{number}.mp4").write_bytes(content)
-            file.write(json.dumps({"messages": [
-                {"role": "user", "content": f"<video>\nwhat is in picture {number}?"},
-                {"role": "assistant", "content": "a red cat"}], "videos": [f"{number}.mp4"]}) + "\n")
+    for number, (content, _) in enumerate(made):
+        (tmp_path / f"{number}.mp4").write_bytes(content)
+    write(tmp_path, [{"messages": asked(f"<video>\nwhat is in picture {number}?"), "videos": [f"{number}.mp4"]}
+                     for number in range(count)])
     config = config_of(family, tmp_path, "--vision-tokens-per-second=2" if family == "qwen2_5_vl" else "--seed=1")
     asks, order = request_of(config), PatchOrder(PATCH[family], 2, 2)
     std = max(processor.video_processor.image_std)
@@ -179,9 +170,8 @@ def test_videos_become_what_transformers_makes_of_them(tmp_path, family, setting
     for number, row in enumerate(read(config, count, asks)):
         content, rate = made[number]
         frames = all_frames(content)
-        text = processor.apply_chat_template([
-            {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": f"what is in picture {number}?"}]},
-            {"role": "assistant", "content": [{"type": "text", "text": "a red cat"}]}], tokenize=False)
+        text = processor.apply_chat_template(
+            asked([{"type": "video"}, {"type": "text", "text": f"what is in picture {number}?"}]), tokenize=False)
         theirs = processor(
             text=[text], videos=[frames], return_tensors="np", video_metadata=[
                 VideoMetadata(total_num_frames=len(frames), fps=float(rate), frames_indices=list(range(len(frames))))])
@@ -222,15 +212,13 @@ def test_images_become_what_transformers_makes_of_them(tmp_path, family, count):
         for number, picture in enumerate(own, start):
             picture.save(tmp_path / f"{number}.png")
         start += len(own)
-    with (tmp_path / "train.jsonl").open("w") as file:
-        numbers = iter(range(count))
-        for parts, own in records:
-            file.write(json.dumps({"messages": asked(parts, "a red cat"),
-                                   "images": [f"{next(numbers)}.png" for _ in own]}) + "\n")
+    numbers = iter(range(count))
+    write(tmp_path, [{"messages": asked(parts), "images": [f"{next(numbers)}.png" for _ in own]}
+                     for parts, own in records])
     config = config_of(family, tmp_path)
     std = max(processor.image_processor.image_std)
     for row, (parts, own) in zip(read(config, len(records)), records, strict=True):
-        text = processor.apply_chat_template(asked(parts, "a red cat"), tokenize=False)
+        text = processor.apply_chat_template(asked(parts), tokenize=False)
         theirs = processor(text=[text], images=own, return_tensors="np")
         ours = expand_images(row, placeholders_of(config))
         assert ours.tokens.tolist() == theirs["input_ids"][0].tolist(), row.key
@@ -269,12 +257,6 @@ def write(folder: Path, records: Sequence[Any]) -> None:
     (folder / "train.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
 
 
-def same(one: Sample, other: Sample) -> bool:
-    assert one.images is not None and other.images is not None
-    return (np.array_equal(one.tokens, other.tokens) and list(one.image_sizes) == list(other.image_sizes)
-            and all(map(np.array_equal, one.images, other.images)))
-
-
 def forms(folder: Path) -> list[Any]:
     """The same conversation about `a.mp4` in every form."""
     url = f"data:video/mp4;base64,{base64.b64encode((folder / 'a.mp4').read_bytes()).decode()}"
@@ -298,7 +280,7 @@ def test_every_form_of_a_record_shows_its_video(folder):
     first, *others = read(config_of("qwen3_vl", folder), len(records))
     assert [size.frames for size in first.image_sizes] == [2] * 3 and first.images[0].shape[:2] == (2, 3)
     for number, row in enumerate(others, 2):
-        assert same(first, row), number
+        assert are_same(first, row), number
     write(folder, [{"video": "a.mp4", "caption": "a cat"}])
     (caption,) = read(config_of("qwen3_vl", folder), 1)
     assert np.array_equal(np.concatenate(caption.images), np.concatenate(first.images))
@@ -320,7 +302,7 @@ def test_images_with_a_rate_are_a_video(folder):
                                        {"type": "text", "text": "what?"}])}])
     config = config_of("qwen3_vl", folder)
     one, other = read(config, 2)
-    assert same(one, other) and len(one.image_sizes) == 3, "the last of five frames is repeated"
+    assert are_same(one, other) and len(one.image_sizes) == 3, "the last of five frames is repeated"
     text = conversations.decode(config.dataset, one.tokens[one.tokens < 400].tolist())
     assert re.findall(r"<([\d.]+) seconds>", text) == ["0.2", "1.2", "2.0"]
     assert np.array_equal(one.images[2][0], one.images[2][1])
@@ -363,7 +345,7 @@ def test_bad_videos_are_passed_over_by_name(tmp_path, folder, caplog):
     config = config_of("qwen3_vl", tmp_path, "--max-image-pixels", "20000")
     with caplog.at_level(logging.INFO, "mimo.data"):
         first, second = read(config, 2, request_of(config, seq_length=500))
-    assert same(first, second)
+    assert are_same(first, second)
     for message, (name, (_, reason)) in zip(second.skipped, bad.items(), strict=True):
         assert reason in message, name
     assert "--video-fps, --video-max-frames and --video-max-pixels make fewer" in second.skipped[4]
@@ -378,21 +360,14 @@ def test_lanes_share_the_batch_and_go_on_where_they_stopped(folder):
     asks = request_of(config, lanes=2, seq_length=300)
     together = read(config, 4, asks, lanes=(0, 1))
     apart = [read(config, 4, asks, lanes=(lane,)) for lane in (0, 1)]
-    for place, row in enumerate(together):
-        assert same(row, apart[place % 2][place // 2]) and row.lengths == apart[place % 2][place // 2].lengths
+    assert all(are_same(row, apart[place % 2][place // 2]) for place, row in enumerate(together))
     reader = conversations.reader(config.dataset, asks, (0,))
     reader.start()
     for _ in range(2):
         reader.read(0)
     states = reader.state_dict(reader.mark())
     reader.close()
-    again = conversations.reader(config.dataset, asks, (0,))
-    again.load_state_dict(states)
-    again.start()
-    try:
-        assert all(same(again.read(0), row) for row in apart[0][2:])
-    finally:
-        again.close()
+    assert all(map(are_same, read_rows(conversations, config.dataset, asks, 2, states=states), apart[0][2:]))
 
 
 def test_shards_hold_the_videos_of_the_files(tmp_path, folder, capsys):
@@ -404,14 +379,8 @@ def test_shards_hold_the_videos_of_the_files(tmp_path, folder, capsys):
     out = tmp_path / "shards"
     assert main(["convert-data", str(folder / "train.jsonl"), str(out)]) == 0
     assert f"line:{len(records) + 1}: undecodable video train.jsonl" in capsys.readouterr().out
-    shards = EnergonConfig(**{field.name: getattr(config.dataset, field.name) for field in fields(EnergonConfig)})
-    shards = replace(shards, data_path=str(out))
-    reader = energon.reader(shards, request_of(config), [0])
-    reader.start()
-    try:
-        assert all(same(reader.read(0), row) for row in expected)
-    finally:
-        reader.close()
+    shards = for_shards(config.dataset, out)
+    assert all(map(are_same, read_rows(energon, shards, request_of(config), len(records)), expected))
     found = collect(shards, request_of(config), len(records), lambda: None)  # what scripts/data_stats.py shows
     assert not found.bad and len(found.records) == len(records) and found.records[0].videos
 
@@ -479,9 +448,8 @@ def test_prompts_show_engine_and_trainer_the_frames_of_training(tmp_path, family
     for number in range(2):
         (tmp_path / f"{number}.mp4").write_bytes(write_video(11 + 20 * number, 60, 90, RATES[number + 4], seed=number))
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)).save(tmp_path / "0.png")
-    (tmp_path / "train.jsonl").write_text(json.dumps({"messages": [
-        {"role": "user", "content": "<video>\nor <image>\nor <video>"}, {"role": "assistant", "content": "a red cat"}],
-        "images": ["0.png"], "videos": ["0.mp4", "1.mp4"]}))
+    write(tmp_path, [{"messages": asked("<video>\nor <image>\nor <video>"), "images": ["0.png"],
+                      "videos": ["0.mp4", "1.mp4"]}])
     config = config_of(family, tmp_path)
     (row,) = read(config, 1)
     run = parse_as(RlRunConfig, [
