@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from mimo.config.cli import parse
 from mimo.config.validate import validate
-from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE
 from mimo.registry import model_provider, provider_of
 from providers import causal_lm, llava
+from tests.support.fitting import problems_of, text_layout
 
 PROVIDER = model_provider("causal_lm")
 SMALL = causal_lm.Config(
@@ -35,11 +35,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # Its experts have the width that dense layers have elsewhere.
     "mixtral": {"ffn_hidden_size": 48, **MOE},
 }
-
-
-def layout(**language: int) -> Layout:
-    decoder = GridSpec(LANGUAGE, **language)
-    return Layout("disjoint", decoder.size, (), decoder)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -164,9 +159,8 @@ def test_a_text_model_has_no_encoder_and_needs_no_flag_for_it() -> None:
 
 def test_problems_name_where_the_sizes_come_from(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_hidden_layers": 5}))
-    with pytest.raises(ValueError, match="--num-layers 5 is not divisible by --llm-pp 2") as caught:
-        PROVIDER.validate(dataclasses.replace(SMALL, hf_config=str(tmp_path)), layout(pp=2, tp=3), 64)
-    lines = str(caught.value).splitlines()
+    lines = problems_of(PROVIDER, dataclasses.replace(SMALL, hf_config=str(tmp_path)), text_layout(pp=2, tp=3))
+    assert any("--num-layers 5 is not divisible by --llm-pp 2" in line for line in lines)
     assert lines[-1] == f"(model sizes from --hf-config {tmp_path})" and len(lines) > 3
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from mimo.grid.dry_run import total_parameters
-from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE
 from mimo.registry import model_provider
 from providers import deepseek_v3
+from tests.support.fitting import problems_of, text_layout
 
 PROVIDER = model_provider("deepseek_v3")
 # The published config.json, less its quantization.
@@ -37,22 +37,11 @@ SMALL = deepseek_v3.Config(
     moe_router_group_topk=1, max_position_embeddings=64)
 
 
-def layout(**language: int) -> Layout:
-    grid = GridSpec(LANGUAGE, **language)
-    return Layout("disjoint", grid.size, (), grid)
-
-
-def problems_of(config: deepseek_v3.Config, grids: Layout, seq_length: int = 64) -> str:
-    with pytest.raises(ValueError) as caught:
-        PROVIDER.validate(config, grids, seq_length)
-    return str(caught.value)
-
-
 def test_defaults_are_the_published_model() -> None:
     found = deepseek_v3.from_hf(PUBLISHED)
     assert found.ignored_mtp_layers == 1
     assert dataclasses.replace(found, ignored_mtp_layers=0) == deepseek_v3.Config()
-    PROVIDER.validate(found, layout(tp=8, dp=8, ep=64), 4096)
+    PROVIDER.validate(found, text_layout(tp=8, dp=8, ep=64), 4096)
     # "a strong MoE language model with 671B total parameters" (arXiv:2412.19437).
     assert round(total_parameters(PROVIDER.parameter_shapes(found, LANGUAGE)) / 1e9) == 671
 
@@ -151,8 +140,8 @@ def test_flags_that_config_json_cannot_hold_are_refused(change: dict[str, Any], 
 def test_sizes_that_contradict_each_other_or_a_grid(change, grid, seq_length, message):
     config = dataclasses.replace(SMALL, **change)
     if grid and seq_length == 64:
-        PROVIDER.validate(config, layout(), 64)
-    assert message in problems_of(config, layout(**grid), seq_length)
+        PROVIDER.validate(config, text_layout(), 64)
+    assert message in "\n".join(problems_of(PROVIDER, config, text_layout(**grid), seq_length))
 
 
 def test_weight_map_names_every_tensor_once() -> None:

@@ -17,26 +17,16 @@ from mimo.registry import model_provider
 from providers import llava, mock
 from providers.common.checks import Problems
 from providers.common.family import VISION
+from tests.support.fitting import layout, problems_of
 
-SMALL = mock.Config()
+SMALL, LLAVA = mock.Config(), model_provider("llava")
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192}
 
 
-def layout(language: dict[str, int] | None = None, vision: dict[str, int] | None = None) -> Layout:
-    encoder, decoder = GridSpec(VISION, **(vision or {})), GridSpec(LANGUAGE, **(language or {}))
-    return Layout("disjoint", encoder.size + decoder.size, (encoder,), decoder)
-
-
-def problems_of(config: llava.Config, grids: Layout, seq_length: int = 64) -> list[str]:
-    with pytest.raises(ValueError) as caught:
-        model_provider("llava").validate(config, grids, seq_length)
-    return str(caught.value).splitlines()
-
-
 def test_defaults_fit_and_are_llava_1_5_7b() -> None:
     provider = model_provider("llava")
-    provider.validate(llava.Config(), layout({"tp": 8}, {"tp": 4}), 2048)
+    provider.validate(llava.Config(), layout({"tp": 4}, tp=8), 2048)
     assert provider.num_image_tokens(llava.Config(), "vision", 336, 336) == 576
     sizes = llava.from_hf({"model_type": "llava", "text_config": {
         "model_type": "llama", "vocab_size": 32064, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}})
@@ -122,7 +112,7 @@ def test_hf_config_flag_wins_over_sizes_and_keeps_the_rest(tmp_path: Path) -> No
         assert provider.hidden_size(config) == 2048 and provider.token_spec(config).vocab_size == 32000
         assert provider.special_token_ids(config) == {VISION: 32000}
         assert provider.parameter_shapes(config, LANGUAGE) == provider.parameter_shapes(resolved, LANGUAGE)
-    found = problems_of(dataclasses.replace(SMALL, hf_config=str(tmp_path)), layout({"tp": 3}), 1024)
+    found = problems_of(LLAVA, dataclasses.replace(SMALL, hf_config=str(tmp_path)), layout(tp=3), 1024)
     assert found[-1] == f"(model sizes from --hf-config {tmp_path})"
 
 
@@ -138,19 +128,19 @@ def test_unreadable_hf_config(tmp_path: Path, content: str | None, words: str) -
 # Checks
 
 @pytest.mark.parametrize(("config", "grids", "message"), [
-    ({}, layout({"tp": 3}), "--num-attention-heads 8 is not divisible by --llm-tp 3; --llm-tp that fit: 1, 2, 4, 8"),
+    ({}, layout(tp=3), "--num-attention-heads 8 is not divisible by --llm-tp 3; --llm-tp that fit: 1, 2, 4, 8"),
     ({"make_vocab_size_divisible_by": 0}, layout(), "--make-vocab-size-divisible-by 0 must be at least 1"),
     ({"use_rope_scaling": True, "rope_scaling_factor": 0.5}, layout(), "--rope-scaling-factor 0.5 must be at least 1"),
-    ({"ffn_hidden_size": 250}, layout({"tp": 4}), "--ffn-hidden-size 250 is not divisible by --llm-tp 4; --llm-tp that "
+    ({"ffn_hidden_size": 250}, layout(tp=4), "--ffn-hidden-size 250 is not divisible by --llm-tp 4; --llm-tp that "
                                                   "fit: 1, 2, 5, 10, 25, 50, 125, 250"),
-    ({"num_attention_heads": 12, "num_query_groups": 3, "hidden_size": 144}, layout({"tp": 2}),
+    ({"num_attention_heads": 12, "num_query_groups": 3, "hidden_size": 144}, layout(tp=2),
      "--num-query-groups 3 and --llm-tp 2: one must divide the other"),
-    ({}, layout({"pp": 3}), "--num-layers 4 is not divisible by --llm-pp 3; --llm-pp that fit: 1, 2, 4"),
-    ({"num_experts": 6}, layout({"dp": 4, "ep": 4}), "--num-experts 6 is not divisible by --llm-ep 4; --llm-ep that "
+    ({}, layout(pp=3), "--num-layers 4 is not divisible by --llm-pp 3; --llm-pp that fit: 1, 2, 4"),
+    ({"num_experts": 6}, layout(dp=4, ep=4), "--num-experts 6 is not divisible by --llm-ep 4; --llm-ep that "
                                                      "fit: 1, 2, 3, 6"),
-    ({"num_experts": 6, "moe_ffn_hidden_size": 63}, layout({"tp": 2, "expt_tp": 2}),
+    ({"num_experts": 6, "moe_ffn_hidden_size": 63}, layout(tp=2, expt_tp=2),
      "--moe-ffn-hidden-size 63 is not divisible by --llm-expt-tp 2; --llm-expt-tp that fit: 1, 3, 7, 9, 21, 63"),
-    ({}, layout({"dp": 2, "ep": 2}), "--llm-ep 2 and --llm-expt-tp 1 need --num-experts above 0"),
+    ({}, layout(dp=2, ep=2), "--llm-ep 2 and --llm-expt-tp 1 need --num-experts above 0"),
     ({"num_experts": 4, "moe_router_topk": 5}, layout(), "--moe-router-topk 5 must lie between 1 and --num-experts 4"),
     ({"num_experts": 4, "moe_router_topk": 1}, layout(), "--moe-router-topk 1 needs --moe-router-pre-softmax"),
     ({"hidden_size": 100}, layout(), "--hidden-size 100 is not divisible by --num-attention-heads 8; "
@@ -158,7 +148,7 @@ def test_unreadable_hf_config(tmp_path: Path, content: str | None, words: str) -
                                      "--kv-channels"),
     ({"num_query_groups": 3}, layout(), "--num-attention-heads 8 is not divisible by --num-query-groups 3"),
     ({"kv_channels": 5}, layout(), "--kv-channels 5 is odd"),
-    ({"max_position_embeddings": 32}, layout({"cp": 3, "tp": 2}),
+    ({"max_position_embeddings": 32}, layout(cp=3, tp=2),
      "--seq-length 64 is not divisible by 12, twice --llm-cp 3 times --llm-tp 2; nearest --seq-length: 60 or 72"),
     ({"num_layers": 0}, layout(), "--num-layers 0 must be at least 1"),
     ({"image_token_id": 512}, layout(), "--image-token-id 512 must lie between 0 and --vocab-size 512"),
@@ -171,30 +161,30 @@ def test_unreadable_hf_config(tmp_path: Path, content: str | None, words: str) -
      "--vision-dynamic-resolution cannot be used with --vision-class-token: use --no-vision-class-token"),
     ({"vision_hidden_size": 66}, layout(), "--vision-hidden-size 66 is not divisible by --vision-num-"),
     ({"vision_patch_size": 4}, layout(), "an image becomes 64 tokens"),
-    ({}, layout(vision={"tp": 3}), "--vision-num-attention-heads 4 is not divisible by --encoder-tp 3"),
-    ({"vision_ffn_hidden_size": 255}, layout(vision={"tp": 2}), "--vision-ffn-hidden-size 255"),
-    ({"projector_hidden_size": 127}, layout(vision={"tp": 2}), "--projector-hidden-size 127 is not divisible"),
-    ({}, layout(vision={"pp": 4}), "--vision-num-layers 2 is not divisible by --encoder-pp 4; --encoder-pp that fit: "
+    ({}, layout({"tp": 3}), "--vision-num-attention-heads 4 is not divisible by --encoder-tp 3"),
+    ({"vision_ffn_hidden_size": 255}, layout({"tp": 2}), "--vision-ffn-hidden-size 255"),
+    ({"projector_hidden_size": 127}, layout({"tp": 2}), "--projector-hidden-size 127 is not divisible"),
+    ({}, layout({"pp": 4}), "--vision-num-layers 2 is not divisible by --encoder-pp 4; --encoder-pp that fit: "
                                    "1, 2"),
 ])
 def test_parts_that_do_not_fit_are_named(config: dict[str, Any], grids: Layout, message: str) -> None:
-    assert any(message in line for line in problems_of(dataclasses.replace(SMALL, **config), grids))
+    assert any(message in line for line in problems_of(LLAVA, dataclasses.replace(SMALL, **config), grids))
 
 
 def test_every_problem_is_reported_at_once() -> None:
-    found = problems_of(SMALL, layout({"tp": 3, "pp": 3}, {"tp": 3}), 64)
+    found = problems_of(LLAVA, SMALL, layout({"tp": 3}, tp=3, pp=3))
     flags = ("--llm-pp 3", "--num-attention-heads 8", "--seq-length 64", "--encoder-tp 3")
     assert all(any(flag in line for line in found) for flag in flags)
 
 
 def test_fewer_query_groups_than_tensor_ranks_fit() -> None:
-    model_provider("mock").validate(dataclasses.replace(SMALL, num_query_groups=2), layout({"tp": 8}), 64)
+    model_provider("mock").validate(dataclasses.replace(SMALL, num_query_groups=2), layout(tp=8), 64)
 
 
 def test_text_only_layout_ignores_the_encoder() -> None:
     text_only = Layout("colocated", 1, (), GridSpec(LANGUAGE))
     model_provider("mock").validate(SMALL, text_only, 16)
-    assert "no room" in problems_of(SMALL, layout(), 16)[0]
+    assert "no room" in problems_of(LLAVA, SMALL, layout(), 16)[0]
 
 
 DYNAMIC = dataclasses.replace(SMALL, vision_dynamic_resolution=True, vision_class_token=False, vision_pixel_shuffle=3)

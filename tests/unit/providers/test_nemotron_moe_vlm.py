@@ -9,28 +9,17 @@ import pytest
 from mimo.config.cli import parse
 from mimo.config.validate import validate
 from mimo.grid.dry_run import dry_run_report, total_parameters
-from mimo.grid.spec import GridSpec, Layout
+from mimo.grid.spec import Layout
 from mimo.protocols import LANGUAGE
 from mimo.registry import MODEL_PROVIDERS, model_provider
 from providers.common.hybrid import HybridConfig
 from providers.common.hybrid_build import with_stages
 from providers.nemotron_moe_vlm import PATTERN_54, Config, ConfigTiny
+from tests.support.fitting import layout, problems_of
 
 PROVIDER = model_provider("nemotron-moe-vlm-20l")
 TINY = model_provider("nemotron-moe-vlm-tiny")
 VARIANTS = [name for name in MODEL_PROVIDERS if name.startswith("nemotron-moe-vlm")]
-
-
-def layout(encoder: dict[str, int] | None = None, **language: int) -> Layout:
-    vision = GridSpec("vision", **(encoder or {}))
-    grid = GridSpec(LANGUAGE, offset=vision.size, **language)
-    return Layout("disjoint", vision.size + grid.size, (vision,), grid)
-
-
-def problems_of(config: Config, grids: Layout, seq_length: int = 64) -> str:
-    with pytest.raises(ValueError) as caught:
-        TINY.validate(config, grids, seq_length)
-    return str(caught.value)
 
 
 def test_variants_have_the_layers_that_their_names_say() -> None:
@@ -70,11 +59,7 @@ def test_the_20_layer_language_model_has_its_published_sizes() -> None:
     ({"image_token_id": 512}, layout(), "--image-token-id 512 must lie between 0 and --vocab-size 512 less one"),
 ])
 def test_sizes_that_a_layout_cannot_hold_are_refused(change: dict, grids: Layout, message: str) -> None:
-    assert message in problems_of(dataclasses.replace(ConfigTiny(), **change), grids)
-
-
-def test_an_image_above_the_patch_budget_is_refused() -> None:
-    assert TINY.num_image_tokens(ConfigTiny(), "vision", 512, 64) == 128  # longer than its position grid
+    assert message in "\n".join(problems_of(TINY, dataclasses.replace(ConfigTiny(), **change), grids))
 
 
 def test_images_of_one_size_need_not_be_square() -> None:
@@ -84,8 +69,9 @@ def test_images_of_one_size_need_not_be_square() -> None:
     assert TINY.num_image_tokens(config, "vision", *spec.image_shape) == 3
     TINY.validate(config, layout(), 64)
     wide = dataclasses.replace(config, vision_image_width=256, vision_image_size=64)
+    (line,) = problems_of(TINY, wide, layout())
     assert ("an image becomes 64 tokens (--vision-image-size 64 --vision-image-width 256, --vision-patch-size 8, "
-            "--vision-pixel-shuffle 2), which leaves no room in --seq-length 64") in problems_of(wide, layout())
+            "--vision-pixel-shuffle 2), which leaves no room in --seq-length 64") in line
     assert TINY.token_spec(ConfigTiny()).image_shape == (0, 0)
     plan = dry_run_report(run := parse([
         "--model-provider", "nemotron-moe-vlm-tiny", "--dataset-provider", "mock", "--no-vision-dynamic-resolution",
