@@ -20,6 +20,7 @@ from mimo.registry import model_provider
 from mimo.visual import ImageSize
 from tests.support import equality
 from tests.support.global_state import Piece, assemble, read_gradients, worst_errors
+from tests.support.routed_data import pack as join
 
 VISION = "vision"
 SEQ_LENGTH = 32
@@ -64,15 +65,6 @@ def make_samples(token_spec: Any, sizes: Sequence[ImageSize]) -> list[list[Sampl
             samples.append(Sample(f"{number}.{place}", tokens, tokens < 94, own, images))
         packs.append(samples)
     return packs
-
-
-def join(samples: Sequence[Sample]) -> Sample:
-    """Return a pack of samples."""
-    return Sample(
-        " ".join(sample.key for sample in samples), np.concatenate([sample.tokens for sample in samples]),
-        np.concatenate([sample.target_mask for sample in samples]),
-        [size for sample in samples for size in sample.image_sizes],
-        [image for sample in samples for image in sample.images or ()], tuple(len(sample.tokens) for sample in samples))
 
 
 def microbatch(rows: Sequence[Sample], parts: Any, seq_length: int | None) -> Microbatch:

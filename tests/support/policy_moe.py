@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from mimo.config.rl import RlConfig
-from mimo.rl.policy import PolicyResult, PolicyTrainer
+from mimo.rl.policy import PolicyTrainer
 from mimo.rl.rollouts import Completion
-from tests.support.global_state import Piece, read_parameters
+from tests.support import policy_updates
+from tests.support.global_state import read_parameters
 from tests.support.policy_updates import completions, open_trainer
 
 # Its second layer has experts, whose routers have a bias.
@@ -24,20 +25,10 @@ FLAGS = """--model-provider deepseek_v3 --dataset-provider mock --device cpu --n
 
 
 @dataclass
-class Outcome:
-    """Results on a rank.
+class Outcome(policy_updates.Outcome):
+    """Results on a rank, with the expert bias of each of its routers after the update, by layer."""
 
-    Attributes:
-        results: results of the update.
-        after: parameters.
-        biases: expert bias of each router of this rank after the update, by layer.
-        error: empty.
-    """
-
-    results: list[PolicyResult] = field(default_factory=list)
-    after: list[Piece] = field(default_factory=list)
     biases: dict[int, torch.Tensor] = field(default_factory=dict)
-    error: str = ""
 
 
 def update(rank: int, flags: tuple[str, ...], world_size: int, config: RlConfig, alike: bool = False) -> Outcome:

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -179,15 +179,7 @@ def watched_update(rank: int, flags: tuple[str, ...], world_size: int, config: R
 TOLERANCE = 1e-5
 
 
-class Updated(Protocol):
-    """Results on a rank: of each update, the parameters after them, the error of the last one."""
-
-    results: list[PolicyResult]
-    after: list[Piece]
-    error: str
-
-
-def assert_same_updates(expected: Updated, found: Sequence[Updated], num_microbatches: int) -> None:
+def assert_same_updates(expected: Outcome, found: Sequence[Outcome], num_microbatches: int) -> None:
     """Figures of every update and the parameters after them are the expected ones."""
     for outcome in found:
         assert not outcome.error

@@ -17,9 +17,9 @@ from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE, ImageSize, Sample, VideoSize
 from mimo.rl.images import ImageTokens, needs_pixels
 from mimo.rl.losses import advantages
-from mimo.rl.policy import PolicyResult, PolicyTrainer
+from mimo.rl.policy import PolicyTrainer
 from mimo.rl.rollouts import Completion
-from tests.support import equality
+from tests.support import equality, policy_updates
 from tests.support.global_state import Piece, read_gradients, read_parameters
 from tests.support.picture_prompts import IMAGE_TOKEN, PROMPTS, SIDE, SIZES, VIDEO_TOKEN, PictureSet
 
@@ -49,22 +49,16 @@ NUM_UPDATES = 2
 
 
 @dataclass
-class Outcome:
+class Outcome(policy_updates.Outcome):
     """Results on a rank.
 
     Attributes:
-        results: results of each update.
-        gradients: gradients of the first, normalised, before clipping.
-        after: parameters.
+        gradients: gradients of the first update, normalised, before clipping.
         pixels: prompts whose pictures were drawn, by update.
-        error: what the last update raised.
     """
 
-    results: list[PolicyResult] = field(default_factory=list)
     gradients: list[Piece] = field(default_factory=list)
-    after: list[Piece] = field(default_factory=list)
     pixels: list[list[int]] = field(default_factory=list)
-    error: str = ""
 
 
 def pictures(family: str = "llava", shift: int = 0) -> PictureSet:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mimo.config.validate import validate
@@ -20,6 +19,7 @@ from tests.support import deepseek, equality, hf_families
 from tests.support.global_state import sharded_tensors
 from tests.support.memory import peak_bytes
 from tests.support.spawn import WorkerPool
+from tests.support.stored import safetensors_of as read_folder
 
 # A dense layer and three MoE layers: they are not stacked.
 DEEPSEEK = {**deepseek.SIZES, "num_hidden_layers": 4, "model_type": "deepseek_v3",
@@ -118,15 +118,6 @@ def write_folder(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         save_file({name: tensors[name] for name in part}, folder / file)
         located |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": located}))
-
-
-def read_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a folder with the safetensors library alone."""
-    tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return tensors
 
 
 def expected_tensors(provider: Any, config: Any, folder: Path) -> dict[str, torch.Tensor]:
