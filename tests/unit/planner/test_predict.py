@@ -272,9 +272,9 @@ def test_a_run_with_recomputation_of_its_own_still_gets_a_budget_for_images(give
     ("causal_lm --hidden-size 896 --num-attention-heads 14 --num-query-groups 2", {2, 6}, {1, 2}, {1, 2}),
     ("causal_lm --mock-packed-length 512", {2, 6}, {1, 2, 4, 8}, {1}),
 ], ids=["plain", "levels", "dense-layers", "heads", "packed"])
-def test_a_profile_is_measured_in_trainings_that_the_trainer_accepts(flags, depths, sizes, rows):
-    config = parse(["--dataset-provider", "mock", "--train-iters", "1", "--seq-length", "4096", "--model-provider",
-                    *flags.split()])
+def test_a_profile_is_measured_in_trainings_that_the_trainer_accepts(
+        flags: str, depths: set[int], sizes: set[int], rows: set[int]) -> None:
+    config = config_of(f"--dataset-provider mock --seq-length 4096 --model-provider {flags}")
     found = trainings_of(config, 8)
     assert {each.model_family.num_layers for each in found} == depths
     assert {each.layout.llm_tp for each in found} == sizes and {each.train.micro_batch_size for each in found} == rows
@@ -284,17 +284,16 @@ def test_a_profile_is_measured_in_trainings_that_the_trainer_accepts(flags, dept
 
 
 def test_a_model_that_cannot_be_measured_is_refused_before_any_training() -> None:
-    config = parse("--model-provider causal_lm --dataset-provider mock --train-iters 1 --max-position-embeddings 64 "
-                   "--seq-length 4096".split())
+    config = config_of("--model-provider causal_lm --dataset-provider mock --max-position-embeddings 64 "
+                       "--seq-length 4096")
     with pytest.raises(ValueError, match="no layout of 2 GPUs can be measured; the first one was refused: .*4096"):
         trainings_of(config, 2)
 
 
 def test_all_layers_of_a_hybrid_model_are_recomputed_or_none() -> None:
-    config = parse("""--model-provider nemotron_h --dataset-provider mock --mock-images-max 0 --global-batch-size 8
-        --train-iters 1 --seq-length 4096 --hybrid-layer-pattern M*M*M*M*M*M*""".split())
-    costs = Costs(config, Profile(replace(GPUS["H200"], memory_gib=30.0)))
-    found = Search(config, costs, [SampleSize(4000)], 2).run()
+    config = config_of("--model-provider nemotron_h --dataset-provider mock --mock-images-max 0 --global-batch-size 8 "
+                       "--seq-length 4096 --hybrid-layer-pattern M*M*M*M*M*M*")
+    found = searched(config, 2, [SampleSize(4000)], Profile(replace(GPUS["H200"], memory_gib=30.0)))
     recomputed = [each.config for each in found if each.config.model.recompute == "full"]
     assert recomputed and all(each.fits for each in found)
     for each in recomputed:
