@@ -19,11 +19,12 @@ from data.conversation_files import remote
 from data.conversation_files.provider import Config, provider
 from data.conversation_files.remote import PARTIAL, PARTIAL_S
 from tests.support.launch import ROOT
+from tests.support.rows import are_same
 from tests.support.small_servers import BUCKET, small_store
 from tests.unit.data.test_conversation_files import config as local_config
-from tests.unit.data.test_conversation_files import greys, read, request, same, table, tokenizer, write_lines
+from tests.unit.data.test_conversation_files import greys, read, request, table, write_lines
 
-__all__ = ["local_config", "tokenizer"]
+__all__ = ["local_config"]
 config = local_config
 
 
@@ -60,7 +61,7 @@ def test_samples_are_those_of_the_local_files(tmp_path, config, store, kind):
     base = {"s3": f"s3://{BUCKET}", "web": f"{address}/{BUCKET}", "msc": "msc://local"}[kind]
     local = replace(config, data_path=f"{tmp_path}/store/train.jsonl", image_folder=f"{tmp_path}/store/images")
     rows = read(at(config, base, tmp_path), 12)
-    assert all(map(same, rows, read(local, 12)))
+    assert all(map(are_same, rows, read(local, 12)))
     assert provider.stream_fields(at(config, base, tmp_path)) == provider.stream_fields(local)
     # Each image is read once, by whichever process, and the file of records once.
     assert sorted(set(server.asked)) == sorted(server.asked) and (kind == "msc" or "images/a #1.png" in server.asked)
@@ -82,7 +83,7 @@ def test_a_folder_of_a_store_and_a_mix(tmp_path, config, store):
     (folder / "notes.txt").write_text("")
     there = replace(at(config, f"s3://{BUCKET}", tmp_path, "hub"), shuffle=False)
     here = replace(there, data_path=str(folder.parent))
-    assert all(map(same, read(there, 8), read(here, 8)))
+    assert all(map(are_same, read(there, 8), read(here, 8)))
     with pytest.raises(ValueError, match="a web server does not list folders; name a file"):
         provider.validate(at(config, f"{address}/{BUCKET}", tmp_path, "hub/"), request())
     mix = {"train": [{"path": "train.jsonl", "images": "images", "repetitions": 2}, "hub"]}
@@ -160,12 +161,12 @@ def test_columns_of_other_names_are_read(tmp_path, config):
                     for record in records]
     other = replace(config, shuffle=False, data_path=str(write_lines(tmp_path / "plain.jsonl", same_records)))
     rows = read(named, 4)
-    assert all(map(same, rows, read(other, 4))) and [greys(row) for row in rows] == [[0], [1], [2], [3]]
+    assert all(map(are_same, rows, read(other, 4))) and [greys(row) for row in rows] == [[0], [1], [2], [3]]
     assert provider.stream_fields(named)["data_path"] != provider.stream_fields(
         replace(named, data_columns=("question=prompt", "answer=response")))["data_path"]
     entry = {"path": "train.jsonl", "columns": {"question": "prompt", "answer": "response", "image": "img"}}
     (tmp_path / "mix.yaml").write_text(json.dumps({"train": [entry]}))
-    assert all(map(same, rows, read(replace(config, shuffle=False, data_path=f"{tmp_path}/mix.yaml"), 4)))
+    assert all(map(are_same, rows, read(replace(config, shuffle=False, data_path=f"{tmp_path}/mix.yaml"), 4)))
     for columns, message in [
         (("question=prompt", "image=imgs"), "--data-columns image=imgs: none of the first 4 records has the column"),
         (("query=prompt",), "--data-columns: unknown key query; known are messages, conversations"),
