@@ -247,7 +247,7 @@ def _sort_and_fill(dispatcher: Any, multiple: int, hidden: torch.Tensor, routing
 
 
 def _count_rows(dispatcher: Any, routing_map: torch.Tensor, multiple: int) -> None:
-    """Have the dispatcher know each expert's number of rows, and how many rows are added before its first one."""
+    """Store on the dispatcher how many rows each expert gets, and how many rows are added before its first one."""
     counts = routing_map.sum(dim=0)
     missing = -counts % multiple
     dispatcher.tokens_per_expert = counts + missing
@@ -271,10 +271,15 @@ def _sort_rows(dispatcher: Any, tokens: torch.Tensor, routing_map: torch.Tensor,
 def _unsort_filled(dispatcher: Any, rows: torch.Tensor) -> torch.Tensor:
     """Replace the dispatcher's `combine_postprocess`: sum each token's rows, and add the shared experts' output."""
     shape = dispatcher.hidden_shape
-    output = unpermute(rows, dispatcher.reversed_local_input_permutation_mapping,
-                       restore_shape=torch.Size((shape[:-1].numel(), shape[-1])), fused=True,
-                       pad_offsets=dispatcher.pad_offsets).view(shape)
+    output = _unsort_rows(dispatcher, rows, torch.Size((shape[:-1].numel(), shape[-1]))).view(shape)
     return output if dispatcher.shared_experts is None else output + dispatcher.shared_experts.get_output()
+
+
+def _unsort_rows(dispatcher: Any, rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Sum the rows that `_sort_rows` has made of each token; `shape` is that of all tokens."""
+    tokens: torch.Tensor = unpermute(rows, dispatcher.reversed_local_input_permutation_mapping, shape,
+                                     fused=dispatcher.config.moe_permute_fusion, pad_offsets=dispatcher.pad_offsets)
+    return tokens
 
 
 def gather_in_less_time(dispatcher: MoEAllGatherTokenDispatcher, multiple: int) -> None:
@@ -290,11 +295,12 @@ def gather_in_less_time(dispatcher: MoEAllGatherTokenDispatcher, multiple: int) 
     """
     dispatcher.token_dispatch = partial(_gather, dispatcher, multiple)
     dispatcher.dispatch_postprocess = partial(_sort_gathered, dispatcher, multiple)
-    dispatcher.combine_preprocess = partial(_unsort_gathered, dispatcher)
+    dispatcher.combine_preprocess = lambda rows: _unsort_rows(dispatcher, rows, dispatcher.hidden_shape_before_permute)
     dispatcher.token_combine = lambda hidden: _SumOverRanks.apply(hidden, dispatcher.tp_ep_group)
 
 
 def _gather(dispatcher: Any, multiple: int, hidden: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Gather the tokens of all ranks, and their weights for this rank's experts."""
     first, group = dispatcher.local_expert_indices[0], dispatcher.tp_ep_group
     local = slice(first, first + dispatcher.num_local_experts)
     with torch.no_grad():
@@ -309,6 +315,7 @@ def _gather(dispatcher: Any, multiple: int, hidden: torch.Tensor, probs: torch.T
 
 def _sort_gathered(dispatcher: Any, multiple: int, hidden: torch.Tensor,
                    probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort the gathered tokens; return rows, the number of rows of each expert, and the rows' weights."""
     dispatcher.hidden_shape_before_permute = hidden.shape
     if dispatcher.counted is not None:
         dispatcher.counted.synchronize()
@@ -318,18 +325,10 @@ def _sort_gathered(dispatcher: Any, multiple: int, hidden: torch.Tensor,
     return rows, dispatcher.tokens_per_expert, dispatcher.local_probs
 
 
-def _unsort_gathered(dispatcher: Any, rows: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = unpermute(
-        rows, dispatcher.reversed_local_input_permutation_mapping, dispatcher.hidden_shape_before_permute,
-        routing_map=dispatcher.local_map, fused=dispatcher.config.moe_permute_fusion,
-        pad_offsets=dispatcher.pad_offsets)
-    return output
-
-
 class _SumOverRanks(torch.autograd.Function):
     """Sum the rows of all ranks in float32, where each rank gets the sums of its own tokens.
 
-    Rows are sent in their own dtype, to the rank that sums them. A reduction by NCCL would round after each rank.
+    Rows are sent in their own dtype, to the rank that sums them. A reduction in that dtype could round several times.
     """
 
     @staticmethod

@@ -346,7 +346,9 @@ class Search:
         if needed <= limit or config.model.recompute != "none":
             return config, needed <= limit
         cost = step.language_cost(max(length for batch in batches for lane in step.lengths(batch) for length in lane))
-        saved = (cost.layer_bytes - cost.recomputed_bytes) * step.in_flight(0) * can_recompute_some_layers(config)
+        # Bytes that each recomputed layer saves. 0 leads to the recomputation of all layers.
+        saved = ((cost.layer_bytes - cost.recomputed_bytes) * step.in_flight(0) if can_recompute_some_layers(config)
+                 else 0.0)
         layers = max(layers_of_stages(config, layout))
         # One layer more, because the layer that is being recomputed has all its activations.
         count = 1 if saved > 0 else layers

@@ -28,6 +28,7 @@ if __name__ == "__main__":  # torchrun starts it as a file
 from mimo import registry
 from mimo.config.cli import parse, to_toml
 from mimo.config.trainer import CheckpointConfig, LayoutConfig, ObserveConfig, RunConfig
+from mimo.config.validate import num_layers as num_language_layers
 from mimo.config.validate import validate, validate_without_data
 from mimo.observability.flops import peak_tflops
 from mimo.observability.spans import Interval, Kind
@@ -97,7 +98,7 @@ def trainings_of(config: RunConfig, num_gpus: int, device: Literal["cuda", "cpu"
 
     size = config.train.micro_batch_size
     # Some models have a least number of layers, such as one for each level of an encoder.
-    least = next((depth for depth in range(LEAST_DEPTH, Costs(config, Profile(GPUS["H100"])).num_layers + 1)
+    least = next((depth for depth in range(LEAST_DEPTH, num_language_layers(config) + 1)
                   if not refusal(_training(config, 1, num_gpus, size, depth, device))), LEAST_DEPTH)
     # A microbatch has only one packed row.
     (sample,) = draw_samples(config, registry.model_provider(config.model.model_provider), 1)

@@ -265,7 +265,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the actor of one node of a replica runs.
+    """Node, resources and environment of the actor of one node of a replica.
 
     Attributes:
         replica: number of the replica.
