@@ -2,10 +2,12 @@
 
     python scripts/prepare_photos.py --out OUT
     python scripts/prepare_photos.py --out OUT --num-samples 400 --num-shards 4 --max-patches 576
+    python scripts/prepare_photos.py --out OUT --slip-fraction 0.5
 
 The photographs are those inside the packages scikit-image and scikit-learn; nothing is downloaded. A caption names the
-photograph and where in it the crop lies: "astronaut, upper left". Height and width of a crop are multiples of 32, so
-that 16-pixel patches in groups of 2 x 2 need no resizing, and it has from 256 patches to --max-patches of them.
+photograph and where in it the crop lies: "astronaut, upper left". With --slip-fraction, training captions may name any
+part, so that the loss has a lower bound and runs can be compared by it. Height and width of a crop are multiples of 32,
+so that 16-pixel patches in groups of 2 x 2 need no resizing, and it has from 256 patches to --max-patches of them.
 
 OUT/photos has train and val shards. No crop occurs twice. OUT/tokenizer has the words of the captions. Keys name the
 crops: `train-000012-astronaut-32-64-256-320` shows rows 32 to 287 and columns 64 to 383. The same arguments write the
@@ -48,6 +50,8 @@ PHOTOGRAPHS = {
 PATCH_SIZE, SIZE_MULTIPLE, MIN_PATCHES = 16, 32, 256
 LARGEST_ASPECT = 2
 QUESTION = "what is shown?"
+PARTS = ("center", *(" ".join(filter(None, (row, column)))
+                    for row in ("", "upper", "lower") for column in ("", "left", "right") if row or column))
 # A crop is in the middle if its centre is this close to that of the photograph, as a share of its side.
 MIDDLE = 0.05
 IMAGE_TOKEN_ID = 3
@@ -114,14 +118,21 @@ def caption(crop: Crop) -> str:
     return f"{crop.photograph}, {' '.join(filter(None, places)) or 'center'}"
 
 
-def members(split: str, index: int, crop: Crop) -> Iterator[Member]:
+def captions(crops: list[Crop], slip_fraction: float, seed: int) -> list[str]:
+    """Describe crops, of which a random share of `slip_fraction` are said to show any part."""
+    rng = np.random.default_rng((seed, 1))
+    return [f"{crop.photograph}, {PARTS[rng.integers(len(PARTS))]}" if rng.random() < slip_fraction else caption(crop)
+            for crop in crops]
+
+
+def members(split: str, index: int, crop: Crop, answer: str) -> Iterator[Member]:
     """Yield name and content of each part of a sample."""
     key = f"{split}-{index:06d}-{crop.photograph}-{crop.top}-{crop.left}-{crop.height}-{crop.width}"
     pixels = load_photograph(crop.photograph)[crop.top : crop.top + crop.height, crop.left : crop.left + crop.width]
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format="PNG", compress_level=1)
     messages = [{"role": "user", "content": f"{IMAGE_MARKER} {QUESTION}"},
-                {"role": "assistant", "content": caption(crop)}]
+                {"role": "assistant", "content": answer}]
     yield f"{key}.0.png", buffer.getvalue()
     yield f"{key}.json", json.dumps({"messages": messages}).encode()
 
@@ -142,13 +153,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-valid", type=int, default=64, help="held-out samples: other crops of the photographs")
     parser.add_argument("--num-shards", type=int, default=8, help="train shards")
     parser.add_argument("--max-patches", type=int, default=1024, help="most patches of a crop; at least 256")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of crops")
+    parser.add_argument("--slip-fraction", type=float, default=0.0,
+                        help="share of train captions that name any part of the photograph")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of crops and slips")
     chosen = parser.parse_args(arguments)
     if not 1 <= chosen.num_shards <= chosen.num_samples or chosen.num_valid < 1 or chosen.seed < 0:
         parser.error(f"--num-samples {chosen.num_samples} --num-valid {chosen.num_valid} --num-shards "
                      f"{chosen.num_shards} --seed {chosen.seed}: need 1 <= shards <= samples, 1 <= valid and seed >= 0")
     if chosen.max_patches < MIN_PATCHES:
         parser.error(f"--max-patches {chosen.max_patches}: must be at least {MIN_PATCHES}")
+    if not 0 <= chosen.slip_fraction <= 1:
+        parser.error(f"--slip-fraction {chosen.slip_fraction}: must be between 0 and 1")
     if chosen.out.exists() and any(chosen.out.iterdir()):
         parser.error(f"{chosen.out}: is not empty; name a new folder")
     return chosen
@@ -159,8 +174,10 @@ def main(arguments: list[str] | None = None) -> None:
     out = chosen.out
     crops = choose_crops(chosen.num_samples + chosen.num_valid, chosen.seed, chosen.max_patches)
     by_split = {"train": crops[: chosen.num_samples], "val": crops[chosen.num_samples :]}
+    answers = {"train": captions(by_split["train"], chosen.slip_fraction, chosen.seed),
+               "val": captions(by_split["val"], 0.0, chosen.seed)}
     write_splits(out / "photos", {split: range(len(own)) for split, own in by_split.items()}, chosen.num_shards,
-                 lambda split, index: members(split, index, by_split[split][index]))
+                 lambda split, index: members(split, index, by_split[split][index], answers[split][index]))
     write_tokenizer(out / "tokenizer")
     patches = [crop.num_patches for crop in crops]
     print(f"{chosen.num_samples} train and {chosen.num_valid} val samples of {min(patches)} to {max(patches)} patches "

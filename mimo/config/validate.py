@@ -250,11 +250,12 @@ def exchanges_tokens(layout: LayoutConfig) -> bool:
 
 
 def share_with_graphs(config: RunConfig) -> float:
-    """Return the share of microbatches whose layers are captured as a whole in CUDA graphs.
+    """Return the share of microbatches whose layers are replayed from CUDA graphs.
 
-    There are none if ranks exchange tokens. How much the graphs of parts of layers gain then has not been measured.
+    If ranks exchange tokens, graphs contain parts of these layers. How much that gains with --llm-expt-tp has not been
+    measured, so it counts as nothing.
     """
-    if exchanges_tokens(config.layout):
+    if config.layout.llm_expt_tp > 1:
         return 0.0
     without = len(_overlaps_beside_graphs(config)) / max(num_microbatches(config), 1)
     return max(1.0 - without, 0.0) if config.model.cuda_graphs else 0.0

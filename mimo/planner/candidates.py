@@ -15,7 +15,6 @@ from mimo.config.trainer import LayoutConfig, ModelConfig, RunConfig, TrainConfi
 from mimo.config.validate import (
     can_recompute_some_layers,
     check_data,
-    exchanges_tokens,
     layers_of_stages,
     may_have_graphs,
     row_multiple,
@@ -268,27 +267,28 @@ class Search:
                 accepted = self.accepted(config)
                 if accepted is None:
                     continue
-                for variant in (config, *self._with_graphs(config), *self._with_gathered_tokens(config)):
+                variants = [config, *self._with_graphs(config)]
+                for variant in (*variants, *itertools.chain(*map(self._with_gathered_tokens, variants))):
                     least = 0.0 if self.size <= MANY_GPUS else Step(variant, accepted, self.costs).least_s(
                         images, share, self._longest(train.micro_batch_size))
                     yield kind, variant, accepted, least
 
     def _with_graphs(self, config: RunConfig) -> Iterator[RunConfig]:
-        """Yield a run with CUDA graphs if its flags do not have them, and whole layers may be captured."""
+        """Yield a run with CUDA graphs if its flags do not have them, and layers or parts of them may be captured."""
         model = config.model
         gpu = self.costs.gpu
         if model.cuda_graphs or not (gpu.multiplies_packed_experts if self.costs.num_experts else gpu.launches_kernels):
             return
-        if may_have_graphs(config) and not exchanges_tokens(config.layout):
+        if may_have_graphs(config) and config.layout.llm_expt_tp == 1:
             yield replace(config, model=replace(model, cuda_graphs=True))
 
     def _with_gathered_tokens(self, config: RunConfig) -> Iterator[RunConfig]:
         """Yield a run with the dispatcher `allgather` if that can send less, which is only so within a node.
 
-        A token goes to the ranks of its experts in bfloat16 and comes back, or to all ranks, which return float32.
+        A token goes to the ranks of its experts and comes back, all in bfloat16, or to all ranks, which return sums.
         """
         model, ranks = config.model, config.layout.llm_ep
-        sends_less = 3 * ranks < 2 * self.costs.top_k
+        sends_less = ranks * (2 + self.costs.gathered_sum_bytes) < self.costs.top_k * (2 + 2)
         # The trainer refuses it with rows of several lengths that the user has asked for.
         if (model.moe_token_dispatcher_type == "alltoall" and (config.data.row_lengths or 1) == 1
                 and 1 < ranks <= self.costs.gpu.gpus_per_node and sends_less):
@@ -450,7 +450,7 @@ class Search:
         layers, stages = self.costs.num_layers, layout.llm_pp
         cost = self.costs.language(layout.llm_tp, self.base.train.micro_batch_size, layout.llm_ep, layout.llm_cp,
                                    self._mean_length,
-                                   graphs=float(self.base.model.cuda_graphs and not exchanges_tokens(layout)))
+                                   graphs=float(self.base.model.cuda_graphs and layout.llm_expt_tp == 1))
         layer = cost.forward_s + cost.backward_s
         first = last = 0.0
         if layer > 0:

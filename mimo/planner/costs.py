@@ -80,6 +80,9 @@ MEASURED_EXPERTS = 128
 # this share of `Gpu.link_gb_s`, waits for other ranks included: 1.6 GB of `alltoall` took 7.7 ms and 1.2 GB of
 # `allgather` 5.8 ms.
 HOST_EXCHANGE_S, EXCHANGE_SHARE = 6.5e-3, 0.58
+# CUDA graphs of these layers contain attention, norms and router, and leave this share of the host's time. With graphs,
+# a row takes 10.3 ms a layer with `alltoall` and 7.8 ms with `allgather`, of which transfers are 2.3 and 1.1 ms.
+HOST_SHARE_WITH_GRAPHS = 0.54
 # Every microbatch reads and writes the fp32 gradients of all weights of its layers, and waits for a part of the weights
 # of experts. Profiles of kernels on one H200: a microbatch of 4,096 tokens spends 9.3 ms more on the weight gradients
 # of 4.8 billion parameters of experts than a fourth of the time for 16,384 tokens, which is 8 bytes at 4 TB/s, and
@@ -300,7 +303,7 @@ class Costs:
                            launch_s=((1 - graphs) * plain.launch_s[0], (1 - graphs) * plain.launch_s[1]))
         length = length or self.config.train.seq_length
         tokens = micro_batch_size * length / cp
-        layer_s, ends_s = self._passes_s(tp, micro_batch_size, ep, cp, length, waits=not graphs, gathers=gathers)
+        layer_s, ends_s = self._passes_s(tp, micro_batch_size, ep, cp, length, graphs=graphs > 0, gathers=gathers)
         ratios = self.profile.ratios(LANGUAGE, tp, micro_batch_size)
         launch_s = 0.0, 0.0
         if graphs:
@@ -327,11 +330,11 @@ class Costs:
             kept * ratios.bytes, tokens * self.hidden_size * 2 / tp, 6.0 * logits * ratios.ends_bytes + summed,
             launch_s)
 
-    def _passes_s(self, tp: int, micro_batch_size: int, ep: int, cp: int, length: int, *, waits: bool, gathers: bool
+    def _passes_s(self, tp: int, micro_batch_size: int, ep: int, cp: int, length: int, *, graphs: bool, gathers: bool
                   ) -> tuple[tuple[float, float], tuple[float, float]]:
         """Estimate the seconds of the passes of a layer, the mean over the layers, and of output layer and loss.
 
-        `waits` says whether short passes wait for the host, `gathers` whether tokens are gathered.
+        `graphs` says whether layers are replayed from CUDA graphs, `gathers` whether tokens are gathered.
         """
         sums = SequenceSums.of_rows([[length]] * micro_batch_size, length)
         layers, ends = [0.0, 0.0], [0.0, 0.0]
@@ -346,7 +349,7 @@ class Costs:
         ends_s = [each / (rate * DENSE_EFFICIENCY) for each in ends]
         rate *= self.num_layers * (
             EXPERT_EFFICIENCY[self.config.model.moe_gemm] if self.num_experts else DENSE_EFFICIENCY)
-        host_s = self._host_s(ep) if waits else (0.0, 0.0)
+        host_s = self._host_s(ep, graphs=graphs)
         dense, experts = (parameters(self.shapes[LANGUAGE], layers=True, experts=each) / self.num_layers
                           for each in (False, True))
         read = experts / ep * EXPERT_READ_BYTES / (GRADIENT_GB_S * 1e9)
@@ -360,8 +363,10 @@ class Costs:
         backward_s = max(backward_s, host_s[1]) + 3 * moved + dispatch + 2 * shared
         return (forward_s, backward_s if layers[1] else 0.0), (ends_s[0], ends_s[1])
 
-    def _host_s(self, ep: int) -> tuple[float, float]:
+    def _host_s(self, ep: int, *, graphs: bool) -> tuple[float, float]:
         """Return the least seconds that the host needs for the passes of a layer, the mean over the layers."""
+        if graphs and ep == 1:
+            return 0.0, 0.0
         if not self.num_experts:
             return HOST_FORWARD_S, HOST_BACKWARD_S
         least, local = HOST_EXPERTS_S["packed"], self.num_experts / ep
@@ -369,7 +374,8 @@ class Costs:
         host_s += HOST_EXCHANGE_S if ep > 1 else 0.0
         # Some layers may have no experts. A backward pass launches about twice as much as a forward pass.
         host_s *= self._layers_with_experts / self.num_layers / 3
-        return HOST_FORWARD_S + host_s, HOST_BACKWARD_S + 2 * host_s
+        share = HOST_SHARE_WITH_GRAPHS if graphs else 1.0
+        return share * (HOST_FORWARD_S + host_s), share * (HOST_BACKWARD_S + 2 * host_s)
 
     def _moved_s(self, tp: int, ep: int, cp: int, tokens: float, gathers: bool) -> tuple[float, float, float]:
         """Return the seconds of a layer's transfers of the tokens of a rank, the mean over the layers.
@@ -383,10 +389,11 @@ class Costs:
         sent = tokens * self.hidden_size * 2 * (tp - 1) / tp
         moved = (COLLECTIVE_S + sent / self._collective_bytes_s) * self._parts_of_layers / self.num_layers
         # In both passes, tokens go to the ranks of their experts and come back: a copy for each expert, which is sorted
-        # by it before and after the experts, or one copy for every rank, which returns sums in float32. What goes to
-        # other nodes takes the network.
+        # by it before and after the experts, or one copy for every rank, which returns a sum. What goes to other nodes
+        # takes the network.
         rows, inside = tokens / tp * self.hidden_size, min(ep, self.gpu.gpus_per_node)
-        peer, local = (rows * (2 + 4), rows * ep * (2 + 4)) if gathers else (
+        there_and_back = 2 + self.gathered_sum_bytes
+        peer, local = (rows * there_and_back, rows * ep * there_and_back) if gathers else (
             rows * self.top_k * 2 * 2 / ep, rows * self.top_k * 2 * 2 * 2)
         dispatch = self._layers_with_experts / self.num_layers * (
             peer * (inside - 1) / (EXCHANGE_SHARE * self.gpu.link_gb_s * 1e9)
@@ -399,6 +406,11 @@ class Costs:
         sent = tokens * 2 * channels / self.num_layers / tp
         shared = (cp - 1) * (sent / (self.gpu.link_gb_s * 1e9) + LATENCY_S)
         return moved if tp > 1 else 0.0, dispatch if ep > 1 else 0.0, shared
+
+    @property
+    def gathered_sum_bytes(self) -> int:
+        """Bytes of each number that a rank returns with the dispatcher `allgather`."""
+        return 2 if self.config.model.moe_gemm in ("auto", "packed") else 4
 
     @property
     def _collective_bytes_s(self) -> float:

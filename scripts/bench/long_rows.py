@@ -227,7 +227,8 @@ class Bench:
         if least.planned_gib > self.limit:
             raise SystemExit(f"--memory-limit-gib {self.limit:g}: a row of {LEAST} tokens needs "
                              f"{least.planned_gib:.3g} GiB")
-        low, high = LEAST, least.config.model_family.max_position_embeddings
+        most = least.config.model_family.max_position_embeddings
+        low, high = LEAST, most
         while high - low > 512:
             middle = (low + high) // 2
             if self.row(ONE, middle, recomputed, 1).planned_gib <= self.limit:
@@ -243,8 +244,9 @@ class Bench:
             summary["one_gpu_does_not_fit"] = full[0]
             multiples = [factor * self.chosen.gpus for factor in MULTIPLES]
             for layout, key in ((CONTEXT, "longest"), (TENSOR, "longest_tensor")):
-                own = self.run([self.row(layout, int(full[0] * factor), recomputed, 1) for factor in multiples],
-                               folder, until_failure=True)
+                rows = [self.row(layout, int(full[0] * factor), recomputed, 1) for factor in multiples
+                        if full[0] * factor <= most]
+                own = self.run(rows, folder, until_failure=True) if rows else []
                 ended = [each["length"] for each in own if not each["error"]]
                 summary[key] = max(ended, default=0) / full[0]
                 multiples = multiples[max(len(ended) - 1, 0):]

@@ -71,6 +71,7 @@ _UNEVEN = """--vision-image-size 672 --vision-pixel-shuffle 4 --mock-min-length 
 # --seq-length 32768 takes --mock-video-frames 328, 65536 takes 662, and 131072 takes 1330.
 _LONG_VIDEO = """--model-provider qwen3_vl --num-layers 28 --hidden-size 2048 --ffn-hidden-size 6144
 --num-attention-heads 16 --num-query-groups 8 --kv-channels 128 --no-untie-embeddings-and-output-weights
+--max-position-embeddings 1048576
 --vision-hidden-size 1024 --vision-num-layers 24 --vision-ffn-hidden-size 4096 --vision-deepstack-layers 5 11 17
 --freeze vision --dataset-provider mock --mock-text-only-fraction 0 --mock-images-mean 1 --mock-images-max 1
 --mock-video-fraction 1 --mock-image-size 448 --mock-min-length 600 --mock-max-length 600 --seq-length 32768

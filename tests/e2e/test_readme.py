@@ -60,7 +60,7 @@ OTHER_FLAGS = {
                      "--loss-tolerance", "--kind", "--list"), "scripts/bench/layouts.py"),
     **dict.fromkeys(("--homogeneous", "--colocated"), "scripts/bench/layouts.py"),
     "--warmup-steps": "scripts/bench/train.py",
-    **dict.fromkeys(("--num-samples", "--num-shards"), "scripts/prepare_photos.py"),
+    **dict.fromkeys(("--num-samples", "--num-shards", "--slip-fraction"), "scripts/prepare_photos.py"),
     "--model": "scripts/bench/refit.py",
     "--trainer": "scripts/bench/refit.py",
     **dict.fromkeys(("--engine-tp", "--arm"), "scripts/bench/refit.py"),

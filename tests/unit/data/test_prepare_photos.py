@@ -91,6 +91,19 @@ def test_crops_differ_and_have_many_sizes():
         assert 0 <= crop.top <= height - crop.height and 0 <= crop.left <= width - crop.width
 
 
+def test_slips_name_any_part_of_the_right_photograph():
+    crops = script.choose_crops(400, seed=0, max_patches=400)
+    assert script.captions(crops, 0.0, 0) == [script.caption(crop) for crop in crops]
+    found = script.captions(crops, 0.5, 0)
+    assert found == script.captions(crops, 0.5, 0) != script.captions(crops, 0.5, 1)
+    pairs = [answer.split(", ") for answer in found]
+    assert [name for name, _ in pairs] == [crop.photograph for crop in crops]
+    assert {part for _, part in pairs} == set(script.PARTS) and len(script.PARTS) == 9
+    # One in nine slips is right by chance.
+    wrong = sum(answer != script.caption(crop) for answer, crop in zip(found, crops, strict=True))
+    assert wrong / 400 == pytest.approx(0.5 * 8 / 9, abs=0.08)
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -107,6 +120,7 @@ def test_the_same_arguments_write_the_same_bytes(tmp_path):
     (["--max-patches", "255"], "--max-patches 255: must be at least 256"),
     (["--num-samples", "2", "--num-shards", "3"], "--num-samples 2 --num-valid 64 --num-shards 3"),
     (["--seed", "-1"], "--seed -1"),
+    (["--slip-fraction", "1.5"], "--slip-fraction 1.5: must be between 0 and 1"),
 ])
 def test_impossible_arguments_are_refused_before_anything_is_written(tmp_path, capsys, flags, message):
     with pytest.raises(SystemExit):

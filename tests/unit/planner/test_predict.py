@@ -164,14 +164,15 @@ def test_mixtures_of_experts_that_were_measured(gemm, rows, graphs, step_ms, pea
 
 
 # The same with a batch of 64 and its experts on four H200.
-@pytest.mark.parametrize(("rows", "dispatcher", "step_ms", "peak_gib"), [
-    (4, "alltoall", 1028, 52.3), (4, "allgather", 976, 52.6), (1, "alltoall", 2175, 34.0)])
-def test_experts_on_several_ranks_that_were_measured(rows, dispatcher, step_ms, peak_gib):
+@pytest.mark.parametrize(("rows", "flags", "step_ms", "peak_gib"), [
+    (4, "alltoall", 1028, 52.3), (1, "alltoall", 2175, 34.0), (1, "alltoall --cuda-graphs", 1550, None),
+    (1, "allgather --cuda-graphs", 1240, None), (4, "allgather --cuda-graphs", 896, None)])
+def test_experts_on_several_ranks_that_were_measured(rows, flags, step_ms, peak_gib):
     config = config_of(f"{QWEN_MOE} --global-batch-size 64 --micro-batch-size {rows} {WHOLE_ROWS} --llm-dp 4 "
-                       f"--llm-ep 4 --moe-token-dispatcher-type {dispatcher}")
+                       f"--llm-ep 4 --moe-token-dispatcher-type {flags}")
     found = predicted(config, 4, [SampleSize(4096)] * 64)
-    assert found.step_s * 1000 == pytest.approx(step_ms, rel=0.05)
-    assert found.memory_gib == pytest.approx(peak_gib, rel=0.08)
+    assert found.step_s * 1000 == pytest.approx(step_ms, rel=0.065)
+    assert peak_gib is None or found.memory_gib == pytest.approx(peak_gib, rel=0.08)
 
 
 @pytest.mark.parametrize("gemm", ["packed", "cutlass", "separate"])
@@ -509,9 +510,12 @@ def test_a_plan_gathers_tokens_where_that_sends_less() -> None:
     def gathers(candidate: Candidate) -> bool:
         return "--moe-token-dispatcher-type allgather" in candidate.flags
 
-    # A token goes to 8 experts and back in two bytes, or to 4 ranks in two and back in four.
+    # A token goes to its experts and back in two bytes, or to all ranks in two and back in as many, or in four.
     assert {ep: gathers(each) for ep, each in found().items()} == {1: False, 2: True, 4: True}
     assert {ep: gathers(each) for ep, each in found("--moe-router-topk 4").items()} == {1: False, 2: True, 4: False}
+    six = "--moe-router-topk 6"
+    assert {ep: gathers(each) for ep, each in found(six).items()} == {1: False, 2: True, 4: True}
+    assert not gathers(found(f"{six} --moe-gemm separate")[4])
     # Rows would have the length of --seq-length.
     assert not any(map(gathers, found("--row-lengths 4").values()))
     given = found("--moe-token-dispatcher-type allgather")[4]
@@ -526,18 +530,22 @@ def test_a_plan_gathers_tokens_within_a_node_only() -> None:
         assert len(list(search._with_gathered_tokens(run))) == tried
 
 
-def test_a_plan_expects_nothing_of_graphs_where_ranks_exchange_tokens() -> None:
+def test_a_plan_has_graphs_where_ranks_exchange_tokens() -> None:
     flags = """--model-provider causal_lm --num-layers 8 --hidden-size 2048 --num-attention-heads 32 --vocab-size 32000
         --num-experts 16 --moe-ffn-hidden-size 768 --dataset-provider mock --mock-text-only-fraction 1
         --seq-length 512 --global-batch-size 8"""
     found = searched(config_of(flags), 2, [SampleSize(512)] * 8)
     split, whole = ([each.flags for each in found if ("--llm-ep" in each.flags) == is_split]
                     for is_split in (True, False))
-    assert split and not any("--cuda-graphs" in each for each in split)
-    assert any("--cuda-graphs" in each for each in whole)
-    graphs, plain = (predicted(config_of(f"{flags} --llm-dp 2 --llm-ep 2 {more}"), 2, [SampleSize(512)]).step_s
-                     for more in ("--cuda-graphs", ""))
-    assert graphs == plain
+    assert any("--cuda-graphs" in each for each in split) and any("--cuda-graphs" in each for each in whole)
+
+    def gain(layout: str) -> float:
+        graphs, plain = (predicted(config_of(f"{flags} --llm-dp 2 {layout} {more}"), 2, [SampleSize(512)]).step_s
+                         for more in ("--cuda-graphs", ""))
+        return plain - graphs
+
+    # Graphs contain parts of these layers, and nothing is known about --llm-expt-tp.
+    assert 0 < gain("--llm-ep 2") < gain("") and gain("--llm-expt-tp 2") == 0
 
 
 @pytest.mark.parametrize("tp", [1, 2])
