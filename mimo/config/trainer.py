@@ -292,6 +292,11 @@ class ModelConfig:
     """How tokens get to the ranks of their experts (--llm-ep above 1). alltoall sends each token to the ranks that need
     it; allgather sends all tokens to all ranks, which can be faster for few ranks and many experts per token
     (train_rl.py refuses it). flex is refused: its libraries cannot be installed."""
+    moe_static_rows: bool = False
+    """Give the experts of a rank room for all tokens that could come to them. Then the host need not wait in every
+    layer for their number, and --cuda-graphs launch whole layers with experts on several ranks. Needs
+    --moe-token-dispatcher-type allgather, --moe-gemm packed and up to --llm-ep times the memory for the activations of
+    experts. Local layers ignore it."""
     moe_shared_expert_overlap: bool = False
     """Compute shared experts while tokens travel, on a stream of their own. Needs --moe-token-dispatcher-type
     alltoall."""
@@ -372,6 +377,14 @@ class ModelConfig:
         refuse(self.moe_token_dispatcher_type == "flex", "--moe-token-dispatcher-type flex is not supported: DeepEP "
                "and HybridEP have no package that could be installed, and NCCL EP needs NCCL 2.30.4, newer than "
                "PyTorch's; use alltoall or allgather")
+        if self.moe_static_rows:
+            refuse(self.moe_token_dispatcher_type != "allgather", "--moe-static-rows with --moe-token-dispatcher-type "
+                   f"{self.moe_token_dispatcher_type}, for which the host has to know how many tokens ranks exchange; "
+                   "use allgather")
+            refuse(self.moe_gemm not in ("auto", "packed"), f"--moe-static-rows with --moe-gemm {self.moe_gemm}, for "
+                   "which the host waits for the number of tokens of each expert; use packed")
+            refuse(not self.moe_permute_fusion, "--moe-static-rows with --no-moe-permute-fusion: only the fused "
+                   "kernels sort tokens without the host; leave out one of the two")
         if self.moe_shared_expert_overlap:
             refuse(self.moe_token_dispatcher_type != "alltoall", "--moe-shared-expert-overlap with "
                    f"--moe-token-dispatcher-type {self.moe_token_dispatcher_type}: only alltoall can overlap")

@@ -197,8 +197,8 @@ def _check_graphs(config: RunConfig) -> None:
     if not model.cuda_graphs:
         return
     balancing = family.get("moe_router_load_balancing_type")
-    # Ranks that exchange tokens have graphs of what comes before that in each layer.
-    exchanges = exchanges_tokens(layout)
+    # Ranks that exchange tokens have graphs of what comes before that in each layer, unless all sizes are known.
+    exchanges = exchanges_tokens(layout) and not model.moe_static_rows
     # The host must not know how many tokens each expert gets.
     counts = not exchanges and registry.model_provider(model.model_provider).num_experts(config.model_family) > 0
     overlaps = _overlaps_beside_graphs(config)
@@ -213,7 +213,7 @@ def _check_graphs(config: RunConfig) -> None:
             (f"--moe-gemm {model.moe_gemm}", counts and model.moe_gemm in ("cutlass", "separate"),
              "the host waits for the number of tokens of each expert"),
             (f"--moe-token-dispatcher-type {model.moe_token_dispatcher_type}",
-             counts and model.moe_token_dispatcher_type == "allgather",
+             counts and model.moe_token_dispatcher_type == "allgather" and not model.moe_static_rows,
              "the host waits for the number of tokens of each expert"),
             (f"--recompute-modules {','.join(model.recomputed_modules(LANGUAGE))}",
              not NO_GRAPHS_IF_RECOMPUTED.isdisjoint(model.recomputed_modules(LANGUAGE)),
@@ -224,7 +224,8 @@ def _check_graphs(config: RunConfig) -> None:
             (f"--llm-cp {layout.llm_cp}", layout.llm_cp > 1, "long rows keep the GPU busy without them"),
             (f"--llm-ep {layout.llm_ep}, --llm-expt-tp {layout.llm_expt_tp} and --recompute full",
              exchanges and model.recompute == "full",
-             "graphs of ranks that exchange tokens contain only parts of layers, and none if these are recomputed"),
+             "graphs of ranks that exchange tokens contain only parts of layers, and none if these are recomputed "
+             "(--moe-static-rows makes graphs of whole layers)"),
             (f"--moe-router-load-balancing-type {balancing} and --llm-dp {layout.llm_dp}",
              balancing == "global_aux_loss" and layout.llm_dp > 1,
              "lanes add up their loads, and rows of one may have graphs when those of another have not"),
@@ -267,7 +268,8 @@ def may_have_graphs(config: RunConfig) -> bool:
     if model.transformer_impl == "local":
         return False
     has_experts = registry.model_provider(model.model_provider).num_experts(config.model_family) > 0
-    if has_experts and not exchanges_tokens(config.layout) and (not model.bf16 or config.train.deterministic_mode):
+    captures_experts = has_experts and (not exchanges_tokens(config.layout) or model.moe_static_rows)
+    if captures_experts and (not model.bf16 or config.train.deterministic_mode):
         return False
     try:
         _check_graphs(replace(config, model=replace(model, cuda_graphs=True)))
@@ -364,6 +366,11 @@ def _check_model(config: RunConfig, layout: Layout) -> None:
         refuse(given != vars(ModelConfig())[name] and not provider.num_experts(config.model_family),
                f"{flag_name(name)} is for mixtures of experts, and --model-provider {model.model_provider} has no "
                "experts here; leave it out")
+    if model.moe_static_rows:
+        refuse(not exchanges_tokens(config.layout), "--moe-static-rows is for experts on several ranks (--llm-ep, "
+               "--llm-expt-tp); leave it out")
+        refuse(config.train.deterministic_mode, "--moe-static-rows with --deterministic-mode, which multiplies by one "
+               "expert after the other; leave out one of the two")
     if model.recompute_num_layers is not None:
         largest = max(layers_of_stages(config, layout))
         refuse(model.recompute_num_layers > largest,

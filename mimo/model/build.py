@@ -215,9 +215,11 @@ def build_model(
     trainable, wrapped = _wrap_trainable(config, model, grids, platform)
     if impl == "transformer_engine" and model.language_model is not None:
         choose_grouped_gemm(config.model.moe_gemm, model.language_model, params_dtype(config),
-                            deterministic=config.train.deterministic_mode, fp8=config.model.fp8(LANGUAGE))
+                            deterministic=config.train.deterministic_mode, fp8=config.model.fp8(LANGUAGE),
+                            static_rows=config.model.moe_static_rows)
     if config.model.cuda_graphs and model.language_model is not None:
-        replay_decoder(model.language_model, grids, platform.device, impl)
+        replay_decoder(model.language_model, grids, platform.device, impl,
+                       static_rows=config.model.moe_static_rows)
         model.few_shapes = True
     return BuiltModel(model, wrapped, trainable, params_dtype(config))
 

@@ -6,12 +6,16 @@ for each shape of their input: one of the forward pass, and one of the backward 
 to `main_grad`. Embeddings, the output layer and the loss stay outside, and so do passes without gradients.
 
 If the ranks exchange tokens of experts, the host has to know how many, and each layer has graphs of its own for what
-comes before (`mimo.model.layer_graphs`).
+comes before (`mimo.model.layer_graphs`). With --moe-static-rows the host need not know, and whole passes are captured
+with their exchange. NCCL wants either all ranks of a collective to replay it or none, so these ranks then compare the
+shapes of their microbatches before each pass.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +29,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
-from mimo.grid.groups import Grids
+from mimo.grid.groups import HOST_TIMEOUT, Grids
 from mimo.model import compat
 from mimo.model.fp8 import LastingCopies
 from mimo.model.graph_parts import (
@@ -56,7 +60,8 @@ ROOM = 1.25
 LAST_CUDNN_WITH_MASK, MASK_MULTIPLE = (9, 15, 0), 128
 
 
-def replay_decoder(language: torch.nn.Module, grids: Grids, device: torch.device, impl: str) -> None:
+def replay_decoder(language: torch.nn.Module, grids: Grids, device: torch.device, impl: str, *,
+                   static_rows: bool = False) -> None:
     """Have the decoder of a language model replay its passes from CUDA graphs, until its process groups are destroyed.
 
     Args:
@@ -65,25 +70,42 @@ def replay_decoder(language: torch.nn.Module, grids: Grids, device: torch.device
         grids: its process groups.
         device: its device. On a CPU, a replay calls the layers again with the same buffers, for tests.
         impl: implementation of its layers.
+        static_rows: whether the host need not know how many tokens ranks exchange.
 
     Raises:
         ValueError: the model has a part that graphs cannot contain.
     """
     model: Any = unwrap_model(language)
-    reason = _unsupported_reason(model, impl if device.type == "cuda" else None)
+    reason = _unsupported_reason(model, impl if device.type == "cuda" else None, static_rows=static_rows)
     if reason:
         raise ValueError(f"--cuda-graphs: {reason}; leave it out")
     decoder = model.decoder
+    exchanges = _exchanges_tokens(decoder)
     if model.config.recompute_granularity is not None:
         compat.replace_checkpoint(checkpoint)
     graphs = _DecoderGraphs(decoder, language if isinstance(language, DistributedDataParallel) else None, device,
-                            SplitLayers(decoder) if _exchanges_tokens(decoder) else None)
+                            SplitLayers(decoder) if exchanges and not static_rows else None,
+                            _group_of_peers(grids) if exchanges and static_rows else None)
     decoder.forward = graphs
     # NCCL destroys a communicator only after all graphs with its collectives.
     grids.before_destroy(graphs.drop)
 
 
-def _unsupported_reason(model: Any, impl: str | None) -> str:
+def _group_of_peers(grids: Grids) -> dist.ProcessGroup:
+    """Create a gloo group of the ranks that take part in the collectives inside of this rank's layers.
+
+    They are neighbours: those of a tensor-parallel group, and those that exchange tokens. Collective over them.
+    """
+    spec = grids.layout.language
+    size = math.lcm(spec.tp, spec.ep * spec.expt_tp)
+    first = spec.offset + (grids.rank - spec.offset) // size * size
+    group: dist.ProcessGroup = dist.new_group(list(range(first, first + size)), timeout=HOST_TIMEOUT, backend="gloo",
+                                              use_local_synchronization=True)
+    grids.before_destroy(lambda: dist.destroy_process_group(group))
+    return group
+
+
+def _unsupported_reason(model: Any, impl: str | None, *, static_rows: bool) -> str:
     """Return why the passes of a model cannot be captured; `impl` is None on a CPU, which captures nothing."""
     decoder = getattr(model, "decoder", None)
     if decoder is None:
@@ -96,7 +118,7 @@ def _unsupported_reason(model: Any, impl: str | None) -> str:
         return "latent attention keeps rotary positions in a cache that may move them"
     if impl == "local":
         return "layers in plain PyTorch (--transformer-impl local) use buffers that move"
-    if _exchanges_tokens(decoder):
+    if _exchanges_tokens(decoder) and not static_rows:
         return unsplittable_reason(decoder)
     experts: list[Any] = [part.experts for part in decoder.modules() if isinstance(part, MoELayer)]
     if impl is not None and not all(
@@ -125,11 +147,13 @@ class _DecoderGraphs:
         wrapper: `DistributedDataParallel` around the language model; None if nothing of it trains.
         device: device of the layers.
         layers: the layers, if each has graphs of its own.
+        peers: gloo group of ranks that have to replay the same passes; None if they see the same shapes anyway.
     """
 
     def __init__(self, decoder: Any, wrapper: DistributedDataParallel | None, device: torch.device,
-                 layers: SplitLayers | None) -> None:
+                 layers: SplitLayers | None, peers: dist.ProcessGroup | None) -> None:
         self.decoder, self.wrapper, self.device, self.layers = decoder, wrapper, device, layers
+        self._peers = peers
         self.run = decoder.forward
         self.parameters = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
         self._watched = one_of_each_storage(decoder)
@@ -175,28 +199,46 @@ class _DecoderGraphs:
             inputs[HIDDEN] = self.decoder.input_tensor
         call = Call.of(inputs)
         key = self._key(call)
-        if call is None or key is None:
+        if key is not None:
+            if self._copies is not None:
+                self._copies.renew()
+            if self._addresses != [tensor.data_ptr() for tensor in self._watched]:
+                # Weights or gradients have been offloaded and are back somewhere else.
+                self.drop()
+        if not self._agree_to_replay(key, call):
             output: torch.Tensor = self.run(**inputs)
-            return output
-        if self._copies is not None:
-            self._copies.renew()
-        if self._addresses != [tensor.data_ptr() for tensor in self._watched]:
-            # Weights or gradients have been offloaded and are back somewhere else.
-            self.drop()
-        if key not in self._warm or not self._may_have_graphs(key, call):
-            if key not in self._seen:
-                self._seen.add(key)
-                self._make_room(call.num_tokens)
-            output = self.run(**inputs)
+            if key is None:
+                return output
             self._copies = self._copies or LastingCopies(self._captured_modules())
             output.register_hook(lambda gradient: compat.after_backward(lambda: self._warm.add(key)))
             return output
+        assert call is not None, "only calls that are tensors are replayed"
         slot = next(number for number in range(len(self._busy) + 1) if number not in self._busy)
         lease = Lease(self._busy, slot)
         passes = self._passes.get((key, slot))
         if passes is None:
             passes = self._passes[key, slot] = self._capture(call, slot)
         return passes.replay(inputs, call, lease, self._anchor)
+
+    def _agree_to_replay(self, key: Any, call: Call | None) -> bool:
+        """Return whether this pass is replayed, or captured. Collective over the peers, if there are any."""
+        replays, is_short = False, False
+        if call is not None and key is not None:
+            replays = key in self._warm and self._may_have_graphs(key, call)
+            if not replays and key not in self._seen:
+                self._seen.add(key)
+                is_short = self._lacks_room(call.num_tokens)
+        if self._peers is not None:
+            own = torch.tensor([zlib.crc32(repr(key).encode()) if replays else -1, int(is_short)])
+            found = [torch.empty_like(own) for _ in range(self._peers.size())]
+            dist.all_gather(found, own, group=self._peers)
+            replays &= all(int(each[0]) == int(own[0]) for each in found)
+            is_short = any(int(each[1]) for each in found)
+        if is_short:
+            logger.info("CUDA graphs: dropped %d, because a new length of rows needs their memory", len(self._passes))
+            self.drop()
+            torch.cuda.empty_cache()
+        return replays
 
     def _captured_modules(self) -> Iterable[torch.nn.Module]:
         return self.decoder.modules() if self.layers is None else self.layers.captured_modules()
@@ -236,22 +278,19 @@ class _DecoderGraphs:
             logger.info("CUDA graphs: %s", reason)
         self._explained.add(reason)
 
-    def _make_room(self, num_tokens: int) -> None:
-        """Drop all graphs if a pass of so many tokens might not find room beside their memory.
+    def _lacks_room(self, num_tokens: int) -> bool:
+        """Return whether a pass of so many tokens might not find room beside the memory of the graphs.
 
         Collective over the tensor-parallel ranks if they have graphs, because NCCL wants either all of them to replay a
         collective or none. They see the same shapes at the same time.
         """
         if self._stream is None or not self._passes:
-            return
+            return False
         needed = ROOM * max(self._bytes.values()) * max(num_tokens / self._most_tokens, 1.0)
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - self._bytes.total()
         is_short = torch.tensor(int(torch.cuda.mem_get_info()[0] + cached < needed), device=self.device)
         dist.all_reduce(is_short, op=dist.ReduceOp.MAX, group=self.decoder.pg_collection.tp)
-        if is_short.item():
-            logger.info("CUDA graphs: dropped %d, because a new length of rows needs their memory", len(self._passes))
-            self.drop()
-            torch.cuda.empty_cache()
+        return bool(is_short.item())
 
     def _reduces(self) -> bool:
         """Return whether gradient reductions start during the coming backward pass, parameter by parameter."""

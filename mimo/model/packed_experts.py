@@ -76,7 +76,7 @@ def _version(number: int) -> str:
 
 
 def choose_grouped_gemm(choice: str, module: torch.nn.Module, dtype: torch.dtype, *, deterministic: bool,
-                        fp8: Fp8 | None) -> None:
+                        fp8: Fp8 | None, static_rows: bool) -> None:
     """Have the experts of a built module multiply with the kernels that --moe-gemm chooses.
 
     Args:
@@ -86,9 +86,10 @@ def choose_grouped_gemm(choice: str, module: torch.nn.Module, dtype: torch.dtype
         deterministic: whether `auto` takes separate products, because only they are known to give the same bits every
             time.
         fp8: format and recipe of FP8 products, which CUTLASS kernels do not have.
+        static_rows: whether the experts of a rank have room for all tokens that could come (--moe-static-rows).
 
     Raises:
-        ValueError: `choice` is `packed`, which this machine or model does not support.
+        ValueError: `choice` is `packed`, or `static_rows` is given, and this machine or model does not support it.
     """
     if not any(isinstance(part, TEGroupedMLP) for part in module.modules()):
         return
@@ -99,25 +100,29 @@ def choose_grouped_gemm(choice: str, module: torch.nn.Module, dtype: torch.dtype
     if choice in ("auto", "packed"):
         reason = unsupported_reason(dtype, fp8.recipe if fp8 else None)
         if reason is None:
-            count = pack_experts(module, fp8)
+            count = pack_experts(module, fp8, static_rows=static_rows)
             if count:
                 logger.info("experts: one cuBLASLt product for all experts in %d layers", count)
                 return
             reason = "biases, an activation without a fused kernel, or matrices at odd addresses"
             if fp8:
                 reason += ", --recompute-modules moe_act, --no-moe-permute-fusion or --deterministic-mode"
+        if static_rows:
+            raise ValueError(f"--moe-static-rows needs --moe-gemm packed, which cannot run here: {reason}; leave out "
+                             "--moe-static-rows")
         if choice == "packed":
             raise ValueError(f"--moe-gemm packed cannot run here: {reason}; use auto or separate")
         logger.info("experts: %s products (%s)", "separate" if fp8 else "CUTLASS", reason)
 
 
-def pack_experts(module: torch.nn.Module, fp8: Fp8 | None) -> int:
+def pack_experts(module: torch.nn.Module, fp8: Fp8 | None, *, static_rows: bool = False) -> int:
     """Have the expert layers of a module multiply by all their experts at once.
 
     Args:
         module: a built module with Transformer Engine's layers, in `DistributedDataParallel` if it trains. The caller
             has checked that `unsupported_reason` is None.
         fp8: format and recipe of FP8 products.
+        static_rows: see `choose_grouped_gemm`.
 
     Returns:
         The number of layers that do so now. A layer stays as it was if it has biases, an activation without a fused
@@ -140,7 +145,7 @@ def pack_experts(module: torch.nn.Module, fp8: Fp8 | None) -> int:
         dispatcher, multiple = layer.token_dispatcher, fp8.multiple if fp8 else 1
         experts.forward = partial(_forward_experts, experts, activation)
         if isinstance(dispatcher, MoEAllGatherTokenDispatcher):
-            gather_in_less_time(dispatcher, multiple)
+            gather_in_less_time(dispatcher, multiple, static_rows=static_rows)
         elif isinstance(dispatcher, MoEAlltoAllTokenDispatcher) and dispatcher.ep_size == dispatcher.tp_size == 1:
             _stay_on_device(dispatcher, multiple)
         elif fp8:
@@ -282,7 +287,7 @@ def _unsort_rows(dispatcher: Any, rows: torch.Tensor, shape: torch.Size) -> torc
     return tokens
 
 
-def gather_in_less_time(dispatcher: MoEAllGatherTokenDispatcher, multiple: int) -> None:
+def gather_in_less_time(dispatcher: MoEAllGatherTokenDispatcher, multiple: int, *, static_rows: bool = False) -> None:
     """Have the dispatcher that gathers all tokens wait for the device once in a layer, and send no float32.
 
     Its own methods wait for the counts of the experts and again for their weights, after all tokens have arrived. The
@@ -292,14 +297,16 @@ def gather_in_less_time(dispatcher: MoEAllGatherTokenDispatcher, multiple: int) 
     Args:
         dispatcher: the token dispatcher of a layer, which then leaves the counts of its experts on the device.
         multiple: number of which each expert's rows have to be a multiple; zero rows are added.
+        static_rows: whether there are as many rows as in the worst case. The host then waits for nothing.
     """
-    dispatcher.token_dispatch = partial(_gather, dispatcher, multiple)
+    dispatcher.token_dispatch = partial(_gather, dispatcher, multiple, static_rows)
     dispatcher.dispatch_postprocess = partial(_sort_gathered, dispatcher, multiple)
     dispatcher.combine_preprocess = lambda rows: _unsort_rows(dispatcher, rows, dispatcher.hidden_shape_before_permute)
     dispatcher.token_combine = lambda hidden: _SumOverRanks.apply(hidden, dispatcher.tp_ep_group)
 
 
-def _gather(dispatcher: Any, multiple: int, hidden: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _gather(dispatcher: Any, multiple: int, static_rows: bool, hidden: torch.Tensor,
+            probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Gather the tokens of all ranks, and their weights for this rank's experts."""
     first, group = dispatcher.local_expert_indices[0], dispatcher.tp_ep_group
     local = slice(first, first + dispatcher.num_local_experts)
@@ -307,10 +314,17 @@ def _gather(dispatcher: Any, multiple: int, hidden: torch.Tensor, probs: torch.T
         routing_map = gather_from_sequence_parallel_region(dispatcher.routing_map, group=group)
         dispatcher.local_map, dispatcher.routing_map = routing_map[:, local].contiguous(), None
         _count_rows(dispatcher, dispatcher.local_map, multiple)
-        dispatcher.num_rows = dispatcher.tokens_per_expert.sum().to("cpu", non_blocking=True)
-        dispatcher.counted = torch.cuda.current_stream().record_event() if hidden.is_cuda else None
+        dispatcher.counted = None
+        if static_rows:
+            most = min(dispatcher.config.moe_router_topk, dispatcher.num_local_experts)  # experts of a token
+            num_rows = len(routing_map) * most + dispatcher.num_local_experts * (multiple - 1)
+            dispatcher.num_rows = num_rows + -num_rows % multiple
+        else:
+            dispatcher.num_rows = dispatcher.tokens_per_expert.sum().to("cpu", non_blocking=True)
+            dispatcher.counted = torch.cuda.current_stream().record_event() if hidden.is_cuda else None
     probs = gather_from_sequence_parallel_region(probs, group=group)[:, local].contiguous()
-    return gather_from_sequence_parallel_region(hidden, group=group, use_global_buffer=True), probs
+    # A graph needs memory of its own, which nothing else writes.
+    return gather_from_sequence_parallel_region(hidden, group=group, use_global_buffer=not static_rows), probs
 
 
 def _sort_gathered(dispatcher: Any, multiple: int, hidden: torch.Tensor,

@@ -318,7 +318,9 @@ class Costs:
                 # The host that was measured may be faster. Rows had --seq-length tokens there.
                 whole = self.language(tp, micro_batch_size, ep, cp, gathers=gathers)
                 launch_s = min(launch_s[0], whole.forward_s), min(launch_s[1], whole.backward_s)
-        kept = tokens * sum(self._kept_bytes(LANGUAGE, self.hidden_size)) / self.num_layers / tp
+        # With --moe-static-rows, the experts of a rank have room for all tokens of all ranks.
+        room = ep * min(self.top_k, self.num_experts / ep) / self.top_k if self.config.model.moe_static_rows else 1.0
+        kept = tokens * sum(self._kept_bytes(LANGUAGE, self.hidden_size, room)) / self.num_layers / tp
         vocabulary = max((shape.shape[0] for shape in self.shapes[LANGUAGE] if shape.stage != "layer"), default=0)
         chunk = self.config.model.logits_chunk_size
         logits = min(tokens, chunk or tokens) * vocabulary / tp
@@ -365,7 +367,7 @@ class Costs:
 
     def _host_s(self, ep: int, *, graphs: bool) -> tuple[float, float]:
         """Return the least seconds that the host needs for the passes of a layer, the mean over the layers."""
-        if graphs and ep == 1:
+        if graphs and (ep == 1 or self.config.model.moe_static_rows):
             return 0.0, 0.0
         if not self.num_experts:
             return HOST_FORWARD_S, HOST_BACKWARD_S
@@ -537,10 +539,11 @@ class Costs:
         """Return how many times a token is multiplied by matrices of a kind, in all layers."""
         return shape.count * (self.top_k / self.num_experts if shape.split == "expert" else 1)
 
-    def _kept_bytes(self, module: str, width: int) -> tuple[float, float]:
+    def _kept_bytes(self, module: str, width: int, expert_room: float = 1.0) -> tuple[float, float]:
         """Return the bytes that all layers of a module keep for one token, without full recomputation.
 
-        Only sequence parallelism divides the first figure, and tensor parallelism the second one.
+        Only sequence parallelism divides the first figure, and tensor parallelism the second one. The activations of
+        experts have room for `expert_room` times their rows.
 
         Each product keeps its input, and a layer keeps the outputs of its products until they have been used. Norms and
         residuals keep four times the width. For a Llama layer this is 34 bytes per token and channel. Norms of queries
@@ -558,7 +561,7 @@ class Costs:
                 kept = 0.0 if is_in(shape, parts) else float(max(shape.shape))
                 if "moe_act" in parts and shape.name == "mlp.experts.linear_fc2.weight":
                     kept -= shape.shape[1]
-                per_token += self._uses(shape) * max(kept, 0.0)
+                per_token += self._uses(shape) * max(kept, 0.0) * (expert_room if shape.split == "expert" else 1.0)
             elif "layernorm" in parts and shape.name in ("input_layernorm.weight", "pre_mlp_layernorm.weight"):
                 whole -= shape.count * width  # the output of a norm that stands alone
         floats = 2.0 if self.config.model.bf16 else 4.0

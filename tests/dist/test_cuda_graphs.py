@@ -169,6 +169,44 @@ def test_parts_of_layers_are_replayed_with_the_same_bits_if_ranks_exchange_token
         assert ran["layers forward"] == ran["layers backward"] == ran["layers registered"] == layers * ran["replayed"]
 
 
+STATIC = "--moe-token-dispatcher-type allgather --moe-static-rows"
+# name -> (ranks, flags)
+WHOLE = {
+    "ep2": (2, "--llm-dp 2 --llm-ep 2"),
+    "ep2-pp2": (4, "--llm-dp 2 --llm-ep 2 --llm-pp 2 --overlap-grad-reduce --ddp-num-buckets 2"),
+    "tp2-ep4": (4, "--llm-tp 2 --llm-dp 2 --llm-ep 4 --sequence-parallel"),
+    "recomputed": (2, "--llm-dp 2 --llm-ep 2 --recompute full"),
+    "packed": (2, "--llm-dp 2 --llm-ep 2 --mock-packed-length 64 --mock-images-max 0 --global-batch-size 24"),
+    "hybrid-packed": (2, f"--llm-dp 2 --llm-ep 2 {HYBRID} --mock-packed-length 64 --mock-images-max 1 "
+                         "--vision-num-layers 1"),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_whole_passes_are_replayed_on_all_ranks_or_none_if_the_host_need_not_know_sizes(pool, tmp_path, case):
+    ranks, more = WHOLE[case]
+    flags = ("--layout", "homogeneous", "--train-iters", "3", "--eval-interval", "2", "--eval-iters", "1", *EXPERTS,
+             *STATIC.split(), *more.split())
+    plain = pool.run(replays, flags, ranks, str(tmp_path / "plain"), world_size=ranks)
+    found = pool.run(replays, (*flags, "--cuda-graphs"), ranks, str(tmp_path / "graphs"), world_size=ranks)
+    for (losses, *_), (replayed, ran, *_) in zip(plain, found, strict=True):
+        assert replayed == losses, "the same bits"
+        assert 0 < ran["replayed"] < ran["with gradients"] and ran["layers forward"] == 0
+    stages = {rank: found[rank][1]["replayed"] for rank in range(ranks)}
+    assert len({stages[rank] for rank in range(ranks) if rank < ranks // (2 if "pp2" in case else 1)}) == 1
+    if "packed" in case:
+        # Lanes have rows of different shapes, and each would replay at other times by itself.
+        alone = pool.run(replays_alone, (*flags, "--cuda-graphs"), ranks, str(tmp_path / "alone"), world_size=ranks)
+        assert all(other[1]["replayed"] > own[1]["replayed"] for other, own in zip(alone, found, strict=True))
+
+
+def replays_alone(rank: int, *arguments: Any) -> Any:
+    """Train as in `replays`, with ranks that do not agree."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mimo.model.cuda_graphs._group_of_peers", lambda grids: None)
+        return replays(rank, *arguments)
+
+
 def emulated_replays(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str) -> Any:
     """Train as in `replays`, with graphs that replay recorded operations."""
     from mimo.model import cuda_graphs, layer_graphs
@@ -204,7 +242,7 @@ def replays_with_latent_attention(rank: int, flags: tuple[str, ...], world_size:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.support.equality.parse_config", deepseek.parse_config)
         patch.setattr("mimo.config.validate._check_graphs", lambda config: None)
-        patch.setattr("mimo.model.cuda_graphs._unsupported_reason", lambda model, impl: "")
+        patch.setattr("mimo.model.cuda_graphs._unsupported_reason", lambda model, impl, static_rows: "")
         return replays(rank, flags, world_size, run_dir)
 
 

@@ -7,6 +7,7 @@ same addresses and offsets.
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -183,22 +184,47 @@ def test_an_activation_that_is_computed_again_changes_no_bit(pool: WorkerPool) -
     assert all(same) and len(same) == 3 + 2 * EXPERTS and calls == 3
 
 
-def gathered(rank: int, faster: bool, dtype: torch.dtype) -> Any:
-    """Output of a dispatcher that gathers, and the gradients of its tokens and weights, for experts that differ."""
+def sort_without_the_host(tokens: Any, routing_map: Any, probs: Any, num_rows: int, fused: bool) -> Any:
+    """Sort tokens as Transformer Engine's kernel does, which leaves rows after the last expert's as they are."""
+    chosen = routing_map.T.flatten()
+    position = torch.where(chosen, chosen.cumsum(0) - 1, num_rows)
+    source = torch.full((num_rows + 1,), len(chosen)).scatter(0, position, torch.arange(len(chosen)))[:-1]
+    nothing = tokens.new_full((1, tokens.shape[1]), float("nan"))
+    rows = torch.cat([tokens.repeat(routing_map.shape[1], 1), nothing]).index_select(0, source)
+    weights = torch.cat([probs.T.flatten(), nothing[0, :1]]).index_select(0, source)
+    return rows, weights, position.view(-1, len(tokens)), None, None
+
+
+def unsort_without_the_host(rows: Any, mapping: Any, shape: Any, fused: bool, pad_offsets: Any) -> Any:
+    found = torch.cat([rows, torch.zeros_like(rows[:1])]).index_select(0, mapping.flatten())
+    return found.view(*mapping.shape, -1).sum(dim=0).view(shape)
+
+
+def gathered(rank: int, kind: str, dtype: torch.dtype) -> Any:
+    """Output of a dispatcher that gathers, and the gradients of its tokens and weights, for experts that differ.
+
+    `kind` is `slower`, `faster`, or `static`, which asserts that the host does not wait.
+    """
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 
     from mimo.grid.groups import Grids
     from mimo.grid.spec import GridSpec, Layout
-    from mimo.model.packed_experts import gather_in_less_time
+    from mimo.model import packed_experts
+    from tests.support.graph_emulation import Graph
 
     config = TransformerConfig(num_layers=1, hidden_size=IN, num_attention_heads=1, num_moe_experts=EXPERTS,
                                moe_router_topk=2, moe_token_dispatcher_type="allgather")
     results = []
-    with Grids(Layout("disjoint", 2, (), GridSpec("language", dp=2, ep=2)), "gloo") as grids:
+    with ExitStack() as stack:
+        grids = stack.enter_context(Grids(Layout("disjoint", 2, (), GridSpec("language", dp=2, ep=2)), "gloo"))
         dispatcher = MoEAllGatherTokenDispatcher(2, [2 * rank, 2 * rank + 1], config, grids.collections["language"])
-        if faster:
-            gather_in_less_time(dispatcher, 1)
+        if kind != "slower":
+            packed_experts.gather_in_less_time(dispatcher, 1, static_rows=kind == "static")
+        if kind == "static":
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr(packed_experts, "permute", sort_without_the_host)
+            patch.setattr(packed_experts, "unpermute", unsort_without_the_host)
         for chosen in ([0, 1], [0, 2], [3, 1]):  # the second rank's experts get no tokens at first
             generator = torch.Generator().manual_seed(10 * rank + chosen[1])
             tokens = torch.randn(3, 1, IN, generator=generator).to(dtype).requires_grad_()
@@ -206,8 +232,11 @@ def gathered(rank: int, faster: bool, dtype: torch.dtype) -> Any:
             routing_map[:, chosen] = True
             routing_map[0] = routing_map[0].roll(rank) if chosen[0] else routing_map[0]
             probs = (torch.rand(3, EXPERTS, generator=generator) * routing_map).requires_grad_()
-            rows, weights = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(tokens, routing_map, probs))
-            rows, sizes, weights = dispatcher.dispatch_postprocess(rows, weights)
+            with Graph() if kind == "static" else nullcontext():
+                rows, weights = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(tokens, routing_map, probs))
+                rows, sizes, weights = dispatcher.dispatch_postprocess(rows, weights)
+            # Six tokens, each of which may go to both experts of the rank.
+            assert kind != "static" or len(rows) == len(weights) == 12
             # Each expert multiplies by another number.
             factors = torch.arange(2.0).repeat_interleave(sizes).add(2 * rank + 1)
             factors = torch.cat([factors, torch.zeros(len(rows) - len(factors))])
@@ -218,8 +247,10 @@ def gathered(rank: int, faster: bool, dtype: torch.dtype) -> Any:
     return results
 
 
+@pytest.mark.parametrize("kind", ["faster", "static"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_gathering_dispatcher_that_takes_less_time_changes_nothing(pool: WorkerPool, dtype: torch.dtype) -> None:
-    expected, found = (pool.run(gathered, faster, dtype, world_size=2) for faster in (False, True))
+def test_a_gathering_dispatcher_that_takes_less_time_changes_nothing(pool: WorkerPool, dtype: torch.dtype, kind: str
+                                                                     ) -> None:
+    expected, found = (pool.run(gathered, each, dtype, world_size=2) for each in ("slower", kind))
     assert found == expected
     assert [results[0] for results in found] == [[6, 6], [0, 0]]

@@ -29,6 +29,7 @@ DENSE = ("--model-provider", "llava", "--num-layers", "3", "--ffn-hidden-size", 
 HYBRID = ("--model-provider", "nemotron_h", "--kv-channels", "64", "--mamba-num-heads", "8", "--mamba-head-dim", "64",
           "--mamba-num-groups", "2", "--mamba-state-dim", "32", "--moe-shared-expert-intermediate-size", "128", *TEXT,
           *EXPERTS)
+STATIC = ("--moe-token-dispatcher-type", "allgather", "--row-lengths", "1", "--moe-static-rows")
 SPLIT_EXPERTS = ("--model-provider", "causal_lm", "--num-layers", "4", "--qk-layernorm", *TEXT, *EXPERTS, "--llm-ep",
                  "2")
 # name -> (ranks, flags)
@@ -60,6 +61,11 @@ CASES = {
     "experts-ep2-pp2": (4, (*SPLIT_EXPERTS, "--llm-dp", "2", "--llm-pp", "2", "--micro-batch-size", "1")),
     "gathered-experts-ep2": (2, (*SPLIT_EXPERTS, "--llm-dp", "2", "--moe-token-dispatcher-type", "allgather",
                                  "--row-lengths", "1")),
+    "static-rows-ep2": (2, (*SPLIT_EXPERTS, "--llm-dp", "2", *STATIC)),
+    "static-rows-ep2-tp2": (2, (*SPLIT_EXPERTS, "--llm-tp", "2", "--sequence-parallel", *STATIC)),
+    "fp8-static-rows-ep2": (2, (*SPLIT_EXPERTS, "--llm-dp", "2", "--fp8-format", "hybrid", *STATIC)),
+    "packed-static-rows-ep2": (2, (*SPLIT_EXPERTS, "--llm-dp", "2", "--mock-packed-length", "512", "--micro-batch-size",
+                                   "1", *STATIC)),
     "fp8-experts-ep2": (2, (*SPLIT_EXPERTS, "--llm-dp", "2", "--fp8-format", "hybrid")),
     "packed-experts-ep2": (2, (*SPLIT_EXPERTS, "--llm-dp", "2", "--mock-packed-length", "512", "--micro-batch-size",
                                "1")),

@@ -117,6 +117,13 @@ def test_a_run_that_makes_sense_passes(flags):
     (f"{ITERS} --moe-token-dispatcher-type flex", "DeepEP and HybridEP have no package that could be installed"),
     (f"{ITERS} --moe-token-dispatcher-type allgather", "--moe-token-dispatcher-type is for mixtures of experts"),
     (f"{ITERS} --moe-token-dispatcher-type allgather --moe-shared-expert-overlap", "only alltoall can overlap"),
+    (f"{ITERS} --moe-static-rows", "--moe-static-rows with --moe-token-dispatcher-type alltoall, for which the host"),
+    (f"{ITERS} --moe-static-rows --moe-token-dispatcher-type allgather --moe-gemm cutlass",
+     "--moe-static-rows with --moe-gemm cutlass, for which the host waits"),
+    (f"{ITERS} --moe-static-rows --moe-token-dispatcher-type allgather --no-moe-permute-fusion",
+     "--moe-static-rows with --no-moe-permute-fusion: only the fused kernels"),
+    (f"{ITERS} --moe-static-rows --moe-token-dispatcher-type allgather --model-provider causal_lm --num-experts 4 "
+     "--llm-dp 2", "--moe-static-rows is for experts on several ranks"),
     (f"{ITERS} --moe-shared-expert-overlap --recompute selective --recompute-modules shared_experts",
      "cannot be recomputed by themselves"),
     (f"{ITERS} --recompute full --recompute-modules mlp",
@@ -270,6 +277,7 @@ def test_graphs_of_what_they_cannot_contain_are_refused(flags: str, ranks: int, 
 
 @pytest.mark.parametrize("flags", [
     "--llm-ep 2 --moe-gemm separate", "--llm-ep 2 --moe-token-dispatcher-type allgather", "--llm-expt-tp 2",
+    "--llm-ep 2 --moe-token-dispatcher-type allgather --moe-static-rows --recompute full",
     "--llm-ep 2 --recompute selective --recompute-modules core_attn,moe --no-bf16"])
 def test_graphs_do_not_contain_the_experts_of_ranks_that_exchange_tokens(flags: str) -> None:
     config = parse(["--model-provider", "causal_lm", "--dataset-provider", "mock", "--train-iters", "1",

@@ -548,6 +548,20 @@ def test_a_plan_has_graphs_where_ranks_exchange_tokens() -> None:
     assert 0 < gain("--llm-ep 2") < gain("") and gain("--llm-expt-tp 2") == 0
 
 
+def test_static_rows_need_memory_and_not_the_host() -> None:
+    def found(flags: str) -> Prediction:
+        config = config_of(f"{QWEN_MOE} --global-batch-size 64 {WHOLE_ROWS} --llm-dp 4 --llm-ep 4 --cuda-graphs "
+                           f"--moe-token-dispatcher-type allgather {flags}")
+        return predicted(config, 4, [SampleSize(4096)] * 64)
+
+    counted, static = found(""), found("--moe-static-rows")
+    assert static.step_s < 0.8 * counted.step_s
+    # Of eight layers, each keeps four times the rows of eight experts for each of 4,096 tokens: two products with
+    # outputs of 1,536 and 2,048 channels and their inputs, of which the larger counts.
+    kept = 8 * 3 * 8 * 4096 * (2048 + 2048) * 2 / 2**30
+    assert static.memory_gib - counted.memory_gib == pytest.approx(kept, rel=0.01)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_short_rows_wait_for_the_host_unless_graphs_launch_their_kernels(tp: int) -> None:
     def passes_s(length: int, more: str = "") -> float:
