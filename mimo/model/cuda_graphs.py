@@ -7,8 +7,8 @@ to `main_grad`. Embeddings, the output layer and the loss stay outside, and so d
 
 If the ranks exchange tokens of experts, the host has to know how many, and each layer has graphs of its own for what
 comes before (`mimo.model.layer_graphs`). With --moe-static-rows the host need not know, and whole passes are captured
-with their exchange. NCCL wants either all ranks of a collective to replay it or none, so these ranks then compare the
-shapes of their microbatches before each pass.
+with their exchange. NCCL wants either all ranks of a collective to replay it or none, so these ranks then agree on the
+shape of their microbatches before each pass.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from mimo.model import compat
 from mimo.model.fp8 import LastingCopies
 from mimo.model.graph_parts import (
     HIDDEN,
+    STARTS,
     Call,
     Capture,
     Lease,
@@ -147,7 +148,7 @@ class _DecoderGraphs:
         wrapper: `DistributedDataParallel` around the language model; None if nothing of it trains.
         device: device of the layers.
         layers: the layers, if each has graphs of its own.
-        peers: gloo group of ranks that have to replay the same passes; None if they see the same shapes anyway.
+        peers: gloo group of ranks that have to replay passes together; None if they see the same shapes anyway.
     """
 
     def __init__(self, decoder: Any, wrapper: DistributedDataParallel | None, device: torch.device,
@@ -198,21 +199,26 @@ class _DecoderGraphs:
         if not self.decoder.pre_process:
             inputs[HIDDEN] = self.decoder.input_tensor
         call = Call.of(inputs)
+        if self._peers is not None:
+            call = self._agree(call, self._peers)
+            inputs = inputs if call is None else call.arguments(call.tensors)
         key = self._key(call)
-        if key is not None:
-            if self._copies is not None:
-                self._copies.renew()
-            if self._addresses != [tensor.data_ptr() for tensor in self._watched]:
-                # Weights or gradients have been offloaded and are back somewhere else.
-                self.drop()
-        if not self._agree_to_replay(key, call):
+        if call is None or key is None:
             output: torch.Tensor = self.run(**inputs)
-            if key is None:
-                return output
+            return output
+        if self._copies is not None:
+            self._copies.renew()
+        if self._addresses != [tensor.data_ptr() for tensor in self._watched]:
+            # Weights or gradients have been offloaded and are back somewhere else.
+            self.drop()
+        if key not in self._warm or not self._may_have_graphs(key, call):
+            if key not in self._seen:
+                self._seen.add(key)
+                self._make_room(call.num_tokens)
+            output = self.run(**inputs)
             self._copies = self._copies or LastingCopies(self._captured_modules())
             output.register_hook(lambda gradient: compat.after_backward(lambda: self._warm.add(key)))
             return output
-        assert call is not None, "only calls that are tensors are replayed"
         slot = next(number for number in range(len(self._busy) + 1) if number not in self._busy)
         lease = Lease(self._busy, slot)
         passes = self._passes.get((key, slot))
@@ -220,25 +226,20 @@ class _DecoderGraphs:
             passes = self._passes[key, slot] = self._capture(call, slot)
         return passes.replay(inputs, call, lease, self._anchor)
 
-    def _agree_to_replay(self, key: Any, call: Call | None) -> bool:
-        """Return whether this pass is replayed, or captured. Collective over the peers, if there are any."""
-        replays, is_short = False, False
-        if call is not None and key is not None:
-            replays = key in self._warm and self._may_have_graphs(key, call)
-            if not replays and key not in self._seen:
-                self._seen.add(key)
-                is_short = self._lacks_room(call.num_tokens)
-        if self._peers is not None:
-            own = torch.tensor([zlib.crc32(repr(key).encode()) if replays else -1, int(is_short)])
-            found = [torch.empty_like(own) for _ in range(self._peers.size())]
-            dist.all_gather(found, own, group=self._peers)
-            replays &= all(int(each[0]) == int(own[0]) for each in found)
-            is_short = any(int(each[1]) for each in found)
-        if is_short:
-            logger.info("CUDA graphs: dropped %d, because a new length of rows needs their memory", len(self._passes))
-            self.drop()
-            torch.cuda.empty_cache()
-        return replays
+    def _agree(self, call: Call | None, peers: dist.ProcessGroup) -> Call | None:
+        """Return this rank's call with as many and as long packed sequences as any peer has.
+
+        Collective over the peers. Returns None if their calls differ in anything else, so that all run without graphs.
+        """
+        key = self._key(call)
+        rest = None if key is None else [key[0], *(part for part in key[2:] if part[0] != STARTS)]
+        own = torch.tensor([zlib.crc32(repr(rest).encode()), *((0, 0) if call is None else call.sequences)])
+        found = [torch.empty_like(own) for _ in range(peers.size())]
+        dist.all_gather(found, own, group=peers)
+        if any(each[0] != own[0] for each in found):
+            return None
+        _, *most = torch.stack(found).amax(dim=0).tolist()
+        return call if call is None or key is None else call.widened(*most)
 
     def _captured_modules(self) -> Iterable[torch.nn.Module]:
         return self.decoder.modules() if self.layers is None else self.layers.captured_modules()
@@ -278,19 +279,24 @@ class _DecoderGraphs:
             logger.info("CUDA graphs: %s", reason)
         self._explained.add(reason)
 
-    def _lacks_room(self, num_tokens: int) -> bool:
-        """Return whether a pass of so many tokens might not find room beside the memory of the graphs.
+    def _make_room(self, num_tokens: int) -> None:
+        """Drop all graphs if a pass of so many tokens might not find room beside their memory.
 
-        Collective over the tensor-parallel ranks if they have graphs, because NCCL wants either all of them to replay a
-        collective or none. They see the same shapes at the same time.
+        Collective over the peers or the tensor-parallel ranks if they have graphs, because NCCL wants either all ranks
+        of a collective to replay it or none. They see the same shapes at the same time.
         """
         if self._stream is None or not self._passes:
-            return False
+            return
         needed = ROOM * max(self._bytes.values()) * max(num_tokens / self._most_tokens, 1.0)
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - self._bytes.total()
-        is_short = torch.tensor(int(torch.cuda.mem_get_info()[0] + cached < needed), device=self.device)
-        dist.all_reduce(is_short, op=dist.ReduceOp.MAX, group=self.decoder.pg_collection.tp)
-        return bool(is_short.item())
+        is_short = torch.tensor(int(torch.cuda.mem_get_info()[0] + cached < needed))
+        group, device = (self.decoder.pg_collection.tp, self.device) if self._peers is None else (self._peers, "cpu")
+        is_short = is_short.to(device)
+        dist.all_reduce(is_short, op=dist.ReduceOp.MAX, group=group)
+        if is_short.item():
+            logger.info("CUDA graphs: dropped %d, because a new length of rows needs their memory", len(self._passes))
+            self.drop()
+            torch.cuda.empty_cache()
 
     def _reduces(self) -> bool:
         """Return whether gradient reductions start during the coming backward pass, parameter by parameter."""

@@ -55,6 +55,19 @@ class Call:
             return None  # one sequence, see `mimo.model.packed_attention.packed_seq_params`
         return cls({**tensors, STARTS: packed.cu_seqlens_q, NUMBERS: packed.seq_idx}, others, packed.max_seqlen_q)
 
+    @property
+    def sequences(self) -> tuple[int, int]:
+        """Number of starts of packed sequences and length of the longest one; zeros without packed rows."""
+        return (0, 0) if self.longest is None else (len(self.tensors[STARTS]), self.longest)
+
+    def widened(self, num_starts: int, longest: int) -> Call:
+        """Return the same call for more and longer packed sequences. Those that are added have no tokens."""
+        if self.longest is None:
+            return self
+        missing, length = num_starts - len(self.tensors[STARTS]), self.tensors[NUMBERS].shape[-1]
+        starts = torch.nn.functional.pad(self.tensors[STARTS], (0, missing), value=length)
+        return replace(self, tensors=self.tensors | {STARTS: starts}, longest=longest)
+
     def without_tensors(self) -> Call:
         """Return what `arguments` reads, so that tensors need not be kept for it."""
         return replace(self, tensors={})

@@ -194,17 +194,39 @@ def test_whole_passes_are_replayed_on_all_ranks_or_none_if_the_host_need_not_kno
         assert 0 < ran["replayed"] < ran["with gradients"] and ran["layers forward"] == 0
     stages = {rank: found[rank][1]["replayed"] for rank in range(ranks)}
     assert len({stages[rank] for rank in range(ranks) if rank < ranks // (2 if "pp2" in case else 1)}) == 1
-    if "packed" in case:
-        # Lanes have rows of different shapes, and each would replay at other times by itself.
-        alone = pool.run(replays_alone, (*flags, "--cuda-graphs"), ranks, str(tmp_path / "alone"), world_size=ranks)
-        assert all(other[1]["replayed"] > own[1]["replayed"] for other, own in zip(alone, found, strict=True))
 
 
-def replays_alone(rank: int, *arguments: Any) -> Any:
-    """Train as in `replays`, with ranks that do not agree."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mimo.model.cuda_graphs._group_of_peers", lambda grids: None)
-        return replays(rank, *arguments)
+def shapes_of_peers(rank: int) -> Any:
+    """Shapes of rows of two ranks as they are and as the ranks agree on them: number of starts and longest sequence."""
+    from mimo.data.batch import PackedSequences
+    from mimo.model.graph_parts import HIDDEN, PACKED, Call
+    from mimo.model.packed_attention import packed_seq_params
+
+    flags = f"--layout homogeneous --llm-dp 2 --llm-ep 2 --cuda-graphs {' '.join(EXPERTS)} {STATIC}".split()
+    with trainer_of(rank, tuple(flags), 2) as (parts, _):
+        graphs = parts.built.wrapped["language"].module.decoder.forward
+
+        def call(lengths: list[int], *, columns: int = 1) -> Any:
+            numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+            starts = torch.tensor([0, *lengths]).cumsum(0)
+            packed = packed_seq_params(PackedSequences(starts, max(lengths), numbers), few_shapes=True)
+            hidden = torch.zeros(sum(lengths), columns, 4, requires_grad=True)
+            return Call.of({HIDDEN: hidden, PACKED: packed})
+
+        found = []
+        for both, columns in ((([8] * 4, [20, 4, 4, 4]), 1), (([8] * 4, [2] * 16), 1), (([8] * 4, [32]), 1),
+                              (([8] * 4, [8] * 4), 1 + rank)):
+            own = call(both[rank], columns=columns)
+            agreed = graphs._agree(own, graphs._peers)
+            found.append(None if agreed is None else (agreed.sequences, agreed.tensors["cu_seqlens"].tolist()))
+        return found
+
+
+def test_peers_agree_on_the_shape_of_packed_rows(pool: WorkerPool) -> None:
+    first, second = pool.run(shapes_of_peers, world_size=2)
+    # A longer sequence, more of them, a row without graphs, another number of rows.
+    assert first == [((5, 31), [0, 8, 16, 24, 32]), ((17, 8), [0, 8, 16, 24, *[32] * 13]), None, None]
+    assert second == [((5, 31), [0, 20, 24, 28, 32]), ((17, 8), list(range(0, 33, 2))), None, None]
 
 
 def emulated_replays(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str) -> Any:
