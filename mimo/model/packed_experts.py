@@ -126,8 +126,8 @@ def pack_experts(module: torch.nn.Module, fp8: Fp8 | None, *, static_rows: bool 
 
     Returns:
         The number of layers that do so now. A layer stays as it was if it has biases, an activation without a fused
-        kernel, or matrices that do not begin at multiples of 16 bytes. In FP8 it also stays as it was if its matrices
-        do not lie end to end, or if no fused kernel sorts its tokens.
+        kernel, or matrices that do not begin at multiples of 16 bytes. In FP8 its matrices also have to lie end to end,
+        and a fused kernel has to sort its tokens, as with static rows.
     """
     wrapper = module if isinstance(module, DistributedDataParallel) else None
     count = 0
@@ -139,7 +139,7 @@ def pack_experts(module: torch.nn.Module, fp8: Fp8 | None, *, static_rows: bool 
         packed = [PackedLinear(linear, wrapper, fp8) for linear in (experts.linear_fc1, experts.linear_fc2)]
         if activation is None or experts.config.add_bias_linear or not all(each.can_run for each in packed):
             continue
-        if fp8 and not experts.config.moe_permute_fusion:
+        if (fp8 or static_rows) and not experts.config.moe_permute_fusion:
             continue
         experts.linear_fc1.forward, experts.linear_fc2.forward = packed
         dispatcher, multiple = layer.token_dispatcher, fp8.multiple if fp8 else 1
@@ -333,8 +333,8 @@ def _sort_gathered(dispatcher: Any, multiple: int, hidden: torch.Tensor,
     dispatcher.hidden_shape_before_permute = hidden.shape
     if dispatcher.counted is not None:
         dispatcher.counted.synchronize()
-    # Transformer Engine refuses to make no rows at all. Rows after the last expert's are never read.
-    num_rows = max(int(dispatcher.num_rows), multiple)
+    # Transformer Engine refuses to make no rows at all. It never reads rows after the last expert's, as PyTorch would.
+    num_rows = max(int(dispatcher.num_rows), multiple if dispatcher.config.moe_permute_fusion else 0)
     rows, dispatcher.local_probs = _sort_rows(dispatcher, hidden, dispatcher.local_map, probs, num_rows)
     return rows, dispatcher.tokens_per_expert, dispatcher.local_probs
 

@@ -239,7 +239,7 @@ def gathered(rank: int, kind: str, dtype: torch.dtype) -> Any:
             assert kind != "static" or len(rows) == len(weights) == 12
             # Each expert multiplies by another number.
             factors = torch.arange(2.0).repeat_interleave(sizes).add(2 * rank + 1)
-            factors = torch.cat([factors, torch.zeros(len(rows) - len(factors))])
+            factors = torch.cat([factors, torch.full((len(rows) - len(factors),), float("nan"))])
             rows = (torch.tanh(rows) * (factors * weights).unsqueeze(-1)).to(dtype)
             out = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(rows)))
             (out ** 2).sum().backward()
