@@ -66,6 +66,11 @@ def replays(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str, ro
     return ([(record.lm_loss, record.grad_norm, record.moe_losses) for record in records], ran, len(shapes), len(slots))
 
 
+def quick(cases: dict[str, Any], *names: str) -> list[Any]:
+    """Mark all cases as slow but those that are named."""
+    return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in cases]
+
+
 @pytest.mark.parametrize(("ranks", "grids", "slots"), [
     (1, ("--layout", "colocated"), 1), (3, ("--llm-pp", "2"), 2)], ids=["one-stage", "two-stages"])
 def test_microbatches_of_a_shape_are_replayed_after_the_first(pool, tmp_path, ranks, grids, slots):
@@ -155,7 +160,7 @@ EXCHANGES = {
 }
 
 
-@pytest.mark.parametrize("case", EXCHANGES)
+@pytest.mark.parametrize("case", quick(EXCHANGES, "ep2", "allgather", "hybrid-packed-pp2"))
 def test_parts_of_layers_are_replayed_with_the_same_bits_if_ranks_exchange_tokens(pool, tmp_path, case):
     ranks, layers, more = EXCHANGES[case]
     flags = ("--layout", "homogeneous", "--train-iters", "3", "--eval-interval", "2", "--eval-iters", "1", *EXPERTS,
@@ -182,7 +187,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("case", WHOLE)
+@pytest.mark.parametrize("case", quick(WHOLE, "ep2", "packed"))
 def test_whole_passes_are_replayed_on_all_ranks_or_none_if_the_host_need_not_know_sizes(pool, tmp_path, case):
     ranks, more = WHOLE[case]
     flags = ("--layout", "homogeneous", "--train-iters", "3", "--eval-interval", "2", "--eval-iters", "1", *EXPERTS,
@@ -248,7 +253,7 @@ EMULATED = {"ep2": (2, 4, "--num-layers 4 --llm-dp 2 --llm-ep 2 --row-lengths 2"
             "hybrid": (2, 5, f"--llm-dp 2 --llm-ep 2 --row-lengths 1 {HYBRID}")}
 
 
-@pytest.mark.parametrize("case", EMULATED)
+@pytest.mark.parametrize("case", quick(EMULATED, "ep2-pp2", "hybrid"))
 def test_recorded_operations_give_the_same_bits_although_memory_is_shared(pool, tmp_path, case):
     ranks, layers, more = EMULATED[case]
     flags = ("--layout", "homogeneous", "--train-iters", "3", *EXPERTS, *more.split())

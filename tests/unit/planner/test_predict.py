@@ -335,6 +335,7 @@ def test_packed_rows_are_one_a_microbatch() -> None:
     assert {each.config.train.micro_batch_size for each in searched(config, 2, samples)} == {1}
 
 
+@pytest.mark.slow
 def test_many_gpus_leave_out_only_what_cannot_be_among_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("--global-batch-size 96", "10b-uneven")
     samples = drawn(config, 48)
