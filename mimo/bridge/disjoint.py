@@ -4,6 +4,10 @@
 without that class's limits: shapes come from the step's plan instead of the device, all peers' payloads travel in one
 batch of P2P operations over the links of all tensor-parallel ranks, row counts may be uneven in both directions
 (fan-out and fan-in), a side without rows moves nothing, and nothing is summed for a log.
+
+The tensor-parallel ranks of a replica hold equal copies of what it sends, and all need what it receives. So the links
+of all pairs of ranks can be used: `sends_whole_pieces` and `piece_messages` say which rank sends which rows to which.
+Both sides compute the same messages from counts that both know.
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 
 from mimo.bridge.handshake import Rows
-from mimo.bridge.slices import piece_messages, sends_whole_pieces, slice_rows
 from mimo.comm import gather
 from mimo.grid.groups import Grids
 from mimo.grid.spec import GridSpec, lane_shares, lane_sources
@@ -26,6 +29,75 @@ from mimo.observability.clock import DeviceTimer, host_of_clock
 from mimo.observability.spans import Kind, Spans, Trace
 from mimo.protocols import LANGUAGE
 from mimo.watchdog.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class Message:
+    """Rows of a piece that one rank sends to another.
+
+    Attributes:
+        sender, receiver: position of the rank in its replica.
+        start, stop: first row of the piece, and the row after the last.
+    """
+
+    sender: int
+    receiver: int
+    start: int
+    stop: int
+
+
+def slice_rows(rows: int, parts: int) -> int:
+    """Return the rows of each part of a piece that is cut into equal parts. The last parts may have fewer, or none."""
+    return -(-rows // parts)
+
+
+def sends_whole_pieces(num_senders: int, num_receivers: int, replica_size: int, *, one_host: bool) -> bool:
+    """Choose between whole pieces, one to each receiver, and slices that the receiving replica gathers.
+
+    Inside a host, a GPU's link has the same speed whomever it talks to, so the busiest GPU decides. Let each receiver
+    need n bytes, T be the ranks of a receiving replica, and r >= 1 the receivers for each sender. With whole pieces the
+    busiest sender sends r n. With slices it sends r n / T, and then the all-gather moves n (T - 1) / T to each
+    receiver, so together n (1 + (r - 1) / T). That is less, unless r = 1: then both take equally long, and whole pieces
+    need no all-gather. (For T = 1 nothing is gathered, and slices come from all senders at once.)
+
+    Between hosts, the links between the replicas are the slow ones. Slices move each byte over them once, whole pieces
+    T times.
+
+    Args:
+        num_senders: ranks of all sending replicas.
+        num_receivers: ranks of all receiving replicas.
+        replica_size: T.
+        one_host: whether they all are on one host.
+    """
+    return one_host and replica_size > 1 and num_receivers <= num_senders
+
+
+def piece_messages(rows: int, senders: int, receivers: int, number: int, *, whole: bool) -> list[Message]:
+    """List the messages that move a piece from one replica to another. No message is empty.
+
+    In slices every row moves once: each sender sends an equal part of the rows, and each receiver gets an equal part.
+
+    Args:
+        rows: rows of the piece.
+        senders: ranks of the sending replica.
+        receivers: ranks of the receiving replica.
+        number: index of the piece among those that the sending replica sends at once. Whole pieces with different
+            indices come from different senders, as far as there are enough.
+        whole: see `sends_whole_pieces`.
+    """
+    if not rows:
+        return []
+    if whole:
+        return [Message((number * receivers + receiver) % senders, receiver, 0, rows) for receiver in range(receivers)]
+    sent, received = slice_rows(rows, senders), slice_rows(rows, receivers)
+    messages = []
+    for sender in range(senders):
+        for receiver in range(receivers):
+            start = max(sender * sent, receiver * received)
+            stop = min((sender + 1) * sent, (receiver + 1) * received, rows)
+            if start < stop:
+                messages.append(Message(sender, receiver, start, stop))
+    return messages
 
 
 @dataclass(frozen=True)
@@ -56,8 +128,7 @@ class Bridge(BridgeCommunicator):
     A replica here is one of the encoder's last stage or of the language model's first stage, where each
     context-parallel rank is a replica of its own and gets the rows of its own tokens. The tensor-parallel ranks of a
     replica hold equal copies of what it sends, since the same collectives made them. Each rank sends a part, and the
-    receiving replica completes its copies by an all-gather where needed (`mimo.bridge.slices` says which rank sends
-    what, and why).
+    receiving replica completes its copies by an all-gather where needed (see `sends_whole_pieces`).
 
     An encoder that does not run ahead sends a microbatch and receives the gradient that is due in one batch of P2P
     operations, and waits for the batch. One that runs ahead sends microbatches long before the language model takes

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from mimo.bridge.exchange import FEATURES, GRADIENTS, PIXELS, Exchange
+from mimo.bridge.colocated import FEATURES, GRADIENTS, PIXELS, Exchange
 from mimo.bridge.handshake import require_same_samples
 from mimo.comm import gather_results, raise_known_errors
 from mimo.data.batch import Microbatch, normalised

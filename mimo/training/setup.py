@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from megatron.core.utils import get_model_config, unwrap_model
 
+from mimo.bridge.colocated import Exchange
 from mimo.bridge.disjoint import Bridge
-from mimo.bridge.exchange import Exchange
 from mimo.bridge.handshake import Handshake
 from mimo.bridge.pipeline import PipelineCommunicator, StageShapes
 from mimo.checkpoint.differences import data_fields

@@ -30,7 +30,7 @@ LAYOUTS = {
 
 def train(rank: int, flags: tuple[str, ...], world_size: int, dataset: str) -> tuple[Outcome, int]:
     """Train three steps; return the outcome, and the bytes of pixels that this rank sent in encoder windows."""
-    from mimo.bridge.exchange import PIXELS, Exchange
+    from mimo.bridge.colocated import PIXELS, Exchange
 
     staged, sent = Exchange.staged, 0
 

@@ -129,7 +129,7 @@ def test_equal_to_one_process(pool: WorkerPool, oracles: dict[str, Outcome], mod
 
 def run_with_waiting_senders(rank: int, flags: tuple[str, ...], world_size: int) -> Outcome:
     """Train with encoder windows whose messages are too large for any buffer, so that senders wait for receivers."""
-    from mimo.bridge.exchange import Exchange
+    from mimo.bridge.colocated import Exchange
 
     post = Exchange._post
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mimo.bridge.disjoint import Message, piece_messages, sends_whole_pieces, slice_rows
 from mimo.bridge.handshake import order_by_owner
-from mimo.bridge.slices import Message, piece_messages, sends_whole_pieces, slice_rows
 
 RANKS = st.integers(1, 9)
 
