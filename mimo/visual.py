@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 import numpy as np
 
 if TYPE_CHECKING:
-    from mimo.data.positions import TokenGrid
     from mimo.protocols import ModelProvider, TokenSpec
+
+# Axes of a token's position: time, row and column.
+NUM_AXES = 3
 
 
 class VideoSize(NamedTuple):
@@ -399,3 +401,70 @@ def video_grid(provider: Any, config: Any, module: str, size: VideoSize) -> Toke
     if not isinstance(provider, VideoProvider):
         raise ValueError("the model takes images and no videos; --model-provider qwen2_5_vl and qwen3_vl do")
     return provider.video_grid(config, module, size)
+
+
+@dataclass(frozen=True)
+class TokenGrid:
+    """Language tokens of an image or a video, frame by frame and row by row.
+
+    Attributes:
+        rows: rows of tokens.
+        columns: tokens of a row.
+        frames: frames in time; 1 for an image.
+        frame_step: difference in time position between two frames.
+    """
+
+    rows: int
+    columns: int
+    frames: int = 1
+    frame_step: float = 1.0
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return self.frames * self.rows * self.columns
+
+
+def multimodal_positions(lengths: Sequence[int], images: Sequence[tuple[int, TokenGrid]]) -> np.ndarray:
+    """Return the positions of the tokens of a row, as decoders of the Qwen-VL families rotate them.
+
+    A text token has one position on all three axes. The tokens of an image share the time, and have their own row and
+    column. Text after an image or a video continues one past the largest position on any axis, as in vLLM and in
+    transformers up to 5.2. Later releases of transformers continue past a video by its height and width alone, which
+    makes no difference for images.
+
+    Args:
+        lengths: tokens of each sequence of the row, in order.
+        images: for each image, its first token's index in the row and its grid; in order. An image lies inside one
+            sequence.
+
+    Returns:
+        Time, row and column of each token, int64 `[3, tokens]`. Each sequence starts at 0.
+    """
+    row = np.empty((NUM_AXES, sum(lengths)), np.int64)
+    left = list(reversed(images))
+    start = 0
+    for length in lengths:
+        position, index, stop = 0, start, start + length
+        while index < stop:
+            # Text up to the next image of the sequence, then the image.
+            first = left[-1][0] if left and left[-1][0] < stop else stop
+            row[:, index:first] = position + np.arange(first - index)
+            position, index = position + first - index, first
+            if first < stop:
+                grid = left.pop()[1]
+                row[:, first : first + grid.size] = position + grid_positions(grid)
+                index = first + grid.size
+                position = int(row[:, first:index].max()) + 1
+        assert index == stop, f"an image ends at {index}, its sequence at {stop}"
+        start = stop
+    assert not left, f"images {left} lie behind the last sequence"
+    return row
+
+
+def grid_positions(grid: TokenGrid) -> np.ndarray:
+    """Return time, row and column of the tokens of a grid, from 0, int64 `[3, tokens]`: frame by frame, row by row."""
+    # In float64, where the product is exact. Rounded to float32 first, some times would floor to another position.
+    times = np.floor(np.arange(grid.frames) * grid.frame_step).astype(np.int64)
+    return np.stack([axis.ravel() for axis in np.meshgrid(
+        times, np.arange(grid.rows), np.arange(grid.columns), indexing="ij")])

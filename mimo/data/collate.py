@@ -17,7 +17,6 @@ import torch
 
 from mimo.data.batch import EncoderBatch, PackedSequences, TextBatch
 from mimo.data.encoder_inputs import PatchOrder, merge_inputs, packed_patches, tiled_images, whole_images
-from mimo.data.positions import TokenGrid, multimodal_positions
 from mimo.grid.lanes import row_length
 from mimo.grid.spec import Layout
 from mimo.protocols import ModelProvider, Sample
@@ -25,11 +24,13 @@ from mimo.text import counted
 from mimo.visual import (
     ImageSize,
     Tiles,
+    TokenGrid,
     TokenGridProvider,
     VideoProvider,
     VideoSize,
     count_tokens,
     find_grid,
+    multimodal_positions,
     num_pictures,
     pixel_shape,
 )

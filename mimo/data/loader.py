@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from mimo.comm import HostChannel
 from mimo.config.trainer import DataConfig
-from mimo.data.batch import Microbatch
+from mimo.data.batch import Microbatch, with_part
 from mimo.data.collate import Placeholders, collate_encoder, collate_text
-from mimo.data.context import with_part
 from mimo.data.sources import ReaderSource, RoutedSource, Source, StreamSource, order_by_pixels
 from mimo.grid.lanes import Need, data_request, has_cheap_ends, lanes_read_by, needs_of, sequence_multiple
 from mimo.grid.spec import Layout

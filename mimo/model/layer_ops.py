@@ -172,7 +172,8 @@ def apply_packed_rotary(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.
         freqs: `[positions, 1, 1, rotated channels]`. `t` positions are those of the row, any other number those of a
             sequence.
         args: further arguments of Megatron Core's function.
-        cp_group: ranks that share the sequences; `t` has the tokens of one of them (`mimo.data.context`).
+        cp_group: ranks that share the sequences; `t` has the tokens of one of them, see
+            `mimo.data.batch.context_positions`.
         kwargs: further keyword arguments of Megatron Core's function.
     """
     if cp_group is None:
@@ -189,7 +190,7 @@ def apply_packed_rotary(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.
 def _shared_positions(cu_seqlens: torch.Tensor, length: int, cp: int, rank: int) -> torch.Tensor:
     """Return the position in its sequence of each token of a context-parallel rank, int64 `[length]`.
 
-    This is `mimo.data.context.positions` minus the starts of the sequences, without waiting for the device.
+    This is `mimo.data.batch.context_positions` minus the starts of the sequences, without waiting for the device.
     """
     tokens = torch.arange(length, device=cu_seqlens.device)
     number = torch.searchsorted(cu_seqlens[1:] // cp, tokens, right=True)

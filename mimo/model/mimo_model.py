@@ -185,7 +185,7 @@ class HeteroModel(MimoModel):
         assert text is not None, "language ranks hold text"
         packed, length = text.packed, text.input_ids.shape[1]
         # Without the part, each rank would take the whole row for its own tokens, with wrong positions and no error.
-        assert (text.part is None) == (self.grids.layout.language.cp == 1), "mimo.data.context.with_part adds the part"
+        assert (text.part is None) == (self.grids.layout.language.cp == 1), "mimo.data.batch.with_part adds the part"
         # Megatron Core makes `max_seqlen` rotary positions. With as many as the row has tokens, `apply_packed_rotary`
         # would take them for those of the row and not restart them at each sample.
         assert packed is None or packed.max_seqlen < length or len(packed.cu_seqlens) == 2, (packed, length)

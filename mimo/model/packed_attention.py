@@ -20,8 +20,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mimo.data.batch import ContextPart, PackedSequences
-from mimo.data.context import positions
+from mimo.data.batch import ContextPart, PackedSequences, context_positions
 
 # Most scores of one head that are in memory at a time, for all sequences that run as one batch.
 MAX_SCORES = 1 << 20
@@ -205,7 +204,7 @@ class _Chunks:
 
 
 def _to_row(stops: Sequence[int], cp: int, query: torch.Tensor) -> torch.Tensor:
-    return torch.cat([positions(stops, cp, rank) for rank in range(cp)]).argsort().to(query.device)
+    return torch.cat([context_positions(stops, cp, rank) for rank in range(cp)]).argsort().to(query.device)
 
 
 def _forbidden(number: int, chunk: int, query: torch.Tensor) -> torch.Tensor:

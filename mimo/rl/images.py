@@ -15,13 +15,12 @@ import torch
 
 from mimo.data.batch import EncoderBatch
 from mimo.data.collate import Expanded, Placeholders, collate_encoder, expand_images, image_grids
-from mimo.data.positions import multimodal_positions
 from mimo.grid.lanes import Need, lanes_read_by, needs_of
 from mimo.grid.spec import Layout
 from mimo.observability.trackers import MAX_SHOWN_SIDE
 from mimo.protocols import LANGUAGE, ImageSize, Sample, VideoSize
 from mimo.rl.prompts import ImagePromptSet, Prompt, PromptSet, VideoPromptSet
-from mimo.visual import Normalisation
+from mimo.visual import Normalisation, multimodal_positions
 
 if TYPE_CHECKING:
     from mimo.rl.rollouts import Completion

@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from mimo.config.rl import RlConfig
 from mimo.config.trainer import RunConfig
-from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
+from mimo.data.batch import EncoderBatch, Microbatch, TextBatch, with_part
 from mimo.data.collate import Expanded
-from mimo.data.context import with_part
 from mimo.grid.lanes import sequence_multiple
 from mimo.grid.spec import Layout
 from mimo.model.build import KINDS, params_dtype, set_training

@@ -8,9 +8,9 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from mimo.data.positions import TokenGrid
 from mimo.grid.spec import GridSpec
 from mimo.protocols import ParameterShape, VideoSize
+from mimo.visual import TokenGrid
 from providers.common.checks import Problems
 from providers.common.vision import layer_shapes, norm_shapes
 

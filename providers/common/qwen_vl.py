@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from mimo.data.positions import TokenGrid
 from mimo.observability.flops import FlopComponent
 from mimo.protocols import (
     LANGUAGE,
@@ -19,6 +18,7 @@ from mimo.protocols import (
     VideoProcessing,
     VideoSize,
 )
+from mimo.visual import TokenGrid
 from providers.common.checks import Problems
 from providers.common.decoder import MultimodalDecoderConfig, check_decoder_grid, decoder_shapes
 from providers.common.family import VISION, VisionLanguageProvider

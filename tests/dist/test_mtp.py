@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from mimo.config.validate import num_microbatches, validate
-from mimo.data.batch import Microbatch, TextBatch
+from mimo.data.batch import Microbatch, TextBatch, with_part
 from mimo.data.collate import packed_sequences, positions_of
-from mimo.data.context import with_part
 from mimo.model.mtp import MtpBlock, MtpInputs, mtp_losses
 from mimo.protocols import LANGUAGE
 from tests.support import equality

@@ -203,7 +203,7 @@ def _by_sample(
 
 def gather_routing(outcomes: list[Outcome]) -> dict[tuple[int, str], np.ndarray]:
     """Decisions of whole samples, sequence shards joined in order."""
-    from mimo.data.context import positions
+    from mimo.data.batch import context_positions
 
     shards: dict[tuple[int, str], dict[tuple[int, int], np.ndarray]] = {}
     for outcome in outcomes:
@@ -213,7 +213,7 @@ def gather_routing(outcomes: list[Outcome]) -> dict[tuple[int, str], np.ndarray]
     for place, parts in shards.items():
         by_rank = np.concatenate([parts[split] for split in sorted(parts)])
         cp = 1 + max(split[0] for split in parts)
-        order = np.concatenate([positions((len(by_rank),), cp, rank) for rank in range(cp)])
+        order = np.concatenate([context_positions((len(by_rank),), cp, rank) for rank in range(cp)])
         found[place] = np.empty_like(by_rank)
         found[place][order] = by_rank
     return found

@@ -75,8 +75,8 @@ def microbatch(rows: Sequence[Sample], parts: Any, seq_length: int | None) -> Mi
         parts: this rank's trainer.
         seq_length: tokens of a row; None: as many as the row has.
     """
+    from mimo.data.batch import with_part
     from mimo.data.collate import Placeholders, collate_encoder, collate_text, expand_images
-    from mimo.data.context import with_part
 
     config, layout, rank = parts.config, parts.grids.layout, parts.grids.rank
     provider, family = model_provider(config.model.model_provider), config.model_family

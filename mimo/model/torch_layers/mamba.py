@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mimo.data.context import positions
+from mimo.data.batch import context_positions
 from mimo.model import compat
 from mimo.model.torch_layers.ssd import split_conv1d_scan, ssd_scan
 from mimo.platform import current_platform
@@ -144,7 +144,7 @@ def _orders(tokens: Tensor, cp_size: int, packed: PackedSeqParams | None) -> tup
     kept: tuple[Tensor, Tensor] | None = None if packed is None else vars(packed).get("_orders")
     if kept is None:
         stops = [len(tokens)] if packed is None else packed.cu_seqlens_q[1:].tolist()
-        by_rank = torch.cat([positions(stops, cp_size, rank) for rank in range(cp_size)])
+        by_rank = torch.cat([context_positions(stops, cp_size, rank) for rank in range(cp_size)])
         kept = by_rank.argsort().to(tokens.device), by_rank.to(tokens.device)
         if packed is not None:
             packed._orders = kept

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mimo.data.batch import TextBatch
+from mimo.data.batch import TextBatch, context_positions, with_part
 from mimo.data.collate import Placeholders, collate_text
-from mimo.data.context import positions, with_part
 from mimo.protocols import Sample
 
 IMAGE = 9
@@ -24,7 +23,7 @@ def test_every_token_is_on_one_rank_and_work_is_even(cp: int, chunks: list[int])
     for chunk in chunks:
         starts.append(stops[-1] if stops else 0)
         stops.append(starts[-1] + 2 * cp * chunk)
-    parts = [positions(stops, cp, rank) for rank in range(cp)]
+    parts = [context_positions(stops, cp, rank) for rank in range(cp)]
     assert {len(part) for part in parts} == {stops[-1] // cp}
     assert torch.equal(torch.cat(parts).sort().values, torch.arange(stops[-1]))
     for start, stop in zip(starts, stops, strict=True):

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from mimo.data.positions import TokenGrid
 from mimo.grid.dry_run import bridge_width, total_parameters
 from mimo.grid.layout import validate_layout
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE, VideoSize
 from mimo.registry import provider_of
-from mimo.visual import count_tokens
+from mimo.visual import TokenGrid, count_tokens
 from providers import qwen2_5_vl, qwen3_vl
 from providers.common.family import VISION
 

@@ -9,10 +9,9 @@ import torch
 
 from mimo.data.collate import Placeholders, collate_encoder, collate_text
 from mimo.data.encoder_inputs import PatchOrder
-from mimo.data.positions import TokenGrid
 from mimo.protocols import Sample, VideoSize
 from mimo.registry import model_provider
-from mimo.visual import Normalisation, count_tokens
+from mimo.visual import Normalisation, TokenGrid, count_tokens
 
 IMAGE, PAD = 3, 0
 

@@ -13,11 +13,10 @@ import torch
 
 from mimo.data.batch import TextBatch
 from mimo.data.collate import Placeholders, collate_text, expand_images
-from mimo.data.positions import TokenGrid, multimodal_positions
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE, ModelProvider, Sample, VideoSize
 from mimo.registry import model_provider
-from mimo.visual import ImageSize
+from mimo.visual import ImageSize, TokenGrid, multimodal_positions
 
 IMAGE = 9
 VIDEO = 8
