@@ -104,7 +104,7 @@ class LlavaNextProvider(llava.LlavaProvider):
     flop_components = llava.LlavaProvider.flop_components
 
     def encoder_spec(self, config: Any, module: str, context: BuildContext) -> ModuleSpec:
-        from mimo.model.tiles import TiledProjector, TiledVision
+        from mimo.model.submodule import TiledProjector, TiledVision
 
         spec = super().encoder_spec(config, module, context)
         (projector,) = spec.submodules["input_projections"]

@@ -52,7 +52,7 @@ class Call:
             return None
         assert packed.cu_seqlens_q is packed.cu_seqlens_kv and packed.seq_idx is not None, packed
         if packed.max_seqlen_q == packed.seq_idx.shape[-1]:
-            return None  # one sequence, see `mimo.model.packed_attention.packed_seq_params`
+            return None  # one sequence, see `mimo.model.attention.packed_seq_params`
         return cls({**tensors, STARTS: packed.cu_seqlens_q, NUMBERS: packed.seq_idx}, others, packed.max_seqlen_q)
 
     @property

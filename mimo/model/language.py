@@ -39,10 +39,10 @@ from megatron.core.transformer.transformer_layer import (
 )
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
+from mimo.model.attention import ContextParallelAttention, PackedDotProductAttention
 from mimo.model.layer_specs import check_impl, norm_builder
 from mimo.model.moe import LocalMoELayer
 from mimo.model.mtp import MtpBlock, MtpInputs
-from mimo.model.packed_attention import ContextParallelAttention, PackedDotProductAttention
 from mimo.model.torch_layers.norms import Norm
 from mimo.model.vocabulary import Embedding, OutputLayer, TokenFunction
 

@@ -22,13 +22,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from mimo.model.latent_attention import (
+from mimo.model.attention import (
+    ContextParallelAttention,
     LatentAttention,
     LatentContextParallelAttention,
     LatentDotProductAttention,
+    PackedDotProductAttention,
     with_epsilon,
 )
-from mimo.model.packed_attention import ContextParallelAttention, PackedDotProductAttention
 from mimo.model.torch_layers.norms import Norm
 
 IMPLS = ("local", "transformer_engine")

@@ -22,9 +22,9 @@ from mimo.bridge.colocated import ColocatedBridge
 from mimo.data.batch import EncoderBatch, Microbatch, TextBatch
 from mimo.grid.groups import Grids
 from mimo.model import compat
+from mimo.model.attention import packed_seq_params
 from mimo.model.language import HybridLanguageModel, PaddedVocabulary
 from mimo.model.mtp import MtpBlock, MtpInputs
-from mimo.model.packed_attention import packed_seq_params
 from mimo.model.submodule import FeatureQueue
 from mimo.model.vocabulary import TokenFunction
 from mimo.observability.spans import Kind, Spans, Trace

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mimo.data.batch import PackedSequences
-from mimo.model.packed_attention import packed_seq_params as attention_params
+from mimo.model.attention import packed_seq_params as attention_params
 from mimo.model.radio import Grid, embed_patches, interpolate_positions, patch_grids
 
 

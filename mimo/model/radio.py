@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo.data.batch import PackedSequences
-from mimo.model.packed_attention import packed_seq_params as attention_params
+from mimo.model.attention import packed_seq_params as attention_params
 
 # Rows and columns of patches of an image.
 Grid = tuple[int, int]

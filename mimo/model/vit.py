@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo.data.batch import PackedSequences
-from mimo.model.packed_attention import packed_seq_params as attention_params
+from mimo.model.attention import packed_seq_params as attention_params
 from mimo.model.radio import (
     Grid,
     check_images,

@@ -135,7 +135,7 @@ def forward_backward(rank: int, tp: int, packed: bool) -> tuple[torch.Tensor, di
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
     from mimo.data.batch import PackedSequences
-    from mimo.model.packed_attention import packed_seq_params
+    from mimo.model.attention import packed_seq_params
 
     generator = torch.Generator().manual_seed(2)
     x, gradient = (torch.randn(sum(LENGTHS), 1, HIDDEN, generator=generator) for _ in range(2))

@@ -70,7 +70,7 @@ def test_a_pack_equals_its_samples_one_by_one(pool: WorkerPool, oracle_of: Any, 
 
 def queries_of(rank: int, flags: tuple[str, ...], together: bool) -> list[Any]:
     """Return the queries of the first layer's attention: `[t, heads, channels]` of each sample in turn."""
-    from mimo.model.packed_attention import PackedDotProductAttention
+    from mimo.model.attention import PackedDotProductAttention
 
     found: list[torch.Tensor] = []
     forward = PackedDotProductAttention.forward
@@ -108,8 +108,8 @@ def rows_together(rank: int, starts: list[int]) -> tuple[Any, Any, list[int]]:
 
     A running sum stands for attention: it knows where a sequence begins, too.
     """
-    from mimo.model import packed_attention
-    from mimo.model.packed_attention import DotProductAttention, PackedDotProductAttention
+    from mimo.model import attention
+    from mimo.model.attention import DotProductAttention, PackedDotProductAttention
 
     sizes: list[int] = []
 
@@ -121,7 +121,7 @@ def rows_together(rank: int, starts: list[int]) -> tuple[Any, Any, list[int]]:
     row = SimpleNamespace(cu_seqlens_q=torch.tensor(starts))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DotProductAttention, "forward", attend)
-        patch.setattr(packed_attention, "MAX_SCORES", 3 * 4 * 4)
+        patch.setattr(attention, "MAX_SCORES", 3 * 4 * 4)
         layer = PackedDotProductAttention.__new__(PackedDotProductAttention)
         together = PackedDotProductAttention.forward(layer, query, key, value, None, packed_seq_params=row)
     alone = [attend(None, *(each[start:stop, None] for each in (query, key, value)))

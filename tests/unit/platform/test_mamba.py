@@ -52,8 +52,7 @@ def test_norm_equals_its_formula(pool):
 def what_the_mixer_uses(rank):
     from megatron.core.ssm import mamba_mixer
 
-    from mimo.model.torch_layers.mamba import use_torch_mamba
-    from mimo.model.torch_layers.ssd import split_conv1d_scan, ssd_scan
+    from mimo.model.torch_layers.mamba import split_conv1d_scan, ssd_scan, use_torch_mamba
     from mimo.platform import current_platform
 
     assert not current_platform().has_mamba_kernels()

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mimo.model.torch_layers.ssd import NO_LIMIT, causal_conv1d, split_conv1d_scan, ssd_scan
+from mimo.model.torch_layers.mamba import NO_LIMIT, causal_conv1d, split_conv1d_scan, ssd_scan
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 HEADS, CHANNELS, STATE = 4, 3, 5
