@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from mimo.refit.options import RefitOptions
-from mimo.refit.transport.shared_memory import HOST_NAME
+from mimo.refit.transport.ipc import HOST_NAME
 from mimo.rollout.process import EngineProcess
 from tests.support import refit_live, refit_ranks
 from tests.support.refit_faults import is_right, refuses

@@ -11,9 +11,8 @@ from torch.distributed import PrefixStore
 
 from mimo.refit.options import RefitOptions
 from mimo.refit.rendezvous import RefitError, Rendezvous
-from mimo.refit.transport.ipc import Incoming, TrainerEnd, WorkerEnd
+from mimo.refit.transport.ipc import Incoming, TrainerEnd, WorkerEnd, device_identity
 from mimo.refit.transport.p2p import Wire
-from mimo.refit.transport.shared_memory import device_identity
 from mimo.watchdog.process_exit import on_daemon_thread
 
 Transport = Wire | TrainerEnd | WorkerEnd

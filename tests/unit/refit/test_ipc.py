@@ -19,8 +19,7 @@ from mimo.refit.options import RefitOptions
 from mimo.refit.rendezvous import RefitError, Rendezvous
 from mimo.refit.transport import ipc
 from mimo.refit.transport.base import Opening, Transport, proxies
-from mimo.refit.transport.ipc import SLOTS, Incoming, TrainerEnd, WorkerEnd
-from mimo.refit.transport.shared_memory import HOST_NAME, make_staging, open_staging
+from mimo.refit.transport.ipc import HOST_NAME, SLOTS, Incoming, TrainerEnd, WorkerEnd, make_staging, open_staging
 from tests.support.spawn import forkserver_context
 
 CPU = torch.device("cpu")
