@@ -48,8 +48,7 @@ def _run(flags: Flags, run_flags: list[str]) -> int:
         return convert_data(flags)
     check_folders(flags)
     # Imported late: torch and Megatron take seconds, and neither --help nor a mistyped path needs them.
-    from mimo.platform import get_platform
-    from mimo.platform.megatron_import import quieten_megatron
+    from mimo.platform import get_platform, quieten_megatron
 
     quieten_megatron()
     # The other commands need no GPU; and without one to compile for, importing Megatron takes half the time.

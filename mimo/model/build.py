@@ -34,8 +34,8 @@ from mimo.model.moe import install_padded_routing
 from mimo.model.packed_experts import choose_grouped_gemm
 from mimo.model.recompute import prepare_recomputation
 from mimo.observability.spans import Spans
+from mimo.platform import quieten_transformer_engine
 from mimo.platform.base import Platform
-from mimo.platform.megatron_import import quieten_transformer_engine
 from mimo.protocols import LANGUAGE, BuildContext, ModelProvider
 from mimo.watchdog.watchdog import Watchdog
 

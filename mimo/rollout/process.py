@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge, wait
 from typing import Any
 
-from mimo.platform.megatron_import import quieten_megatron
+from mimo.platform import quieten_megatron
 from mimo.refit.rendezvous import RefitError
 from mimo.rollout import engine_guard
 from mimo.rollout.engine import EngineOptions, NodePlace, RolloutEngine, at_meeting_point

@@ -16,9 +16,8 @@ from mimo.config.validate import check_device
 from mimo.grid.spec import Layout
 from mimo.observability.remote_trackers import are_left
 from mimo.observability.startup import STARTUP, Phase, end_imports
-from mimo.platform import get_platform
+from mimo.platform import get_platform, import_megatron, quieten_megatron
 from mimo.platform.base import Platform
-from mimo.platform.megatron_import import import_megatron, quieten_megatron
 from mimo.registry import model_provider
 from mimo.watchdog.process_exit import STDERR_FD, FailFast, exit_now
 
@@ -96,7 +95,7 @@ def _with_groups[C: RunConfig](config: C, layout: Layout, platform: Platform, ra
 
     from mimo.grid.groups import Grids
     from mimo.observability.profiler import MemorySnapshot
-    from mimo.training.run_dir import with_run_folder
+    from mimo.training.session import with_run_folder
 
     end_imports()
     STARTUP.enter(Phase.GROUPS)

@@ -25,9 +25,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mimo.grid.spec import GridSpec, Layout, lane_shares, lane_sources
-from mimo.platform import get_platform
+from mimo.platform import get_platform, quieten_megatron
 from mimo.platform.base import Platform
-from mimo.platform.megatron_import import quieten_megatron
 from mimo.protocols import LANGUAGE
 from mimo.watchdog.process_exit import FailFast
 from scripts.bench.harness import slowest

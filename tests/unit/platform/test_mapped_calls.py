@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mimo.platform.emulation import MAPPED_CALLS
+from mimo.platform.cpu import MAPPED_CALLS
 
 FACTORY_ARGUMENTS = {"arange": (4,), "as_tensor": ([1, 2],), "asarray": ([1, 2],), "empty": (2, 3),
                      "empty_strided": ((2, 3), (3, 1)), "eye": (3,), "full": ((2,), 7), "linspace": (0, 1, 5),
@@ -243,7 +243,7 @@ for check, names in CUDA_CHECKS.items():
 
 def exercise(name):
     """Run the check of a mapped call; returns how often it called it."""
-    from mimo.platform.emulation import resolve
+    from mimo.platform.cpu import resolve
 
     owner, attribute = resolve(name)
     replacement = getattr(owner, attribute)

@@ -312,7 +312,7 @@ def attention():
     warnings.warn("something else is deprecated", DeprecationWarning)
 """
 ATTENDS = """
-from mimo.platform.megatron_import import quieten_transformer_engine, quieten_megatron
+from mimo.platform import quieten_transformer_engine, quieten_megatron
 quieten_megatron()
 import transformer_engine.pytorch
 quieten_transformer_engine()
@@ -340,7 +340,7 @@ def test_megatron_cores_warnings_about_transformer_engine_are_not_shown(tmp_path
 IMPORTS = """
 import sys
 from mimo.platform import get_platform
-from mimo.platform.megatron_import import import_megatron
+from mimo.platform import import_megatron
 get_platform("cpu")
 import_megatron()
 assert "megatron.core" in sys.modules

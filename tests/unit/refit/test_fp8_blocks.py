@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import torch
 from mimo.platform import get_platform
-from mimo.platform.megatron_import import import_megatron
+from mimo.platform import import_megatron
 get_platform("cpu")
 import_megatron()
 from mimo.model.fp8 import E4M3, quantised

@@ -14,7 +14,7 @@ from mimo.config.cli import parse, to_toml
 from mimo.config.trainer import RunConfig
 from mimo.observability import dated_folder
 from mimo.observability.dated_folder import is_chosen, make_run_folder, point_latest_to, refuse_latest
-from mimo.training import run_dir
+from mimo.training import session
 
 MOCK = ("--model-provider", "mock", "--dataset-provider", "mock")
 
@@ -25,7 +25,7 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 def folder_of(*flags: str) -> Path:
-    return Path(run_dir._choose(parse([*MOCK, *flags])))
+    return Path(session._choose(parse([*MOCK, *flags])))
 
 
 def save(root: str, config: RunConfig) -> None:
@@ -89,11 +89,11 @@ def test_checkpoints_of_earlier_versions_name_what_is_now_a_link():
 def test_the_first_rank_decides_and_run_config_toml_can_be_used_again(monkeypatch):
     monkeypatch.setattr(comm, "broadcast_object", lambda grids, value: value if value[0] else ("runs/of-rank-0", None))
     config = parse(list(MOCK))
-    assert run_dir.with_run_folder(config, SimpleNamespace(rank=1)).observe.run_dir == "runs/of-rank-0"
-    chosen = run_dir.with_run_folder(config, SimpleNamespace(rank=0))
-    assert Path(chosen.observe.run_dir).is_dir() and run_dir.without_chosen_folder(chosen) == config
+    assert session.with_run_folder(config, SimpleNamespace(rank=1)).observe.run_dir == "runs/of-rank-0"
+    chosen = session.with_run_folder(config, SimpleNamespace(rank=0))
+    assert Path(chosen.observe.run_dir).is_dir() and session.without_chosen_folder(chosen) == config
     named = parse([*MOCK, "--run-dir", "named"])
-    assert run_dir.without_chosen_folder(named) == named
+    assert session.without_chosen_folder(named) == named
 
 
 def test_runs_of_one_second_have_folders_of_their_own(monkeypatch):
