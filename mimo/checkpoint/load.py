@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from mimo import registry
 from mimo.checkpoint import paths
 from mimo.checkpoint.differences import config_differences, data_differences, flat_config, model_differences, refused
-from mimo.checkpoint.entries import PROJECTOR, Saved, broadcast_from_writers
-from mimo.checkpoint.optimizer_state import Optimized, differing, take_weights
+from mimo.checkpoint.entries import PROJECTOR, Optimized, Saved, broadcast_from_writers, differing, take_weights
 from mimo.checkpoint.reader import (
     DataOnlyLoadStrategy,
     damage_of,

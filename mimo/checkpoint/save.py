@@ -25,8 +25,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from mimo.checkpoint import paths
+from mimo.checkpoint.entries import Optimized, steps_of
 from mimo.checkpoint.lock import FolderLock
-from mimo.checkpoint.optimizer_state import Optimized, steps_of
 from mimo.checkpoint.reader import why_unreadable
 from mimo.checkpoint.state import (
     Progress,

@@ -15,8 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mimo import registry
 from mimo.checkpoint.differences import model_fields
-from mimo.checkpoint.entries import Saved, saved_tensors, spread_replicas
-from mimo.checkpoint.optimizer_state import Optimized, optimized
+from mimo.checkpoint.entries import Optimized, Saved, optimized, saved_tensors, spread_replicas
 from mimo.config.cli import to_toml
 from mimo.config.trainer import RunConfig
 from mimo.grid.groups import Grids

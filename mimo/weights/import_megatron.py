@@ -24,9 +24,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from mimo.checkpoint import paths
-from mimo.checkpoint.entries import Saved, broadcast_from_writers, spread_replicas
+from mimo.checkpoint.entries import Saved, broadcast_from_writers, differing, spread_replicas
 from mimo.checkpoint.load import check_finite
-from mimo.checkpoint.optimizer_state import differing
 from mimo.checkpoint.reader import DataOnlyLoadStrategy, is_covered, read_index
 from mimo.checkpoint.state import RunState, by_index
 from mimo.comm import broadcast_object, broadcast_result, gather, raise_on_any_rank, shared_errors
