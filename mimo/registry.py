@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mimo.rl.rewards.protocol import Reward
+    from mimo.rl.prompts import Reward
 
 MODEL_PROVIDERS = {
     "causal_lm": "providers.causal_lm:provider",

@@ -1,4 +1,4 @@
-"""Prompts and data sets of prompts for reinforcement learning: plain data and protocols, without torch."""
+"""Prompts, data sets of prompts and rewards of reinforcement learning: plain data and protocols, without torch."""
 
 from __future__ import annotations
 
@@ -139,4 +139,23 @@ class PromptProvider(Protocol):
 
     def open(self, config: Any, tokens: TokenSpec, split: str, seed: int) -> PromptSet:
         """Open a split, `train` or `valid`. Raises ValueError as `validate`."""
+        ...
+
+
+class Reward(Protocol):
+    """Scores one completion. Any callable of this form plugs in by name (`--reward NAME` or `pkg.module:fn`)."""
+
+    def __call__(self, prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+        """Return the score, a finite number. The built-in rewards return 1.0 for a right answer and 0.0 for any other.
+
+        Args:
+            prompt: text of the prompt, chat template included.
+            completion: text that the model wrote, without special tokens at its end.
+            ground_truth: the data set's answer.
+            metadata: the data set's other fields of the sample, and `finish_reason`, which is `stop`, or `length` if
+                the length limit cut the completion off.
+
+        Raises:
+            ValueError: the ground truth or the metadata cannot be scored against. No completion raises an error.
+        """
         ...

@@ -14,8 +14,7 @@ from mimo.config.rl_run import RlRunConfig
 from mimo.observability.trackers import MAX_IMAGES, Answer, Generation
 from mimo.protocols import ImageSize
 from mimo.rl.images import ImageTokens, as_request, reduced
-from mimo.rl.prompts import FinitePromptSet, Prompt, PromptSet, VideoPromptSet
-from mimo.rl.rewards.protocol import Reward
+from mimo.rl.prompts import FinitePromptSet, Prompt, PromptSet, Reward, VideoPromptSet
 from mimo.rollout.engine import Rollout, Sampling
 from mimo.rollout.replicas import RolloutClient
 from mimo.text import counted

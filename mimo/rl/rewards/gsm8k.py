@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 from mimo.rl.rewards.expressions import compare
-from mimo.rl.rewards.protocol import visible_text
+from mimo.rl.rewards.short_answers import visible_text
 
 # Limits for characters of a stated answer, digits of a number, and exponents of ten. An untrained policy may exceed
 # them with nonsense that would take long to read.

@@ -1,6 +1,7 @@
 r"""Rewards for short answers: exact text, the letter of a choice, or a mathematical expression.
 
-Arguments are those of `mimo.rl.rewards.protocol.Reward`.
+Arguments are those of `mimo.rl.prompts.Reward`. Like all built-in rewards, these score only what a reasoning model says
+after its thoughts.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mimo.rl.rewards.expressions import compare
-from mimo.rl.rewards.protocol import visible_text
 
+OPEN, CLOSE = "<think>", "</think>"
+_BLOCK = re.compile(f"{OPEN}.*?{CLOSE}", re.DOTALL)
 LETTERS = "ABCDEFGHIJ"
 
 # Ordered from the clearest to the least clear. The last match of a pattern counts, because a model may weigh other
@@ -24,6 +26,18 @@ _PATTERNS = tuple(map(re.compile, (
     r"(?:^|\n)\s*(?:\*\*)?([A-J])(?:\*\*)?\s*(?:[.):]|\n|$)",
     r"(?<![\w'])([A-J])[\s.*)]*$",
 )))
+
+
+def visible_text(prompt: str, completion: str) -> str | None:
+    """Return the completion without `<think>...</think>`; None if a block does not end, so that there is no answer.
+
+    With templates that end with `<think>`, a completion begins inside a block. Everything before a `</think>` without
+    a `<think>` is therefore left out, too.
+    """
+    text = OPEN + completion if prompt.rstrip().endswith(OPEN) else completion
+    # A space takes the place of a block, so that digits on both sides of it do not become one number.
+    text = _BLOCK.sub(" ", text).rpartition(CLOSE)[2]
+    return None if OPEN in text else text
 
 
 def exact_match(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:

@@ -9,8 +9,7 @@ from mimo import registry
 from mimo.rl.rewards.expressions import Comparer
 from mimo.rl.rewards.gsm8k import answer
 from mimo.rl.rewards.gsm8k import reward as gsm8k
-from mimo.rl.rewards.protocol import visible_text
-from mimo.rl.rewards.short_answers import choice, exact_match, multiple_choice
+from mimo.rl.rewards.short_answers import choice, exact_match, multiple_choice, visible_text
 from tests.support.gsm8k_answers import ANSWERS
 
 
