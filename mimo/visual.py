@@ -1,6 +1,6 @@
 """Images and videos, as the trainer, model families and data sets describe them to each other.
 
-Importing this module needs no torch. `mimo.protocols` has these names, too.
+Importing this module needs no torch. Most of these names are in `mimo.protocols`, too.
 """
 
 from __future__ import annotations
