@@ -147,6 +147,10 @@ class RlConfig:
         refuse(len(given) > 1, f"{' and '.join(given)}: the reference policy has one source; leave one out")
         refuse(bool(given) and not self.kl_coeff,
                f"{' '.join(given)} with --kl-coeff 0, which needs no reference policy: set --kl-coeff, or leave it out")
+        for name in ("kl_type", "kl_in"):
+            value = getattr(self, name)
+            refuse(value != getattr(RlConfig, name) and not self.kl_coeff, f"{flag_name(name)} {value} with --kl-coeff "
+                   "0, which estimates no KL divergence: set --kl-coeff, or leave it out")
         self._check_importance()
         refuse_below(self, {"updates_per_rollout": 1, "completions_per_prompt": 1})
         refuse(self.advantage == "rloo" and self.completions_per_prompt < 2,
@@ -208,6 +212,8 @@ class RlConfig:
         # A weight of 1 means that engine and trainer agree, so it must never be cut.
         refuse(not is_least(self.importance_cap, 1),
                f"--importance-cap {self.importance_cap} is not a number from 1 on")
+        refuse(self.importance_cap != RlConfig.importance_cap and kind != "token",
+               f"--importance-cap {self.importance_cap} is for --importance-correction token, not for {kind}")
         for flag, value in (("--importance-low", self.importance_low), ("--importance-high", self.importance_high)):
             refuse(value is not None and kind not in ("icepop", "sequence"),
                    f"{flag} {value} is for --importance-correction icepop and sequence, not for {kind}")
