@@ -41,13 +41,17 @@ def advantages(rewards: Sequence[float], prompts: Sequence[int], kind: Advantage
         ValueError: a reward is not finite.
     """
     assert len(rewards) == len(prompts), f"{len(rewards)} rewards for {len(prompts)} completions"
-    # float64, because the mean of equal rewards must equal the reward: dividing by 1e-6 would amplify a difference.
     reward = torch.tensor(rewards, dtype=torch.float64)
     for index in torch.nonzero(~reward.isfinite()).flatten().tolist():
         raise ValueError(f"completion {index} of prompt {prompts[index]}: reward {rewards[index]} is not finite")
     group = torch.tensor(prompts, dtype=torch.int64)
     num_groups = int(group.max()) + 1 if len(prompts) else 0
     count = torch.bincount(group, minlength=num_groups).double()
+    # Compared with the least reward of each prompt, equal rewards are exactly 0, and so is their mean: dividing by 1e-6
+    # would amplify a difference by rounding.
+    least = torch.full((num_groups,), torch.inf, dtype=torch.float64).scatter_reduce_(0, group, reward, "amin")
+    least[count == 1] = 0.0
+    reward = reward - least[group]
     mean = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, reward) / count.clamp(min=1)
     mean[count == 1] = 0.0
     centred = reward - mean[group]
