@@ -102,6 +102,10 @@ class ConversationPrompts:
             *before, last = found.messages or [{}]
             if not before or last.get("role") != "assistant":
                 raise ValueError("has no answer at its end, against which completions are scored")
+            if last.get("tool_calls"):
+                raise ValueError("its last answer calls a tool, and completions are scored against text alone")
+            if not (truth := _text(last["content"])):
+                raise ValueError("its last answer, against which completions are scored, has no text")
             planned = [self._encoder.planned(name, content, self._infos.get((int(number), place)))
                        for place, (name, content) in enumerate(found.videos)]
             question = self._encoder.question(before, found.images, found.tools, planned, pixels=False)
@@ -115,7 +119,7 @@ class ConversationPrompts:
                 self._kept_frames += video.info.num_frames
         ids = tuple(tokens.tolist())
         pictures = partial(self._pictures, tokens, found.images, planned)
-        return Prompt(self._key(number), str(self.tokenizer.decode(ids)), ids, _text(last["content"]), {},
+        return Prompt(self._key(number), str(self.tokenizer.decode(ids)), ids, truth, {},
                       tuple(question.sample.image_sizes), pictures, videos,
                       partial(self._encoder.originals, found.images) if self._has_tiles else None)
 

@@ -83,3 +83,18 @@ def test_errors_name_file_and_line(tmp_path: Path, tokenizer: Path) -> None:
     config = config_for(tmp_path, tokenizer, [{"messages": [{"role": "user", "content": "why?"}]}])
     with pytest.raises(ValueError, match=r"--data-path .*train\.jsonl line:1: has no answer at its end"):
         provider.validate(config, TOKENS)
+
+
+CALL = {"role": "assistant", "content": "I look.", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+
+
+@pytest.mark.parametrize(("answer", "message"), [
+    (CALL, "its last answer calls a tool, and completions are scored against text alone"),
+    (CALL | {"content": None}, "its last answer calls a tool"),
+    ({"role": "assistant", "content": " \n"}, "its last answer, against which completions are scored, has no text"),
+    ({"role": "assistant"}, "its last answer, against which completions are scored, has no text"),
+])
+def test_an_answer_that_is_not_text_is_refused(tmp_path: Path, tokenizer: Path, answer: Any, message: str) -> None:
+    config = config_for(tmp_path, tokenizer, [{"messages": [{"role": "user", "content": "why?"}, answer]}])
+    with pytest.raises(ValueError, match=rf"--data-path .*train\.jsonl line:1: {message}"):
+        provider.validate(config, TOKENS)
