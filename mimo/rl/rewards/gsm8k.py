@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 from mimo.rl.rewards.expressions import compare
-from mimo.rl.rewards.short_answers import visible_text
+from mimo.rl.rewards.short_answers import visible_text, visible_truth
 
 # Limits for characters of a stated answer, digits of a number, and exponents of ten. An untrained policy may exceed
 # them with nonsense that would take long to read.
@@ -107,7 +107,7 @@ def reward(prompt: str, completion: str, ground_truth: str, metadata: Mapping[st
     Raises:
         ValueError: the ground truth has no number.
     """
-    wanted = answer(ground_truth)
+    wanted = answer(visible_truth(ground_truth))
     if wanted is None:
         raise ValueError(f"gsm8k: the ground truth {ground_truth!r} has no number")
     text = visible_text(prompt, completion)

@@ -1,7 +1,7 @@
 r"""Rewards for short answers: exact text, the letter of a choice, or a mathematical expression.
 
 Arguments are those of `mimo.rl.prompts.Reward`. Like all built-in rewards, these score only what a reasoning model says
-after its thoughts.
+after its thoughts, and leave out those of a ground truth.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ def visible_text(prompt: str, completion: str) -> str | None:
     return None if OPEN in text else text
 
 
+def visible_truth(ground_truth: str) -> str:
+    """Return the ground truth without `<think>...</think>`, which data sets of reasoning have, too."""
+    return visible_text("", ground_truth) or ""
+
+
 def exact_match(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
     """Return 1.0 if the completion without `<think>...</think>` equals the ground truth, else 0.0.
 
@@ -48,7 +53,7 @@ def exact_match(prompt: str, completion: str, ground_truth: str, metadata: Mappi
     Raises:
         ValueError: the ground truth is empty.
     """
-    wanted = ground_truth.split()
+    wanted = visible_truth(ground_truth).split()
     if not wanted:
         raise ValueError("exact-match: the ground truth is empty")
     text = visible_text(prompt, completion)
@@ -65,7 +70,8 @@ def math_verify(prompt: str, completion: str, ground_truth: str, metadata: Mappi
         ValueError: the ground truth is not an expression.
     """
     # math-verify reads bare LaTeX only between dollar signs.
-    wanted = ground_truth if "$" in ground_truth or "\\boxed" in ground_truth else f"${ground_truth}$"
+    truth = visible_truth(ground_truth).strip()
+    wanted = truth if "$" in truth or "\\boxed" in truth else f"${truth}$"
     text = visible_text(prompt, completion)
     result = compare(wanted, text or "")
     if not result.known:
@@ -83,7 +89,7 @@ def multiple_choice(prompt: str, completion: str, ground_truth: str, metadata: M
         ValueError: the ground truth is not one of these letters.
     """
     letters = LETTERS[: metadata.get("num_choices", len(LETTERS))]
-    wanted = ground_truth.strip().strip("().").upper()
+    wanted = visible_truth(ground_truth).strip().strip("().").upper()
     if len(wanted) != 1 or wanted not in letters:
         raise ValueError(f"multiple-choice: the ground truth {ground_truth!r} is not a letter of {letters!r}")
     text = visible_text(prompt, completion)

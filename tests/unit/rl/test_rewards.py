@@ -119,6 +119,17 @@ def test_a_truth_that_nothing_can_be_compared_with_is_refused(reward, truth, met
         reward("", "72", truth, metadata)
 
 
+@pytest.mark.parametrize(("name", "completion", "truth"), [
+    ("exact-match", "Paris", "<think>Rome?</think>\n\nParis"), ("multiple-choice", "B", "<think>A?</think>(B)"),
+    ("gsm8k", "#### 4", "<think>The answer is 5. No.</think>\nIt is 4."),
+    ("gsm8k", "4", "The answer is 5.</think>It is 4."),
+    ("math-verify", "$4$", "<think>$5$?</think> 4"),
+])
+def test_thoughts_of_a_truth_do_not_count(name, completion, truth):
+    reward = registry.reward(name)
+    assert [reward("", text, truth, {}) for text in (completion, f"<think>5</think>{completion}", "5")] == [1, 1, 0]
+
+
 def own(prompt, completion, ground_truth, metadata):
     return len(completion) / 10
 
