@@ -20,8 +20,8 @@ from mimo.text import counted
 ROLES = ("system", "user", "assistant", "tool")
 # Image tokens of families of vision-language models.
 IMAGE_TOKENS = ("<image>", "<|image_pad|>", "<IMG_CONTEXT>", "<image_soft_token>", "[IMG]", "<|patch|>", "<|image|>")
-# An answer that stands for one that is not known yet.
-PROBE_ANSWER = "A"
+# Answers that stand for one that is not known yet, without thoughts and with some.
+PROBE_ANSWERS = ("A", "<think>\nA\n</think>\n\nA")
 # Tokenizer classes of transformers that use tokenizer.json unchanged.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
@@ -230,11 +230,11 @@ class Tokenizer:
         return tokens, mask
 
     def encode_question(self, messages: Sequence[Mapping[str, Any]], tiles: Sequence[int] = (),
-                        tools: Sequence[Any] | None = None, videos: Sequence[Sequence[str]] = (),
-                        ) -> tuple[np.ndarray, tuple[int, ...]]:
+                        tools: Sequence[Any] | None = None, videos: Sequence[Sequence[str]] = (), *,
+                        thinks: bool = False) -> tuple[np.ndarray, tuple[int, ...]]:
         """Tokenise a conversation up to where the model answers, as `encode` writes it before an answer.
 
-        Arguments are those of `encode`, with the turns before the answer as messages.
+        Arguments are those of `encode`, with the turns before the answer, and whether it begins with thoughts.
 
         Returns:
             Tokens int64 `[T]`, and the tokens that end an answer, the one of the template first.
@@ -242,10 +242,10 @@ class Tokenizer:
         Raises:
             ValueError: the conversation cannot be used; the message says why.
         """
-        tokens, mask = self.encode([*messages, {"role": "assistant", "content": PROBE_ANSWER}], tiles, tools, videos)
+        answer = {"role": "assistant", "content": PROBE_ANSWERS[thinks]}
+        tokens, mask = self.encode([*messages, answer], tiles, tools, videos)
         targets = np.flatnonzero(mask)
-        # Earlier answers are targets too, and text of the user is between them and this one.
-        before = np.flatnonzero(~mask[:targets[-1]])
+        before = np.flatnonzero(~mask[:targets[-1]])  # the user's text is between earlier answers and this one
         last = int(tokens[targets[-1]])
         ends = [last if last in self._hf.added_tokens_decoder else None, self._hf.eos_token_id]
         return tokens[:before[-1] + 1], tuple(dict.fromkeys(end for end in ends if end is not None))

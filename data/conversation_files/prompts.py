@@ -108,7 +108,8 @@ class ConversationPrompts:
                 raise ValueError("its last answer, against which completions are scored, has no text")
             planned = [self._encoder.planned(name, content, self._infos.get((int(number), place)))
                        for place, (name, content) in enumerate(found.videos)]
-            question = self._encoder.question(before, found.images, found.tools, planned, pixels=False)
+            question = self._encoder.question(before, found.images, found.tools, planned, pixels=False,
+                                              thinks="</think>" in truth)
             tokens = question.sample.tokens
             videos = self._prompt_videos(tokens, planned)
         except (ValueError, OSError) as error:

@@ -222,15 +222,17 @@ class VlmTaskEncoder(TaskEncoder):
 
     def question(self, messages: Sequence[Mapping[str, Any]], images: Sequence[tuple[str, bytes]],
                  tools: Sequence[Any] | None = None, videos: Sequence[PlannedVideo] = (), *,
-                 pixels: bool = True) -> Question:
+                 pixels: bool = True, thinks: bool = False) -> Question:
         """Return the turns before an answer as a question, without its images and videos if `pixels` is False.
+
+        `thinks` says whether the answer has thoughts.
 
         Raises:
             ValueError: the turns or an image cannot be used; the message says why.
         """
         tiles = [self._image_sizes(name, data) for name, data in images]
         tokens, ends = self.tokenizer.encode_question(messages, [len(sizes) for sizes in tiles], tools,
-                                                      [video.plan.texts for video in videos])
+                                                      [video.plan.texts for video in videos], thinks=thinks)
         sizes = self._sizes_as_shown(tokens, tiles, videos)
         drawn = self.drawn(tokens, images, videos, normalise=self.normalisation is None) if pixels else None
         originals = self.originals(images) if pixels and self._request.tokens.tiles is not None else None

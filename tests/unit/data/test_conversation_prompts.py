@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from data import character_tokenizer
 from data.conversation_files.prompts import provider
 from data.energon.task_encoder import ErrorLog, VlmTaskEncoder
 from mimo.protocols import DataRequest, TokenSpec
+from tests.support.chat_templates import NEMOTRON3
+from tests.support.small_tokenizer import CHATML_TOKENS, write_tokenizer
 
 TOKENS = TokenSpec(vocab_size=128, image_token_id=120, image_size=8, num_channels=3)
 RECORDS: list[dict[str, Any]] = [
@@ -55,6 +58,23 @@ def test_prompts_are_what_training_shows_before_the_last_answer(tmp_path: Path, 
     assert prompts.decode([*tokens[end:]]) == "2" and tokens[-1] == prompts.end_token_id
     for prompt in found.values():
         assert prompt.token_ids.count(120) == len(prompt.image_sizes) == len(prompt.pictures())
+
+
+@pytest.mark.parametrize(("answer", "opening"), [
+    ("red cat", "<think></think>"), ("<think>\nwhy\n</think>\n\nred cat", "<think>\n"),
+])
+def test_a_template_opens_thoughts_where_the_answer_has_some(tmp_path: Path, answer: str, opening: str) -> None:
+    """As in supervised training, with a template whose generation prompt opens them or leaves them empty."""
+    write_tokenizer(tmp_path / "tokenizer", special=CHATML_TOKENS, chat_template=NEMOTRON3)
+    records = [{"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": answer}]}]
+    config = replace(config_for(tmp_path, tmp_path / "tokenizer", records), prompt_format="tokenizer")
+    tokens = replace(TOKENS, vocab_size=400, image_token_id=390)
+    prompt = provider.open(config, tokens, "train", 0).prompt(0)
+    assert prompt.text.endswith(f"<|im_start|>assistant\n{opening}") and prompt.ground_truth == answer
+    request = DataRequest(tokens=tokens, num_image_tokens=lambda height, width: 1, num_lanes=1, micro_batch_size=1,
+                          seq_length=99, seed=0)
+    trained, mask = VlmTaskEncoder(config, request, ErrorLog(0)).tokenizer.encode(records[0]["messages"])
+    assert prompt.token_ids == tuple(trained[:int(np.argmax(mask))])
 
 
 def test_pictures_are_the_pixels_of_training_in_eight_bits(tmp_path: Path, tokenizer: Path) -> None:
