@@ -41,7 +41,7 @@ def register() -> None:
 
     AutoConfig.register(NEMOTRON_VL, NemotronVlConfig, exist_ok=True)
     # By name, because importing the classes would start CUDA in processes that only read configurations.
-    ModelRegistry.register_model(NEMOTRON_VL, "mimo.rollout.model_classes:NemotronVl")
-    ModelRegistry.register_model(DEEPSEEK, "mimo.rollout.model_classes:DeepseekV3")
+    ModelRegistry.register_model(NEMOTRON_VL, "mimo.rollout.nemotron_vl:NemotronVl")
+    ModelRegistry.register_model(DEEPSEEK, "mimo.rollout.deepseek:DeepseekV3")
     if current_platform.is_cpu():
         complete_cpu_communicator()

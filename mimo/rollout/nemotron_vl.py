@@ -1,4 +1,8 @@
-"""Models of vLLM, changed so that they compute what the trainer computes. Imports vLLM."""
+"""The Nemotron VLM in vLLM, for encoders of any size and in any dtype. Imports vLLM.
+
+vLLM's `NemotronH_Nano_VL_V2` takes RADIO encoders of timm's four sizes without a norm after the last layer, and rounds
+their features to bfloat16. For published models in bfloat16, the class here computes the same.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM
 from vllm.model_executor.models.nano_nemotron_vl import NemotronH_Nano_VL_V2
 from vllm.model_executor.models.radio import RadioModel
 from vllm.transformers_utils.configs.radio import VIT_TIMM_DIM_BY_NAME
@@ -18,17 +21,10 @@ SIZE_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "interme
 # The norm's name in a checkpoint. vLLM's own loader ignores it.
 NORM = "vision_model.radio_model.model.norm."
 NORM_EPSILON = 1e-6
-# DeepSeek-V3's norms of compressed queries and keys.
-LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
-LATENT_NORM_EPSILON = 1e-6
 
 
 class NemotronVl(NemotronH_Nano_VL_V2):
-    """The Nemotron VLM, for encoders of any size and in any dtype.
-
-    vLLM's `NemotronH_Nano_VL_V2` takes RADIO encoders of timm's four sizes without a norm after the last layer, and
-    rounds their features to bfloat16. For published models in bfloat16, this class computes the same.
-    """
+    """vLLM's model with the extensions that the docstring of this module names."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         model = vllm_config.model_config
@@ -88,18 +84,3 @@ class NemotronVl(NemotronH_Nano_VL_V2):
                 default_weight_loader(parameter, tensor)
             else:
                 yield name, tensor
-
-
-class DeepseekV3(DeepseekV3ForCausalLM):
-    """DeepSeek-V3 with the trainer's norms of latents.
-
-    The norms on compressed queries and keys have an epsilon of 1e-6 in transformers and in the trainer, whatever
-    `rms_norm_eps` is. vLLM's `DeepseekV2MLAAttention` gives them `rms_norm_eps`, which is 1e-5 in Moonlight, for
-    example.
-    """
-
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
-        for name, norm in self.named_modules():
-            if name.rpartition(".")[2] in LATENT_NORMS:
-                norm.variance_epsilon = LATENT_NORM_EPSILON
