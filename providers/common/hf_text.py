@@ -224,6 +224,12 @@ def rope_of(config: dict[str, Any], section: str, default_theta: float) -> tuple
             raise ValueError(f"--hf-config: {section}rope_theta = {theta} and {section}{key}.rope_theta = {own} "
                              "contradict each other: remove the wrong one")
         scaling["rope_theta"] = float(own or theta or default_theta)
+        # transformers takes the outer value in place of the one inside.
+        name, is_scaled = "original_max_position_embeddings", scaling["rope_type"] in ("llama3", "yarn")
+        outer = config.get(name)
+        if is_scaled and outer is not None and scaling.setdefault(name, outer) != outer:
+            raise ValueError(f"--hf-config: {section}{name} = {outer} and {section}{key}.{name} = {scaling[name]} "
+                             "contradict each other: remove the wrong one")
         found[key] = scaling
     if len(found) == 2 and found["rope_scaling"] != found["rope_parameters"]:
         both = " and ".join(f"{section}{key} = {config[key]}" for key in found)

@@ -115,6 +115,9 @@ def test_sizes_of_mixtral_and_of_llama_3() -> None:
     # Llama 3 8B was trained at the length that its scaling starts from, which then need not be repeated.
     short = {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"}
     causal_lm.from_hf({"model_type": "llama", "max_position_embeddings": 8192, "rope_scaling": short})
+    # Or it may be outside, where transformers prefers it.
+    for rope in (short, LLAMA3):
+        causal_lm.from_hf({"model_type": "llama", "original_max_position_embeddings": 8192, "rope_scaling": rope})
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -129,6 +132,12 @@ def test_sizes_of_mixtral_and_of_llama_3() -> None:
      "contradict each other: remove the wrong one"),
     ({"model_type": "qwen2", "rope_theta": 1e6, "rope_parameters": {"rope_theta": 5e5}},
      "rope_theta = 1000000.0 and rope_parameters.rope_theta = 500000.0 contradict each other"),
+    ({"model_type": "llama", "rope_scaling": LLAMA3, "original_max_position_embeddings": 64},
+     "original_max_position_embeddings = 64 and rope_scaling.original_max_position_embeddings = 8192 contradict each "),
+    ({"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                                              "high_freq_factor": 4.0},
+      "max_position_embeddings": 8192, "original_max_position_embeddings": 64},
+     "rope_scaling.original_max_position_embeddings = 64 is not supported; supported: 8192"),
     ({"model_type": "llama", "rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2.0}},
      "rope_scaling.type = 'linear' and rope_scaling.rope_type = 'default' contradict each other"),
 ])

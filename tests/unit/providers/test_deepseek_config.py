@@ -90,6 +90,7 @@ def test_vllm_routes_in_float32_as_the_trainer_does() -> None:
     ({"model_type": "deepseek_v2"}, "model_type = 'deepseek_v2'"),
     ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "contradict each other"),
     ({"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, "contradict each other"),
+    ({"rope_scaling": YARN, "original_max_position_embeddings": 8}, "contradict each other"),
     ({"rope_scaling": YARN | {"attention_factor": 1.5}}, "rope_scaling.attention_factor = 1.5"),
     ({"rope_scaling": YARN | {"truncate": False}}, "rope_scaling.truncate = False"),
     ({"rope_scaling": YARN | {"mscale": None}}, "rope_scaling.mscale = None"),
