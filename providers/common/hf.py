@@ -19,6 +19,7 @@ from providers.common.hf_text import (
     ARCHITECTURES,
     TEXT_DEFAULTS,
     allow,
+    check_kind,
     refuse_quantized,
     renamed,
     text_config,
@@ -43,6 +44,8 @@ LLAVA_VISION: dict[str, Any] = {
     "model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
     "num_attention_heads": 16, "image_size": 336, "patch_size": 14,
 }
+# Sizes that may be a list of two equal numbers.
+SIDES = ("image_size", "patch_size")
 # Kinds of whole models with these parts. A LlavaNextConfig has the grids of tiles besides.
 LLAVA_KINDS = ("llava", "llava_next")
 LLAVA_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
@@ -112,7 +115,8 @@ def llava_language(config: dict[str, Any]) -> dict[str, Any]:
     """Return the decoder's fields of `llava_sizes`. Raises its errors."""
     text = with_defaults(config.get("text_config") or {}, "text_config.", "llama", TEXT_DEFAULTS)
     # Both configurations of a LlavaConfig may tie, as in transformers. Of a LlavaNextConfig only the outer one does.
-    tied = bool(config.get("tie_word_embeddings", False))
+    tied = config.get("tie_word_embeddings") or False
+    check_kind("", "tie_word_embeddings", tied, bool)
     tied = tied or (config.get("model_type") != "llava_next" and bool(text["tie_word_embeddings"]))
     return text_sizes(text, "text_config.") | {"untie_embeddings_and_output_weights": not tied}
 
@@ -120,6 +124,7 @@ def llava_language(config: dict[str, Any]) -> dict[str, Any]:
 def llava_image_token(config: dict[str, Any]) -> int:
     """Return the token of a LLaVA's vocabulary that stands for an image."""
     token: int = renamed(config, "", ALIASES["llava"]).get("image_token_index", 32000)
+    check_kind("", "image_token_index", token, int)
     return token
 
 
@@ -129,7 +134,7 @@ def llava_vision(config: dict[str, Any]) -> dict[str, Any]:
     allow("", "projector_hidden_act", config.get("projector_hidden_act", "gelu"), ("gelu",))
     allow("", "multimodal_projector_bias", config.get("multimodal_projector_bias", True), (True,))
     vision = with_defaults(config.get("vision_config") or LLAVA_VISION, "vision_config.", "clip_vision_model",
-                           VISION_DEFAULTS)
+                           VISION_DEFAULTS, SIDES)
     return _vision_sizes(vision, config) | {
         "projector_hidden_size": 0,
     }
@@ -158,7 +163,7 @@ def module_sizes(values: Mapping[str, Any], module: str) -> dict[str, Any]:
     if module == LANGUAGE:
         return causal_lm_sizes(config.get("text_config") or config)
     tower, section = (config["vision_config"], "vision_config.") if config.get("vision_config") else (config, "")
-    return _tower_sizes(with_defaults(tower, section, TOWERS.get(kind, kind), VISION_DEFAULTS), section)
+    return _tower_sizes(with_defaults(tower, section, TOWERS.get(kind, kind), VISION_DEFAULTS, SIDES), section)
 
 
 def causal_lm_sizes(config: dict[str, Any]) -> dict[str, Any]:

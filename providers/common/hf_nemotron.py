@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from providers.common.checks import NO_FACTOR
 from providers.common.hf_radio import radio_config, radio_sizes
-from providers.common.hf_text import allow, refuse_quantized, renamed, with_defaults
+from providers.common.hf_text import allow, check_kind, refuse_quantized, renamed, with_defaults
 from providers.common.hybrid import ATTENTION, CONV_KERNEL, MAMBA, MLP, MOE, HybridConfig
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def nemotron_sizes(values: dict[str, Any], section: str = "") -> dict[str, Any]:
         ValueError: a value that the model cannot reproduce; the message names the key.
     """
     values = renamed(values, section, OLD_NAMES)
-    values = with_defaults(values, section, "nemotron_h", NEMOTRON_DEFAULTS)
+    values = with_defaults(values, section, "nemotron_h", NEMOTRON_DEFAULTS, ("intermediate_size",))
     values["num_key_value_heads"] = values["num_key_value_heads"] or values["num_attention_heads"]
     values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
     pattern = _pattern(values, section, "layers_block_type", "hybrid_override_pattern")
@@ -108,6 +108,9 @@ def nemotron_sizes(values: dict[str, Any], section: str = "") -> dict[str, Any]:
 def _pattern(values: dict[str, Any], section: str, list_key: str, text_key: str) -> str:
     """Return the layers as symbols, empty without either key. transformers prefers the list, vLLM the text."""
     blocks, pattern = values.get(list_key) or [], values.get(text_key) or ""
+    if not isinstance(blocks, list | tuple):
+        raise ValueError(f"--hf-config: {section}{list_key} = {blocks!r} is not a list of layers")
+    check_kind(section, text_key, pattern, str)
     symbols = BLOCKS | LATER_BLOCKS
     for block in blocks:
         allow(section, f"{list_key}[]", block, tuple(symbols))
@@ -131,7 +134,10 @@ def _check_fixed(values: dict[str, Any], section: str, pattern: str) -> None:
         _check_router(values, section)
     if MLP in pattern:
         allow(section, "intermediate_size", type(values["intermediate_size"]).__name__, ("int",))
-    low, high = values.get("time_step_limit") or (0.0, math.inf)
+    limit = values.get("time_step_limit") or (0.0, math.inf)
+    if not isinstance(limit, list | tuple) or len(limit) != 2:
+        raise ValueError(f"--hf-config: {section}time_step_limit = {limit!r} is not a list of two numbers")
+    low, high = limit
     # transformers 5 writes infinity as {"__float__": "Infinity"}.
     high = float(high["__float__"] if isinstance(high, dict) else high)
     if MAMBA in pattern and (low > 0 or high != math.inf):

@@ -8,7 +8,14 @@ from typing import Any
 
 from providers.common.decoder import MultimodalDecoderConfig
 from providers.common.hf import ACTIVATIONS
-from providers.common.hf_qwen_vl import ROPE_KEYS, TOKEN_DEFAULTS, tower_sizes, whole_config
+from providers.common.hf_qwen_vl import (
+    ROPE_KEYS,
+    mrope_section,
+    tied_outside,
+    token_ids,
+    tower_sizes,
+    whole_config,
+)
 from providers.common.hf_text import allow, refuse_quantized, rope_of, text_config, text_sizes, with_defaults
 from providers.common.qwen_vision import Qwen3VisionConfig
 
@@ -66,8 +73,7 @@ def qwen3_vl_sizes(config: dict[str, Any]) -> dict[str, Any]:
     allow("", "per_layer_config", config.get("per_layer_config") or None, (None,))
     refuse_quantized(config, "")
     language = language_sizes(config)
-    return language | vision_sizes(config, language["hidden_size"]) | {
-        key: config.get(key, default) for key, default in TOKEN_DEFAULTS.items()}
+    return language | vision_sizes(config, language["hidden_size"]) | token_ids(config)
 
 
 def language_sizes(config: dict[str, Any]) -> dict[str, Any]:
@@ -84,9 +90,9 @@ def language_sizes(config: dict[str, Any]) -> dict[str, Any]:
     allow(section, f"{key}.partial_rotary_factor", rope.get("partial_rotary_factor"), (None, 1, 1.0))
     plain = {name: value for name, value in text.items() if name not in ROPE_KEYS}
     return text_sizes(plain | {"model_type": kind.text_type, "rope_theta": rope["rope_theta"]}, section) | {
-        "mrope_section": tuple(rope.get("mrope_section") or SECTIONS),
+        "mrope_section": mrope_section(rope, f"{section}{key}.", SECTIONS),
         # The text model's own value has no effect in transformers.
-        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False)}
+        "untie_embeddings_and_output_weights": not tied_outside(config)}
 
 
 def vision_sizes(config: dict[str, Any], language_size: int) -> dict[str, Any]:
@@ -114,13 +120,13 @@ def vision_sizes(config: dict[str, Any], language_size: int) -> dict[str, Any]:
 
 
 def qwen3_vl_config(decoder: MultimodalDecoderConfig, vision: Qwen3VisionConfig,
-                    token_ids: Mapping[str, int]) -> dict[str, Any]:
+                    tokens: Mapping[str, int]) -> dict[str, Any]:
     """Return a model as a config.json.
 
     Args:
         decoder: the language model.
         vision: the tower.
-        token_ids: values of the keys of `TOKEN_DEFAULTS`.
+        tokens: values of the keys of `TOKEN_DEFAULTS`.
 
     Raises:
         ValueError: the decoder has parts that the family does not have.
@@ -134,4 +140,4 @@ def qwen3_vl_config(decoder: MultimodalDecoderConfig, vision: Qwen3VisionConfig,
     activation = {ours: theirs for theirs, ours in ACTIVATIONS.items()}[vision.vision_hidden_act]
     return whole_config(kind.architecture, kind.model_type, text, vision, {
         "hidden_act": activation, "num_position_embeddings": vision.vision_num_position_embeddings,
-        "deepstack_visual_indexes": list(vision.vision_deepstack_layers)}, token_ids)
+        "deepstack_visual_indexes": list(vision.vision_deepstack_layers)}, tokens)

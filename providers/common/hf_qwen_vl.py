@@ -8,7 +8,15 @@ from typing import Any
 from mimo.protocols import LANGUAGE
 from providers.common.decoder import MultimodalDecoderConfig
 from providers.common.hf import causal_lm_sizes
-from providers.common.hf_text import allow, refuse_quantized, rope_of, text_config, text_sizes, with_defaults
+from providers.common.hf_text import (
+    allow,
+    check_kind,
+    refuse_quantized,
+    rope_of,
+    text_config,
+    text_sizes,
+    with_defaults,
+)
 from providers.common.qwen_vision import NUM_CHANNELS, ROTARY_BASE, Qwen25VisionConfig, QwenVisionConfig
 
 ARCHITECTURE, MODEL_TYPE = "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl"
@@ -17,7 +25,7 @@ TEXT_TYPE, VISION_TYPE = "qwen2_5_vl_text", "qwen2_5_vl_vision"
 TEXT_DEFAULTS: dict[str, Any] = {
     "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
     "num_attention_heads": 64, "num_key_value_heads": 8, "hidden_act": "silu", "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-5,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }
 VISION_DEFAULTS: dict[str, Any] = {
     "depth": 32, "hidden_size": 3584, "hidden_act": "silu", "intermediate_size": 3420, "num_heads": 16,
@@ -46,8 +54,29 @@ def qwen2_5_vl_sizes(config: dict[str, Any]) -> dict[str, Any]:
     allow("", "per_layer_config", config.get("per_layer_config") or None, (None,))
     refuse_quantized(config, "")
     language = language_sizes(config)
-    return language | vision_sizes(config, language["hidden_size"]) | {
-        key: config.get(key, default) for key, default in TOKEN_DEFAULTS.items()}
+    return language | vision_sizes(config, language["hidden_size"]) | token_ids(config)
+
+
+def token_ids(config: dict[str, Any]) -> dict[str, int]:
+    """Return the fields of the special tokens. Raises ValueError, naming the key, for what is no token id."""
+    found = {key: config.get(key, default) for key, default in TOKEN_DEFAULTS.items()}
+    for key, token in found.items():
+        check_kind("", key, token, int)
+    return found
+
+
+def tied_outside(config: dict[str, Any]) -> bool:
+    """Return `tie_word_embeddings` of a whole model. Raises ValueError for what is neither true nor false."""
+    tied: bool = config.get("tie_word_embeddings") or False
+    check_kind("", "tie_word_embeddings", tied, bool)
+    return tied
+
+
+def mrope_section(rope: dict[str, Any], section: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the frequencies of each axis. Raises ValueError, with the key inside of `section`, for other values."""
+    found = rope.get("mrope_section") or default
+    check_kind(section, "mrope_section", found, tuple)
+    return tuple(found)
 
 
 def module_sizes(config: dict[str, Any], module: str, model_types: Sequence[str],
@@ -82,10 +111,10 @@ def language_sizes(config: dict[str, Any]) -> dict[str, Any]:
     allow(section, f"{key}.rope_type", rope["rope_type"], ("default",))
     allow(section, f"{key}.mrope_interleaved", rope.get("mrope_interleaved", False), (False,))
     plain = {name: value for name, value in text.items() if name not in (*ROPE_KEYS, "rope_theta")}
-    tied = bool(config.get("tie_word_embeddings")) or bool(text.get("tie_word_embeddings"))
+    tied = tied_outside(config) or bool(text["tie_word_embeddings"])
     return text_sizes(plain | {"model_type": "qwen2", "rope_theta": rope["rope_theta"]}, section) | {
         "kv_channels": 0,  # they follow from width and heads
-        "mrope_section": tuple(rope.get("mrope_section") or SECTIONS),
+        "mrope_section": mrope_section(rope, f"{section}{key}.", SECTIONS),
         "untie_embeddings_and_output_weights": not tied}
 
 

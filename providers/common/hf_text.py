@@ -9,6 +9,7 @@ key.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from providers.common.decoder import DecoderConfig
@@ -69,6 +70,30 @@ TEXT_FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Kinds of values, by a type, and their names in messages.
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string",
+         tuple: "a list of whole numbers"}
+# Sizes that may be null although their class has a default.
+NULLABLE = ("num_key_value_heads", "head_dim", "sliding_window", "q_lora_rank", "n_group", "topk_group",
+            "num_nextn_predict_layers")
+# Sizes without a default.
+OPTIONAL = ("head_dim", "num_key_value_heads")
+ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+                "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "partial_rotary_factor")
+
+
+def check_kind(section: str, key: str, value: Any, kind: type) -> None:
+    """Raise ValueError, naming the key, for a value that is not of a kind of `KINDS`. For `section` see `allow`."""
+    if kind is tuple:
+        fits = isinstance(value, list | tuple) and all(type(each) is int for each in value)
+    elif kind is float:
+        fits = type(value) in (int, float) and math.isfinite(value)
+    else:
+        fits = type(value) is kind or kind is bool and value in (0, 1)
+    if not fits:
+        raise ValueError(f"--hf-config: {section}{key} = {value!r} is not {KINDS[kind]}")
+
+
 def allow(section: str, key: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Raise ValueError, naming the key, for a value that is not in `allowed`.
 
@@ -113,8 +138,8 @@ def renamed(config: dict[str, Any], section: str, aliases: dict[str, str]) -> di
     return result
 
 
-def with_defaults(config: dict[str, Any], section: str, default_type: str,
-                  known: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def with_defaults(config: dict[str, Any], section: str, default_type: str, known: dict[str, dict[str, Any]],
+                  lists: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return a configuration with its class defaults filled in.
 
     Args:
@@ -122,16 +147,26 @@ def with_defaults(config: dict[str, Any], section: str, default_type: str,
         section: see `allow`.
         default_type: `model_type` if `config` has none.
         known: defaults of each supported `model_type`.
+        lists: keys of sizes whose value may also be a list, which the caller looks at.
 
     Raises:
-        ValueError: another `model_type`, quantized weights, layers whose sizes differ, or an error of `renamed`.
+        ValueError: another `model_type`, quantized weights, layers whose sizes differ, a value of another kind than its
+            default, or an error of `renamed`.
     """
+    if not isinstance(config, dict):
+        raise ValueError(f"--hf-config: {section[:-1]} = {config!r} is not an object")
     model_type = config.get("model_type", default_type)
     allow(section, "model_type", model_type, tuple(known))
     refuse_quantized(config, section)
     # Sizes of single layers, which in transformers 5.19 override the model's.
     allow(section, "per_layer_config", config.get("per_layer_config") or None, (None,))
-    return {**known[model_type], **renamed(config, section, ALIASES.get(model_type, {})), "model_type": model_type}
+    result = {**known[model_type], **renamed(config, section, ALIASES.get(model_type, {})), "model_type": model_type}
+    for key, default in {**dict.fromkeys(OPTIONAL), **known[model_type]}.items():
+        value = result.get(key)
+        may_be_null = default is None or isinstance(default, bool) or key in NULLABLE
+        if not (value is None and may_be_null or key in lists and isinstance(value, list)):
+            check_kind(section, key, value, int if default is None else type(default))
+    return result
 
 
 def text_sizes(text: dict[str, Any], section: str) -> dict[str, Any]:
@@ -184,7 +219,8 @@ def _check_fixed(text: dict[str, Any], section: str) -> None:
             allow(section, key, text[key], allowed)
     if text["model_type"] in ("mistral", "mixtral"):
         allow(section, "sliding_window", text["sliding_window"], (None,))
-    if set(text.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+    layer_types = text.get("layer_types") or ["full_attention"]
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise ValueError(f"--hf-config: {section}layer_types = {text['layer_types']!r} is not supported; supported: "
                          f"'full_attention' in every layer")
 
@@ -204,14 +240,14 @@ def rope_of(config: dict[str, Any], section: str, default_theta: float) -> tuple
         The key that holds the scaling, and its values with `rope_type` and `rope_theta` always among them.
 
     Raises:
-        ValueError: the two spellings contradict each other, or layers have different positions.
+        ValueError: the two spellings contradict each other, layers have different positions, or a value is no number.
     """
     theta = config.get("rope_theta")
+    if theta is not None:
+        check_kind(section, "rope_theta", theta, float)
     found: dict[str, dict[str, Any]] = {}
     for key in ("rope_scaling", "rope_parameters"):
-        scaling = dict(config.get(key) or {})
-        if any(isinstance(value, dict) for value in scaling.values()):
-            raise ValueError(f"--hf-config: {section}{key} differs between layers, which is not supported")
+        scaling = _scaling(config, section, key)
         if not scaling:
             continue
         kind = scaling.pop("type", None)
@@ -239,6 +275,19 @@ def rope_of(config: dict[str, Any], section: str, default_theta: float) -> tuple
     return "rope_parameters", {"rope_type": "default", "rope_theta": float(theta or default_theta)}
 
 
+def _scaling(config: dict[str, Any], section: str, key: str) -> dict[str, Any]:
+    """Return a copy of one spelling of rotary positions, empty if it is not there. Raises the errors of `rope_of`."""
+    scaling = config.get(key) or {}
+    if not isinstance(scaling, dict):
+        raise ValueError(f"--hf-config: {section}{key} = {scaling!r} is not an object")
+    if any(isinstance(value, dict) for value in scaling.values()):
+        raise ValueError(f"--hf-config: {section}{key} differs between layers, which is not supported")
+    for name in ROPE_NUMBERS:
+        if scaling.get(name) is not None:
+            check_kind(f"{section}{key}.", name, scaling[name], float)
+    return dict(scaling)
+
+
 def rope_sizes(text: dict[str, Any], section: str) -> dict[str, Any]:
     """Return the fields of a `DecoderConfig` for rotary positions.
 
@@ -255,7 +304,7 @@ def rope_sizes(text: dict[str, Any], section: str) -> dict[str, Any]:
     given = {"original_max_position_embeddings": text["max_position_embeddings"], **scaling}
     for name, value in LLAMA3_ROPE.items():
         allow(section, f"{key}.{name}", given.get(name), (value,))
-    if "factor" not in scaling:
+    if scaling.get("factor") is None:
         raise ValueError(f"--hf-config: {section}{key}.factor is missing")
     return sizes | {"use_rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
 

@@ -51,6 +51,7 @@ VALUES: dict[str, list[Any]] = {
     "vision_config.vitdet_window_size": [8], "vision_config.feature_normalizer_config": [{"a": 1}],
     "vision_config.inter_feature_normalizer_config": [{"a": 1}], "vision_config.args.min_num_patches": [4, None],
     "vision_config.min_num_patches": [4, None], "template": ["other"], "sound_config": [{"a": 1}],
+    "norm_topk_prob": [True, False], "tie_word_embeddings": [True, False],
     "deepstack_visual_indexes": [[5, 11], [11, 5]], "fullatt_block_indexes": [[3, 5]], "in_chans": [1],
     "spatial_patch_size": [8],
     "llm_config": [{"model_type": "nemotron_h", "layers_block_type": ["mamba"]}],

@@ -183,3 +183,24 @@ def test_the_vocabulary_is_padded_as_little_as_possible(vocab_size: int, unit: i
         assert padded == config.padded_vocab_size()
     shapes = {shape.name: shape.shape for shape in PROVIDER.parameter_shapes(config, LANGUAGE)}
     assert shapes["output_layer.weight"][0] == config.padded_vocab_size()
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"rms_norm_eps": "1e-5"}, "rms_norm_eps = '1e-5' is not a number"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan is not a number"),
+    ({"rms_norm_eps": None}, "rms_norm_eps = None is not a number"),
+    ({"hidden_size": "64"}, "hidden_size = '64' is not a whole number"),
+    ({"num_hidden_layers": 2.5}, "num_hidden_layers = 2.5 is not a whole number"),
+    ({"head_dim": True}, "head_dim = True is not a whole number"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false' is not true or false"),
+    ({"norm_topk_prob": "false"}, "norm_topk_prob = 'false' is not true or false"),
+    ({"rope_theta": "1e6"}, "rope_theta = '1e6' is not a number"),
+    ({"rope_scaling": "linear"}, "rope_scaling = 'linear' is not an object"),
+    ({"rope_scaling": {**LLAMA3, "factor": "8"}}, "rope_scaling.factor = '8' is not a number"),
+    ({"layer_types": 2}, "layer_types = 2 is not supported"),
+])
+def test_a_value_of_another_kind_is_an_error_that_names_its_key(change: dict[str, Any], words: str) -> None:
+    # A string such as "false" would count as true, and "1e-5" would end in a traceback.
+    with pytest.raises(ValueError, match="--hf-config: ") as caught:
+        causal_lm.from_hf({"model_type": "qwen3_moe"} | change)
+    assert words in str(caught.value)

@@ -46,7 +46,7 @@ FAMILIES = {
     "Qwen2.5-VL": ({*hf_qwen_vl.TEXT_DEFAULTS, *hf_qwen_vl.VISION_DEFAULTS, *hf_qwen_vl.TOKEN_DEFAULTS},
                    (hf_qwen_vl.qwen2_5_vl_sizes, hf_qwen_vl.language_sizes, hf_qwen_vl.vision_sizes)),
     "Qwen3-VL": ({key for keys in hf_qwen3_vl.TEXT_DEFAULTS.values() for key in keys}
-                 | {*hf_qwen3_vl.VISION_DEFAULTS, *hf_qwen3_vl.TOKEN_DEFAULTS},
+                 | {*hf_qwen3_vl.VISION_DEFAULTS, *hf_qwen_vl.TOKEN_DEFAULTS},
                  (hf_qwen3_vl.qwen3_vl_sizes, hf_qwen3_vl.language_sizes, hf_qwen3_vl.vision_sizes)),
 }
 # `config["rope_theta"]`, `text.get("head_dim")`

@@ -141,6 +141,9 @@ def test_old_names_and_optional_values() -> None:
     ({"hybrid_override_pattern": None}, "layers_block_type is missing"),
     ({"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*?"}, "mtp_hybrid_override_pattern = '*?'"),
     ({"hybrid_override_pattern": "M-", "intermediate_size": [1, 2]}, "intermediate_size = 'list'"),
+    ({"ssm_state_size": "128"}, "ssm_state_size = '128' is not a whole number"),
+    ({"time_step_limit": 1.0}, "time_step_limit = 1.0 is not a list of two numbers"),
+    ({"hybrid_override_pattern": 3}, "hybrid_override_pattern = 3 is not a string"),
     ({"per_layer_config": {"03": {"num_experts_per_tok": 4}}}, "per_layer_config = {{"),
 ])
 def test_values_that_cannot_be_reproduced_are_named(change: dict[str, Any], key: str) -> None:
