@@ -16,7 +16,15 @@ from providers.common.hf_qwen_vl import (
     tower_sizes,
     whole_config,
 )
-from providers.common.hf_text import allow, refuse_quantized, rope_of, text_config, text_sizes, with_defaults
+from providers.common.hf_text import (
+    allow,
+    refuse_quantized,
+    rope_of,
+    section_of,
+    text_config,
+    text_sizes,
+    with_defaults,
+)
 from providers.common.qwen_vision import Qwen3VisionConfig
 
 
@@ -97,7 +105,7 @@ def language_sizes(config: dict[str, Any]) -> dict[str, Any]:
 
 def vision_sizes(config: dict[str, Any], language_size: int) -> dict[str, Any]:
     """Return the tower's fields. Raises the errors of `qwen3_vl_sizes`."""
-    section, given = "vision_config.", dict(config.get("vision_config") or {})
+    section, given = "vision_config.", dict(section_of(config, "vision_config"))
     whole = config.get("model_type", DENSE.model_type)
     own_type = f"{whole}_vision"
     if given.get("model_type") == whole:  # as in the published files

@@ -10,9 +10,11 @@ from providers.common.decoder import MultimodalDecoderConfig
 from providers.common.hf import causal_lm_sizes
 from providers.common.hf_text import (
     allow,
+    channels_of,
     check_kind,
     refuse_quantized,
     rope_of,
+    section_of,
     text_config,
     text_sizes,
     with_defaults,
@@ -101,11 +103,11 @@ def module_sizes(config: dict[str, Any], module: str, model_types: Sequence[str]
 
 def language_sizes(config: dict[str, Any]) -> dict[str, Any]:
     """Return the decoder's fields. Raises the errors of `qwen2_5_vl_sizes`."""
-    nested = config.get("text_config")
+    nested = section_of(config, "text_config")
     section = "text_config." if nested else ""
     given = nested or {key: value for key, value in config.items() if key not in ("model_type", "vision_config")}
     text = with_defaults({"model_type": TEXT_TYPE, **given}, section, TEXT_TYPE, {TEXT_TYPE: TEXT_DEFAULTS})
-    channels = text["hidden_size"] // text["num_attention_heads"]
+    channels = channels_of(text, section)
     allow(section, "head_dim", text.get("head_dim") or channels, (channels,))
     key, rope = rope_of(text | {name: _plain(text.get(name)) for name in ROPE_KEYS}, section, ROTARY_BASE_OF_TEXT)
     allow(section, f"{key}.rope_type", rope["rope_type"], ("default",))
@@ -128,7 +130,7 @@ def _plain(scaling: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def vision_sizes(config: dict[str, Any], language_size: int) -> dict[str, Any]:
     """Return the tower's fields. Raises the errors of `qwen2_5_vl_sizes`."""
-    section, given = "vision_config.", dict(config.get("vision_config") or {})
+    section, given = "vision_config.", dict(section_of(config, "vision_config"))
     if given.get("model_type") == MODEL_TYPE:  # as in the published files
         given["model_type"] = VISION_TYPE
     vision = with_defaults(given, section, VISION_TYPE, {VISION_TYPE: VISION_DEFAULTS})

@@ -169,6 +169,22 @@ def with_defaults(config: dict[str, Any], section: str, default_type: str, known
     return result
 
 
+def section_of(config: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return a configuration inside of another one, empty if it is not there. Raises ValueError if it is no object."""
+    found = config.get(key) or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"--hf-config: {key} = {found!r} is not an object")
+    return found
+
+
+def channels_of(text: dict[str, Any], section: str) -> int:
+    """Return `hidden_size` divided by `num_attention_heads`. Raises ValueError if there are no heads."""
+    size, heads = text["hidden_size"], text["num_attention_heads"]
+    if heads < 1:
+        raise ValueError(f"--hf-config: {section}num_attention_heads = {heads} must be at least 1")
+    return int(size // heads)
+
+
 def text_sizes(text: dict[str, Any], section: str) -> dict[str, Any]:
     """Return the fields of a `DecoderConfig` that a text configuration sets, without tying.
 
@@ -187,7 +203,7 @@ def text_sizes(text: dict[str, Any], section: str) -> dict[str, Any]:
         "num_attention_heads": text["num_attention_heads"],
         "num_query_groups": text["num_key_value_heads"] or text["num_attention_heads"],
         "ffn_hidden_size": text["intermediate_size"],
-        "kv_channels": text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
+        "kv_channels": text.get("head_dim") or channels_of(text, section),
         "vocab_size": text["vocab_size"],
         "max_position_embeddings": text["max_position_embeddings"],
         "norm_epsilon": text["rms_norm_eps"],
