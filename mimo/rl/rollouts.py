@@ -264,20 +264,22 @@ def with_advantages(shown: Sequence[Generation], values: Sequence[float]) -> lis
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     """Compute figures of the completions: rewards, lengths, share of truncated ones, share of prompts without a signal.
 
-    A prompt whose completions all have the same reward has no advantages, so that it teaches nothing.
+    A prompt whose completions all have the same reward has no advantages, so that it teaches nothing. The advantage of
+    a single completion is its reward.
     """
     completions = rollouts.completions
     count = len(completions)
     rewards = [each.reward for each in completions]
     mean = sum(rewards) / count
     lengths = [len(each.token_ids) for each in completions]
-    groups: dict[int, set[float]] = {}
+    groups: dict[int, list[float]] = {}
     for each in completions:
-        groups.setdefault(each.prompt, set()).add(each.reward)
+        groups.setdefault(each.prompt, []).append(each.reward)
     return {
         "reward": mean,
         "reward-std": math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / count),
-        "equal-reward-prompts": sum(len(found) == 1 for found in groups.values()) / len(groups),
+        "equal-reward-prompts": sum(
+            len(found) > 1 and len(set(found)) == 1 for found in groups.values()) / len(groups),
         "completion-length": sum(lengths) / count,
         "completion-length-max": float(max(lengths)),
         "truncated-completions": sum(each.finish_reason == "length" for each in completions) / count,

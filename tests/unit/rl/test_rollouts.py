@@ -143,6 +143,8 @@ def test_figures_of_completions():
                                       completion(1, 0.0, 1), completion(1, 1.0, 1)), "0"))
     assert found == {"reward": 0.75, "reward-std": pytest.approx(math.sqrt(0.1875)), "equal-reward-prompts": 0.5,
                      "completion-length": 2.0, "completion-length-max": 4.0, "truncated-completions": 0.25}
+    alone = rollout_metrics(Rollouts((completion(0, 1.0, 2), completion(1, 1.0, 4)), "0"))
+    assert alone["equal-reward-prompts"] == 0, "the advantage of a single completion is its reward"
 
 
 def test_every_prompt_has_a_seed_of_its_own_whatever_it_is_asked_with():
