@@ -204,8 +204,8 @@ def test_whole_passes_are_replayed_on_all_ranks_or_none_if_the_host_need_not_kno
 def shapes_of_peers(rank: int) -> Any:
     """Shapes of rows of two ranks as they are and as the ranks agree on them: number of starts and longest sequence."""
     from mimo.data.batch import PackedSequences
+    from mimo.model.attention import packed_seq_params
     from mimo.model.graph_parts import HIDDEN, PACKED, Call
-    from mimo.model.packed_attention import packed_seq_params
 
     flags = f"--layout homogeneous --llm-dp 2 --llm-ep 2 --cuda-graphs {' '.join(EXPERTS)} {STATIC}".split()
     with trainer_of(rank, tuple(flags), 2) as (parts, _):
