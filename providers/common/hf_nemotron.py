@@ -83,6 +83,8 @@ def nemotron_sizes(values: dict[str, Any], section: str = "") -> dict[str, Any]:
     Raises:
         ValueError: a value that the model cannot reproduce; the message names the key.
     """
+    if not isinstance(values, dict):
+        raise ValueError(f"--hf-config: {section[:-1]} = {values!r} is not an object")
     values = renamed(values, section, OLD_NAMES)
     values = with_defaults(values, section, "nemotron_h", NEMOTRON_DEFAULTS, ("intermediate_size",))
     values["num_key_value_heads"] = values["num_key_value_heads"] or values["num_attention_heads"]

@@ -10,7 +10,7 @@ from typing import Any
 from mimo.protocols import ImageProcessing
 from providers.common.checks import image_flags
 from providers.common.hf_processor import made_up_tokenizer
-from providers.common.hf_text import allow
+from providers.common.hf_text import allow, check_kind
 from providers.radio import NUM_CHANNELS, RadioConfig
 
 # Sizes of timm's models: width, layers, heads, inner width.
@@ -25,6 +25,15 @@ NORM_EPSILON, PROJECTOR_EPSILON = 1e-6, 1e-5
 # Keys of which the encoder here supports only these values.
 VISION_FIXED: dict[str, tuple[Any, ...]] = {
     "vitdet_window_size": (None,), "feature_normalizer_config": (None,), "inter_feature_normalizer_config": (None,),
+}
+# Kinds of values by section and key. All of them may be null.
+KINDS: dict[str, dict[str, type]] = {
+    "": {"force_image_size": int, "patch_size": int, "vit_hidden_size": int, "projector_hidden_size": int,
+         "downsample_ratio": float},
+    "vision_config.": {"patch_size": int, "max_resolution": int, "min_num_patches": int, "preferred_resolution": tuple,
+                       **dict.fromkeys(SIZE_KEYS, int)},
+    "vision_config.args.": {"cpe_max_size": int, "cpe_num_registers": int, "register_multiple": int,
+                            "min_num_patches": int, "model_norm": bool, "cls_token_per_teacher": bool},
 }
 # Value that vLLM's DynamicResolutionImageTiler asserts, and the word that its processor takes for an image.
 ENGINE_PIXEL_SHUFFLE, IMAGE_WORD = 2, "<image>"
@@ -43,8 +52,12 @@ def radio_sizes(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a value that the model cannot reproduce; the message names the key.
     """
-    vision: dict[str, Any] = values.get("vision_config") or {}
-    args: dict[str, Any] = vision.get("args") or {}
+    vision = _section(values, "", "vision_config")
+    args = _section(vision, "vision_config.", "args")
+    for section, part in (("", values), ("vision_config.", vision), ("vision_config.args.", args)):
+        for key, kind in KINDS[section].items():
+            if part.get(key) is not None:
+                check_kind(section, key, part[key], kind)
     for key, allowed in VISION_FIXED.items():
         allow("vision_config.", key, vision.get(key), allowed)
     allow("vision_config.args.", "in_chans", args.get("in_chans"), (None, NUM_CHANNELS))
@@ -62,19 +75,26 @@ def radio_sizes(values: dict[str, Any]) -> dict[str, Any]:
         "vision_patch_size": patch_size,
         "vision_num_channels": NUM_CHANNELS,
         "vision_dynamic_resolution": dynamic,
-        "vision_pixel_shuffle": _pixel_shuffle(values.get("downsample_ratio", 0.5)),
+        "vision_pixel_shuffle": _pixel_shuffle(0.5 if (ratio := values.get("downsample_ratio")) is None else ratio),
         "vision_class_token_len": _class_tokens(args),
         "vision_max_image_size": args.get("cpe_max_size") or vision.get("max_resolution") or MAX_IMAGE_SIZE,
         "vision_final_layernorm": bool(args.get("model_norm")),
         "vision_norm_epsilon": NORM_EPSILON,
         "vision_hidden_act": "gelu",
-        "projector_hidden_size": values.get("projector_hidden_size", 4096),
+        "projector_hidden_size": values.get("projector_hidden_size") or 4096,
         "projector_norm_epsilon": PROJECTOR_EPSILON,
     }
 
 
+def _section(values: dict[str, Any], section: str, key: str) -> dict[str, Any]:
+    found: dict[str, Any] = values.get(key) or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"--hf-config: {section}{key} = {found!r} is not an object")
+    return found
+
+
 def _transformer_sizes(vision: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
-    if all(key in vision for key in SIZE_KEYS):
+    if all(vision.get(key) is not None for key in SIZE_KEYS):
         return dict(zip(SIZE_FIELDS, (vision[key] for key in SIZE_KEYS), strict=True))
     allow("vision_config.args.", "model", args.get("model"), tuple(TIMM_SIZES))
     return dict(zip(SIZE_FIELDS, TIMM_SIZES[args["model"]], strict=True))
@@ -83,13 +103,16 @@ def _transformer_sizes(vision: dict[str, Any], args: dict[str, Any]) -> dict[str
 def _image_size(values: dict[str, Any], vision: dict[str, Any], dynamic: bool) -> dict[str, int]:
     """Return the side of a model's images, or else the height and width that its encoder prefers."""
     forced = values.get("force_image_size")
-    height, width = (forced, forced) if forced else vision.get("preferred_resolution") or (IMAGE_SIZE, IMAGE_SIZE)
+    preferred = vision.get("preferred_resolution") or (IMAGE_SIZE, IMAGE_SIZE)
+    if len(preferred) != 2:
+        raise ValueError(f"--hf-config: vision_config.preferred_resolution = {preferred} is not a list of two sides")
+    height, width = (forced, forced) if forced else preferred
     sizes = {"vision_image_size": height}
     return sizes if dynamic or width == height else sizes | {"vision_image_width": width}
 
 
 def _pixel_shuffle(ratio: float) -> int:
-    factor = round(1 / ratio)
+    factor = round(1 / ratio) if ratio > 0 else 0
     if factor < 1 or ratio * factor != 1:
         raise ValueError(f"--hf-config: downsample_ratio = {ratio} is not supported; supported: 1 over a whole number")
     return factor
@@ -101,8 +124,11 @@ def _class_tokens(args: dict[str, Any]) -> int:
     There is one class token, or one for each teacher. Either there is a given number of registers, or they fill up to
     the next multiple. If the class tokens are a multiple already, a whole multiple is added.
     """
-    teachers = {teacher["name"] for teacher in args.get("teachers") or []}
-    count = len(teachers) if teachers and args.get("cls_token_per_teacher", True) else 1
+    given, each_has_one = args.get("teachers") or [], args.get("cls_token_per_teacher")
+    if not isinstance(given, list) or not all(isinstance(each, dict) and "name" in each for each in given):
+        raise ValueError(f"--hf-config: vision_config.args.teachers = {given!r} is not a list of objects with a name")
+    teachers = {str(teacher["name"]) for teacher in given}
+    count = len(teachers) if teachers and (each_has_one is None or each_has_one) else 1
     multiple = args.get("register_multiple")
     if args.get("cpe_num_registers"):
         count += args["cpe_num_registers"]

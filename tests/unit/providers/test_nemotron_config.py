@@ -177,6 +177,29 @@ def test_keys_of_other_kinds_of_layers_do_not_matter(pattern: str, change: dict[
 # The VLM
 
 
+@pytest.mark.parametrize(("section", "change", "message"), [
+    ("", {"llm_config": "nemotron_h"}, "llm_config = 'nemotron_h' is not an object"),
+    ("", {"vision_config": [1]}, "vision_config = [1] is not an object"),
+    ("", {"force_image_size": "512"}, "force_image_size = '512' is not a whole number"),
+    ("", {"projector_hidden_size": 20480.5}, "projector_hidden_size = 20480.5 is not a whole number"),
+    ("", {"downsample_ratio": "0.5"}, "downsample_ratio = '0.5' is not a number"),
+    ("", {"downsample_ratio": 0}, "downsample_ratio = 0 is not supported"),
+    ("vision_config", {"preferred_resolution": [512]}, "vision_config.preferred_resolution = [512] is not a list of"),
+    ("vision_config", {"args": "radio"}, "vision_config.args = 'radio' is not an object"),
+    ("args", {"model_norm": "false"}, "vision_config.args.model_norm = 'false' is not true or false"),
+    ("args", {"register_multiple": 2.5}, "vision_config.args.register_multiple = 2.5 is not a whole number"),
+    ("args", {"teachers": ["clip"]}, "vision_config.args.teachers = ['clip'] is not a list of objects with a name"),
+])
+def test_values_of_a_wrong_kind_are_named(section: str, change: dict[str, Any], message: str) -> None:
+    vision = PUBLISHED_VLM["vision_config"]
+    if section == "args":
+        change = {"args": vision["args"] | change}
+    if section:
+        change = {"vision_config": vision | change}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        vlm_sizes(PUBLISHED_VLM | change)
+
+
 def test_a_published_vlm() -> None:
     found = dataclasses.replace(nemotron_moe_vlm.Config(), **vlm_sizes(PUBLISHED_VLM))
     # 4 teachers, and registers up to the next multiple of 10.
