@@ -248,8 +248,8 @@ def _check_out(out: Path, *, force: bool) -> None:
 
 
 def _publish(staged: Path, out: Path) -> None:
-    """Put the new files in place; weights of an earlier model would be loaded with them and go first."""
-    for path in [*weight_files(out), out / INDEX]:
+    """Put the new files in place; weights and adapters of an earlier model would be loaded with them and go first."""
+    for path in [*weight_files(out), out / INDEX, out / "adapter_config.json"]:
         path.unlink(missing_ok=True)
     for path in sorted(staged.rglob("*")):
         target = out / path.relative_to(staged)

@@ -354,6 +354,7 @@ def test_export_of_a_model_that_moved_into_a_folder_with_weights(worker: WorkerP
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "release"
     out.mkdir()
     (out / "model-00001-of-00002.safetensors").write_bytes(b"another model's")
+    (out / "adapter_config.json").write_text("{}")  # transformers would look for an adapter's weights
     (out / "notes.txt").write_text("mine")
     moved = source.rename(tmp_path / "moved")
     said = mimo("export", save, out, "--force", "--", "--rotary-base", "7", code=2).stderr
