@@ -90,26 +90,27 @@ def first_fit(buffer: Buffer, order: list[int], num_packs: int, bound: int) -> n
     return pack_of
 
 
-def first_fit_decreasing(buffer: Buffer, rng: Rng) -> tuple[list[int], np.ndarray, int]:
+def first_fit_decreasing(buffer: Buffer, rng: Rng, num_first: int = 0) -> tuple[list[int], np.ndarray, int]:
     """Return samples by falling length (equal ones in random order), the pack of each, and the number of packs.
 
-    Packs are numbered at random.
+    The first `num_first` samples of the buffer come before all others. Packs are numbered at random.
     """
     order = shuffled(len(buffer.lengths), rng)
-    order = order[np.argsort(-buffer.lengths[order], kind="stable")].tolist()
+    order = order[np.lexsort((-buffer.lengths[order], order >= num_first))].tolist()
     pack_of = first_fit(buffer, order, len(order), int(buffer.costs.sum()))
     assert pack_of is not None
     num_packs = int(pack_of.max(initial=-1)) + 1
     return order, shuffled(num_packs, rng)[pack_of], num_packs
 
 
-def select_packs(lengths: Sequence[int], capacity: int, rng: Rng) -> list[list[int]]:
+def select_packs(lengths: Sequence[int], capacity: int, rng: Rng, num_first: int = 0) -> list[list[int]]:
     """Choose packs by first-fit-decreasing. Equal lengths and the order of the packs are shuffled.
 
     Args:
         lengths: tokens of each sample.
         capacity: most tokens of a pack.
         rng: only source of randomness, seeded by the caller.
+        num_first: number of samples, the first ones, that are assigned before all others.
 
     Returns:
         Indices into `lengths` of each pack, ascending; every index is in exactly one.
@@ -117,7 +118,7 @@ def select_packs(lengths: Sequence[int], capacity: int, rng: Rng) -> list[list[i
     Raises:
         ValueError: a length is not within 1 to `capacity`; the message names the index.
     """
-    _, pack_of, num_packs = first_fit_decreasing(checked(lengths, [0] * len(lengths), capacity), rng)
+    _, pack_of, num_packs = first_fit_decreasing(checked(lengths, [0] * len(lengths), capacity), rng, num_first)
     return grouped(pack_of, num_packs)
 
 
@@ -238,6 +239,48 @@ def select_balanced(
         even_out(buffer, candidate, num_packs)
     balanced = min(candidates, key=lambda pack_of: sorted(buffer.loads(pack_of, num_packs).tolist(), reverse=True))
     return grouped(balanced, num_packs), before.tolist()
+
+
+def select_from_buffer(
+    lengths: Sequence[int], encoded_tokens: Sequence[int] | None, capacity: int, rng: Rng, num_waiting: int | None
+) -> tuple[list[list[int]], list[int], list[int]]:
+    """Choose the packs of a buffer that others follow, and the samples that wait for the next one.
+
+    The samples of the emptiest pack wait if there is room for others, which the next buffer may have. No sample waits
+    twice.
+
+    Args:
+        lengths: tokens of each sample, image tokens included.
+        encoded_tokens: for packs with about equal work for the encoder, see `select_balanced`; None for others.
+        capacity: most tokens of a pack.
+        rng: only source of randomness, seeded by the caller.
+        num_waiting: number of samples, the first ones, that have waited for this buffer; None if no buffer follows, so
+            that none can wait.
+
+    Returns:
+        Indices into `lengths` of each pack, ascending; with `encoded_tokens` those of the packs without balancing, else
+        nothing; and the indices of the samples that wait, ascending.
+
+    Raises:
+        ValueError: a length is not within 1 to `capacity`; the message names the index.
+    """
+    packs = []
+    if encoded_tokens is None or num_waiting is not None:
+        # Samples that have waited come first, so that none of them is in the emptiest pack.
+        packs = select_packs(lengths, capacity, rng, num_waiting or 0)
+    waiting: list[int] = []
+    if num_waiting is not None and len(packs) > 1:
+        most = capacity - min(lengths)  # fuller packs have no room even for the shortest sample
+        sizes = [sum(lengths[index] for index in pack) for pack in packs]
+        may_wait = [(size, pack) for size, pack in zip(sizes, packs, strict=True)
+                    if pack[0] >= num_waiting and size <= most]
+        waiting = min(may_wait, default=(0, waiting))[1]
+    if encoded_tokens is None:
+        return [pack for pack in packs if pack is not waiting], [], waiting
+    kept = sorted(set(range(len(lengths))) - set(waiting))
+    balanced, before = select_balanced([lengths[index] for index in kept], [encoded_tokens[index] for index in kept],
+                                       capacity, rng)
+    return [[kept[index] for index in pack] for pack in balanced], before, waiting
 
 
 def utilisation(packs: Sequence[Sequence[int]], lengths: Sequence[int], capacity: int) -> float:

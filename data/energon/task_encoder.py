@@ -41,7 +41,7 @@ from data.image_tiling import (
     tiling_of,
     upright_image,
 )
-from data.packing import select_balanced, select_packs
+from data.packing import select_from_buffer
 from data.prompts import Tokenizer
 from data.video import VideoInfo, VideoPlan, plan_video, probe, read_frames, video_pixels
 from mimo.protocols import DataRequest, ImageSize, Question, Sample
@@ -402,10 +402,12 @@ class VlmTaskEncoder(TaskEncoder):
         row.__key__ = sample_name(sample, None).replace(" ", "/", 1)
         return row
 
-    def select_packs(self, samples: Sequence[EncodedSample]) -> tuple[list[list[EncodedSample]], list[int]]:
-        """Choose the samples of each pack. With balancing, also return the encoded tokens of each pack without it.
+    def select_packs(self, samples: Sequence[EncodedSample], num_waiting: int | None
+                     ) -> tuple[list[list[EncodedSample]], list[int], list[EncodedSample]]:
+        """Choose the samples of each pack, and those that wait for the next buffer.
 
-        The result depends only on worker and buffer, not on how many workers share the process.
+        With balancing, also return the encoded tokens of each pack without it. The result depends only on worker and
+        buffer, not on how many workers share the process. `select_from_buffer` explains `num_waiting`.
         """
         worker = WorkerConfig.active_worker_config
         assert worker is not None
@@ -414,16 +416,13 @@ class VlmTaskEncoder(TaskEncoder):
         rng = np.random.default_rng([self._request.seed, global_worker_id(), buffer])
         multiple = self._request.sequence_multiple
         lengths = [-(-sample.length // multiple) * multiple for sample in samples]
-        unbalanced: list[int] = []
-        if self._config.packing_balance:
-            encoded = [sample.encoded_tokens for sample in samples]
-            packs, unbalanced = select_balanced(lengths, encoded, self._request.seq_length, rng)
-        else:
-            packs = select_packs(lengths, self._request.seq_length, rng)
-        return [[samples[index] for index in pack] for pack in packs], unbalanced
+        encoded = [sample.encoded_tokens for sample in samples] if self._config.packing_balance else None
+        packs, unbalanced, waiting = select_from_buffer(lengths, encoded, self._request.seq_length, rng, num_waiting)
+        return ([[samples[index] for index in pack] for pack in packs], unbalanced,
+                [samples[index] for index in waiting])
 
     def select_samples_to_pack(self, samples: list[EncodedSample]) -> list[list[EncodedSample]]:
-        return self.select_packs(samples)[0]
+        return self.select_packs(samples, None)[0]
 
     @stateless
     def pack_selected_samples(self, samples: list[Row]) -> Row:
@@ -476,15 +475,19 @@ def without_tolerance(dataset: Any) -> None:
 class PackedRows(PackingDataset):
     """Energon's packing without its progress bar, which records what each pack would be without balancing.
 
+    Energon packs all samples of a buffer, so that the last row of each has much padding. Here the samples of the
+    emptiest row go back to the next buffer.
+
     Energon reads the next buffer while it delivers the packs of the current one. Bad samples are reported with the
     packs of the buffer for which they were read, because the run has not skipped them before.
     """
 
-    _savable_fields = (*compat.PACKING_STATE, "_unbalanced", "_skipped", "_skipped_ahead")
+    _savable_fields = (*compat.PACKING_STATE, "_unbalanced", "_skipped", "_skipped_ahead", "_num_waiting")
 
     def __init__(self, dataset: Any, buffer_size: int, encoder: VlmTaskEncoder, worker_config: WorkerConfig) -> None:
         self._encoder = encoder
         self._failure: FatalSampleError | None = None
+        self._has_ended = False
         super().__init__(
             dataset,
             buffer_size=buffer_size,
@@ -504,13 +507,17 @@ class PackedRows(PackingDataset):
         self._unbalanced: list[int] = []
         self._skipped: list[str] = []
         self._skipped_ahead: list[str] = []
+        self._num_waiting = 0
 
     def restore_state(self, state: FlexState) -> None:
-        """Restore Energon's state. States of earlier versions have no skipped samples."""
-        super().restore_state(FlexState({"_skipped": [], "_skipped_ahead": [], **state}))
+        """Restore Energon's state. States of earlier versions have no skipped samples and none that wait."""
+        super().restore_state(FlexState({"_skipped": [], "_skipped_ahead": [], "_num_waiting": 0, **state}))
 
     def _select(self, samples: list[EncodedSample]) -> list[list[EncodedSample]]:
-        packs, self._unbalanced = self._encoder.select_packs(samples)
+        packs, self._unbalanced, waiting = self._encoder.select_packs(
+            samples, None if self._has_ended else self._num_waiting)
+        self._num_waiting = len(waiting)
+        self._reading_buffer.extend(waiting)
         self._skipped += self._skipped_ahead
         self._skipped_ahead = []
         return packs
@@ -518,12 +525,13 @@ class PackedRows(PackingDataset):
     def _fill_reading_buffer(self, source_iter: Iterator[Any], log_progress: bool = False) -> bool:
         self._skipped += self._encoder.errors.take()  # images of the last pack that could not be decoded
         try:
-            return bool(super()._fill_reading_buffer(source_iter, log_progress=False))
+            self._has_ended = not super()._fill_reading_buffer(source_iter, log_progress=False)
         except FatalSampleError as error:
             self._failure = error  # raised after the packs that were read before it
-            return False
+            self._has_ended = True
         finally:
             self._skipped_ahead += self._encoder.errors.take()
+        return not self._has_ended
 
     def __iter__(self) -> Iterator[Row]:
         for row in super().__iter__():

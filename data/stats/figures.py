@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from data.packing import imbalance, select_balanced, select_packs, utilisation
+from data.packing import imbalance, select_from_buffer, utilisation
 from data.stats.collect import Collected, Record
 
 BUFFER_SIZES = (16, 64, 256, 1024)
@@ -51,23 +51,30 @@ def pack(records: Sequence[Record], buffer_size: int, seq_length: int, seed: int
     if not buffer_size:
         share = utilisation([[index] for index in range(len(lengths))], lengths, seq_length)
         return Packing(0, 0, len(lengths), 1.0, share, None, None)
-    count = max(len(lengths) // buffer_size, 1)
-    num_packs, used, plain, balanced = 0, 0, [], []
-    for buffer in range(count):
-        part = slice(buffer * buffer_size, (buffer + 1) * buffer_size)
+    num_packs, num_samples, used, plain, balanced = 0, 0, 0, [], []
+    waiting: list[int] = []
+    unread = 0
+    while unread + buffer_size - len(waiting) <= len(lengths) or not plain:
+        end = min(unread + buffer_size - len(waiting), len(lengths))
+        part, unread = [*waiting, *range(unread, end)], end
+        sizes, encoded = [lengths[index] for index in part], [costs[index] for index in part]
+        num_waiting = len(waiting) if len(part) == buffer_size else None
         # As in `VlmTaskEncoder.select_packs`, both times.
-        packs = select_packs(lengths[part], seq_length, np.random.default_rng([seed, 0, buffer]))
-        rng = np.random.default_rng([seed, 0, buffer])
-        evened, before = select_balanced(lengths[part], costs[part], seq_length, rng)
-        num_packs, used = num_packs + len(packs), used + sum(lengths[part])
+        packs, _, left = select_from_buffer(sizes, None, seq_length, np.random.default_rng([seed, 0, len(plain)]),
+                                            num_waiting)
+        evened, before, _ = select_from_buffer(sizes, encoded, seq_length,
+                                               np.random.default_rng([seed, 0, len(plain)]), num_waiting)
+        waiting = [part[index] for index in left]
+        num_packs, num_samples = num_packs + len(packs), num_samples + len(part) - len(left)
+        used += sum(sizes) - sum(sizes[index] for index in left)
         plain.append(imbalance(before))
-        balanced.append(imbalance([sum(costs[part][index] for index in indices) for indices in evened]))
+        balanced.append(imbalance([sum(encoded[index] for index in indices) for indices in evened]))
     has_images = any(costs)
     return Packing(
         buffer_size=buffer_size,
-        buffers=count,
+        buffers=len(plain),
         rows=num_packs,
-        samples_per_row=min(count * buffer_size, len(lengths)) / num_packs,
+        samples_per_row=num_samples / num_packs,
         utilisation=used / (num_packs * seq_length),
         imbalance=statistics.fmean(plain) if has_images else None,
         imbalance_balanced=statistics.fmean(balanced) if has_images else None,

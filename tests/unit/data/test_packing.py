@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.packing import imbalance, select_balanced, select_packs, utilisation
+from data.packing import imbalance, select_balanced, select_from_buffer, select_packs, utilisation
 
 CAPACITY = 256
 # A sample: text tokens, and image tokens that are often none and else a multiple of a tile's.
@@ -159,3 +159,33 @@ def test_utilisation_and_imbalance():
     assert imbalance([3, 1, 2]) == 1.5
     assert imbalance([0, 0]) == imbalance([]) == 1.0
     assert imbalance(np.array([4, 0])) == 2.0
+
+
+@few
+@given(st.lists(SAMPLES, max_size=6), st.booleans(), st.integers(0, 2**32))
+def test_samples_of_the_emptiest_pack_wait_for_the_next_buffer_once(buffers, balances, seed):
+    rng, waiting, packed = np.random.default_rng(seed), [], []
+    for number, read in enumerate(buffers):
+        samples = [*waiting, *((number, *sample) for sample in read)]
+        lengths = [words + tokens for _, words, tokens in samples]
+        costs = [tokens for *_, tokens in samples] if balances else None
+        last = number == len(buffers) - 1
+        packs, before, waits = select_from_buffer(lengths, costs, CAPACITY, rng, None if last else len(waiting))
+        check_packs([*packs, waits] if waits else packs, lengths, CAPACITY)
+        assert not waits or (packs and not last and min(waits) >= len(waiting)), "no sample waits twice"
+        assert (len(before) == len(packs)) if balances else before == []
+        packed += [samples[index] for pack in packs for index in pack]
+        waiting = [samples[index] for index in waits]
+    assert not waiting
+    assert sorted(packed) == sorted((number, *sample) for number, read in enumerate(buffers) for sample in read)
+
+
+def test_rows_are_full_although_buffers_are_small():
+    rng, waiting, sizes = np.random.default_rng(0), [], []
+    for _ in range(200):
+        lengths = [*waiting, *rng.integers(60, 140, 12 - len(waiting)).tolist()]
+        packs, _, waits = select_from_buffer(lengths, None, 500, rng, len(waiting))
+        sizes += [sum(lengths[index] for index in pack) for pack in packs]
+        waiting = [lengths[index] for index in waits]
+    # Two or three rows to a buffer, the last of which would have been half empty.
+    assert np.mean(sizes) / 500 > 0.9
