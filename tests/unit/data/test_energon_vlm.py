@@ -1,6 +1,7 @@
 """Image-text samples through Energon: what becomes a row, what is passed over, packing and its state."""
 
 import base64
+import copy
 import json
 import logging
 import struct
@@ -18,6 +19,7 @@ from megatron.energon.errors import FatalSampleError
 import data.energon.task_encoder
 from data.energon.provider import Config, path_of, provider
 from data.energon.task_encoder import ErrorLog, Row, VlmTaskEncoder, to_sample
+from data.energon.workers import CHECKPOINT_EVERY
 from mimo.protocols import DataRequest, TokenSpec
 from mimo.visual import Tiles
 from tests.support.chat_templates import QWEN25_TOOLS
@@ -453,6 +455,21 @@ def test_packs_of_joined_tiles_are_balanced_by_tiles(tmp_path, packed):
     assert [image.shape[0] for row in rows for image in row.images] == [5] * 16
     assert sum(row.unbalanced_encoded_tokens for row in rows) == 16 * 20
     assert all(row.unbalanced_encoded_tokens % 20 == 0 for row in rows)
+
+
+@pytest.mark.parametrize("balances", [False, True])
+def test_samples_that_wait_for_the_next_buffer_are_in_the_state(tmp_path, packed, balances):
+    flags = replace(packed, data_path=str(shards(tmp_path, many(24))), num_workers=0, packing_balance=balances)
+    reader = provider.reader(flags, request(), [0])
+    reader.start()
+    states, rows = {}, []
+    for stop in range(5 * CHECKPOINT_EVERY):
+        if stop % CHECKPOINT_EVERY == 1:
+            states[stop] = copy.deepcopy(reader.state_dict(reader.mark()))
+        rows.append(reader.read(0).key)
+    for stop, state in states.items():
+        again = read_rows(provider, flags, request(), 10, states=state)
+        assert [row.key for row in again] == rows[stop : stop + 10], stop
 
 
 def test_two_runs_give_the_same_packs_and_another_seed_others(tmp_path, packed):
