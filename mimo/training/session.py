@@ -1,4 +1,4 @@
-"""What both training loops have around their iterations: watchdog, stop conditions, checkpoints, records and folder."""
+"""The session around the iterations of both training loops: watchdog, stops, checkpoints, records and run folder."""
 
 from __future__ import annotations
 
