@@ -67,6 +67,9 @@ class CudaPlatform(Platform):
     def install(self) -> None:
         """Set what libraries read when they start: records of NCCL, folders of compilers, how memory is pinned."""
         flight_recorder.turn_on()
+        # NCCL registers the buffers of captured collectives as if each lay in one allocation. With expandable segments
+        # it does not, and replays end in illegal memory accesses (pytorch/pytorch#158029).
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         keep_compiled_kernels()
         choose_pinned_memory()
 
