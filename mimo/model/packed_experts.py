@@ -142,13 +142,14 @@ def pack_experts(module: torch.nn.Module, fp8: Fp8 | None, *, static_rows: bool 
         if (fp8 or static_rows) and not experts.config.moe_permute_fusion:
             continue
         experts.linear_fc1.forward, experts.linear_fc2.forward = packed
-        dispatcher, multiple = layer.token_dispatcher, fp8.multiple if fp8 else 1
+        # Products of rows with weights take any number of rows. Those for the gradients of weights do not in FP8.
+        dispatcher, multiple = layer.token_dispatcher, fp8.multiple if fp8 and fp8.recipe == "blockwise" else 1
         experts.forward = partial(_forward_experts, experts, activation)
         if isinstance(dispatcher, MoEAllGatherTokenDispatcher):
             gather_in_less_time(dispatcher, multiple, static_rows=static_rows)
         elif isinstance(dispatcher, MoEAlltoAllTokenDispatcher) and dispatcher.ep_size == dispatcher.tp_size == 1:
             _stay_on_device(dispatcher, multiple)
-        elif fp8:
+        elif multiple > 1:
             experts.forward = partial(_fill_rows, experts, activation)
             # Transformer Engine's default is 16 for every recipe, which makes its blockwise kernels crash.
             for padding in (experts.quantization_padding, experts.quantization_unpadding):
@@ -404,7 +405,7 @@ class PackedLinear:
         """Multiply rows `[rows, in]`, sorted by expert, by each expert's weight; `sizes` is int64 `[experts]`."""
         trains = torch.is_grad_enabled()
         if self._linear is not None and (self._fp8 is None or trains and self._fp8.gradients is None):
-            self._fp8 = _Fp8Products(self._linear)
+            self._fp8 = _Fp8Products(self._linear, has_weight_gradients=self._has_block_scales)
         result: torch.Tensor = _PackedProduct.apply(hidden, self._anchor, self, sizes, self._fp8, trains)
         return result, None
 
@@ -484,9 +485,18 @@ def _offsets(tensors: list[torch.Tensor]) -> tuple[int, torch.Tensor] | None:
 
 
 class _Fp8Products:
-    """Quantizers and options of a layer's three FP8 products, from the recipe that Megatron Core has entered."""
+    """Quantizers and options of a layer's FP8 products, from the recipe that Megatron Core has entered.
 
-    def __init__(self, linear: Any) -> None:
+    With `tensorwise`, the gradients of weights are products in the model's precision. On an H200 they take as long for
+    small experts, and longer for small microbatches, and quantising their operands takes longer than that of the other
+    products.
+
+    Attributes:
+        has_weight_gradients: whether the gradients of weights are FP8 products, too.
+    """
+
+    def __init__(self, linear: Any, *, has_weight_gradients: bool) -> None:
+        self.has_weight_gradients = has_weight_gradients
         self.rows, self.weights, self.gradients = compat.fp8_quantizers(linear)
         recipe = linear.fp8_meta["recipe"]
         self.split_forward, self.split_rows, self.split_weights = (
@@ -512,10 +522,13 @@ class _PackedProduct(torch.autograd.Function):
                 _multiply(layer.weights(), _by_expert(rows, sizes, in_offsets), _by_expert(out, sizes, out_offsets),
                           "TN")
         elif rows.shape[0]:
-            saved = _quantized(rows, sizes, in_offsets, fp8.rows, rowwise=True, columnwise=trains and layer.trains)
-            _multiply(layer.weights(fp8.weights, keep=trains), saved, _by_expert(out, sizes, out_offsets), "TN",
+            keeps_columns = fp8.has_weight_gradients and trains and layer.trains
+            quantized = _quantized(rows, sizes, in_offsets, fp8.rows, rowwise=True, columnwise=keeps_columns)
+            _multiply(layer.weights(fp8.weights, keep=trains), quantized, _by_expert(out, sizes, out_offsets), "TN",
                       split=fp8.split_forward)
-            saved.rowwise_data = saved.scale_inv = None  # gradients of weights read columns
+            if fp8.has_weight_gradients:
+                saved = quantized
+                saved.rowwise_data = saved.scale_inv = None  # gradients of weights read columns
         tensors, ctx.tensor_objects = prepare_for_saving(saved, sizes, in_offsets, out_offsets)
         ctx.save_for_backward(*tensors)
         ctx.layer, ctx.shape, ctx.num_rows, ctx.fp8 = layer, hidden.shape, rows.shape[0], fp8
@@ -531,24 +544,23 @@ class _PackedProduct(torch.autograd.Function):
         fp8: _Fp8Products | None = ctx.fp8
         needs_rows = ctx.needs_input_grad[0]
         grad_rows = grad_output.reshape(-1, layer.out_features).contiguous()
-        if fp8 is None:
-            by_expert = _by_expert(grad_rows, sizes, out_offsets)
-            rows, weights = _by_expert(rows, sizes, in_offsets), layer.weights()
-        elif ctx.num_rows:
-            by_expert = _quantized(grad_rows, sizes, out_offsets, fp8.gradients, rowwise=needs_rows,
-                                   columnwise=layer.trains)
-            weights = layer.weights(fp8.weights, keep=True)
-        grad_input = None
+        plain, quantized, grad_input = _by_expert(grad_rows, sizes, out_offsets), None, None
+        if ctx.num_rows and fp8 is not None and (needs_rows or fp8.has_weight_gradients):
+            quantized = _quantized(grad_rows, sizes, out_offsets, fp8.gradients, rowwise=needs_rows,
+                                   columnwise=layer.trains and fp8.has_weight_gradients)
         if needs_rows:
             grad_input = grad_rows.new_empty(ctx.num_rows, layer.in_features)
-            if ctx.num_rows:
-                _multiply(weights, by_expert, _by_expert(grad_input, sizes, in_offsets), "NN",
-                          split=fp8 is not None and fp8.split_rows)
+            target = _by_expert(grad_input, sizes, in_offsets)
+            if ctx.num_rows and fp8 is None:
+                _multiply(layer.weights(), plain, target, "NN")
+            elif ctx.num_rows and fp8 is not None:
+                _multiply(layer.weights(fp8.weights, keep=True), quantized, target, "NN", split=fp8.split_rows)
             grad_input = grad_input.view(ctx.shape)
         if layer.trains:
-            if ctx.num_rows:
-                _multiply(rows, by_expert, layer.gradients(), "NT", accumulate=True,
-                          split=fp8 is not None and fp8.split_weights)
+            if ctx.num_rows and fp8 is not None and fp8.has_weight_gradients:
+                _multiply(rows, quantized, layer.gradients(), "NT", accumulate=True, split=fp8.split_weights)
+            elif ctx.num_rows:
+                _multiply(_by_expert(rows, sizes, in_offsets), plain, layer.gradients(), "NT", accumulate=True)
             layer.register_gradients()
         return grad_input, None, None, None, None, None
 
