@@ -6,6 +6,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,16 +95,16 @@ def test_packed_products_have_their_values(recipe: str) -> None:
     packed = PackedLinear(linear, wrapper, fp8)
     assert packed.can_run
 
-    def run(layer: Any) -> list[torch.Tensor]:
+    def passes(layer: Any) -> list[torch.Tensor]:
         with te.fp8_autocast(enabled=True, fp8_recipe=chosen):
             output = layer()
         output.backward(out_gradient[:active])
         return [output.detach().float(), hidden.grad[:active].float()]
 
-    found = [[*run(lambda: packed(hidden, sizes.cuda())[0][:active]), gradients.flip(0).clone()]]
+    found = [[*passes(lambda: packed(hidden, sizes.cuda())[0][:active]), gradients.flip(0).clone()]]
     hidden.grad = None
     if recipe == "blockwise":
-        found.append(run(lambda: linear(hidden[:active], sizes.tolist())))
+        found.append(passes(lambda: linear(hidden[:active], sizes.tolist())))
         found[1].append(torch.stack([getattr(linear, f"weight{index}").grad for index in range(experts)]).float())
     else:
         parts: list[list[torch.Tensor]] = [[], [], []]
