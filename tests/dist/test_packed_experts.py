@@ -210,7 +210,7 @@ def gathered(rank: int, kind: str, dtype: torch.dtype) -> Any:
 
     from mimo.grid.groups import Grids
     from mimo.grid.spec import GridSpec, Layout
-    from mimo.model import packed_experts
+    from mimo.model import expert_rows
     from tests.support.graph_emulation import Graph
 
     config = TransformerConfig(num_layers=1, hidden_size=IN, num_attention_heads=1, num_moe_experts=EXPERTS,
@@ -220,11 +220,11 @@ def gathered(rank: int, kind: str, dtype: torch.dtype) -> Any:
         grids = stack.enter_context(Grids(Layout("disjoint", 2, (), GridSpec("language", dp=2, ep=2)), "gloo"))
         dispatcher = MoEAllGatherTokenDispatcher(2, [2 * rank, 2 * rank + 1], config, grids.collections["language"])
         if kind != "slower":
-            packed_experts.gather_in_less_time(dispatcher, 1, static_rows=kind == "static")
+            expert_rows.gather_in_less_time(dispatcher, 1, static_rows=kind == "static")
         if kind == "static":
             patch = stack.enter_context(pytest.MonkeyPatch.context())
-            patch.setattr(packed_experts, "permute", sort_without_the_host)
-            patch.setattr(packed_experts, "unpermute", unsort_without_the_host)
+            patch.setattr(expert_rows, "permute", sort_without_the_host)
+            patch.setattr(expert_rows, "unpermute", unsort_without_the_host)
         for chosen in ([0, 1], [0, 2], [3, 1]):  # the second rank's experts get no tokens at first
             generator = torch.Generator().manual_seed(10 * rank + chosen[1])
             tokens = torch.randn(3, 1, IN, generator=generator).to(dtype).requires_grad_()
