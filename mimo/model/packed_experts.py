@@ -88,7 +88,8 @@ def choose_grouped_gemm(choice: str, module: torch.nn.Module, dtype: torch.dtype
     Raises:
         ValueError: `choice` is `packed`, or `static_rows` is given, and this machine or model does not support it.
     """
-    if not any(isinstance(part, TEGroupedMLP) for part in module.modules()):
+    num_layers = sum(isinstance(part, TEGroupedMLP) for part in module.modules())
+    if not num_layers:
         return
     if choice == "auto" and deterministic:
         choice = "separate"
@@ -98,8 +99,8 @@ def choose_grouped_gemm(choice: str, module: torch.nn.Module, dtype: torch.dtype
         reason = unsupported_reason(dtype, fp8.recipe if fp8 else None)
         if reason is None:
             count = pack_experts(module, fp8, static_rows=static_rows)
-            if count:
-                logger.info("experts: one cuBLASLt product for all experts in %d layers", count)
+            if count == num_layers or count and not static_rows:
+                logger.info("experts: one cuBLASLt product for all experts in %d of %d layers", count, num_layers)
                 return
             reason = "biases, an activation without a fused kernel, or matrices at odd addresses"
             if fp8:

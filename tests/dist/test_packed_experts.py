@@ -254,3 +254,23 @@ def test_a_gathering_dispatcher_that_takes_less_time_changes_nothing(pool: Worke
     expected, found = (pool.run(gathered, each, dtype, world_size=2) for each in ("slower", kind))
     assert found == expected
     assert [results[0] for results in found] == [[6, 6], [0, 0]]
+
+
+def test_static_rows_are_refused_where_only_some_layers_have_packed_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+    from mimo.model import packed_experts
+
+    class Experts(TEGroupedMLP):  # type: ignore[misc]
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+
+    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "0")  # restores it afterwards
+    monkeypatch.setattr(packed_experts, "unsupported_reason", lambda dtype, recipe: None)
+    monkeypatch.setattr(packed_experts, "pack_experts", lambda module, fp8, static_rows: 1)
+    layers = torch.nn.ModuleList([Experts(), Experts()])
+    options: Any = {"dtype": torch.bfloat16, "deterministic": False, "fp8": None}
+    packed_experts.choose_grouped_gemm("auto", layers, static_rows=False, **options)
+    packed_experts.choose_grouped_gemm("auto", layers[:1], static_rows=True, **options)
+    with pytest.raises(ValueError, match="--moe-static-rows needs --moe-gemm packed, which cannot run here: biases"):
+        packed_experts.choose_grouped_gemm("auto", layers, static_rows=True, **options)
