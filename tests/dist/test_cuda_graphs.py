@@ -89,7 +89,9 @@ def test_microbatches_of_a_shape_are_replayed_after_the_first(pool, tmp_path, ra
         assert used == slots - stage, "one for each microbatch in flight"
 
 
-@pytest.mark.parametrize("split", [("--llm-dp", "2"), ("--llm-tp", "2", "--sequence-parallel")], ids=["whole", "parts"])
+@pytest.mark.parametrize("split", [
+    pytest.param(("--llm-dp", "2"), id="whole"),
+    pytest.param(("--llm-tp", "2", "--sequence-parallel"), id="parts", marks=pytest.mark.slow)])
 def test_lengths_that_attention_cannot_be_captured_for_run_without_graphs(pool, tmp_path, split):
     flags = ("--layout", "homogeneous", *split, "--row-lengths", "8", "--train-iters", "4", "--cuda-graphs")
     ((losses, all_ran, all_shapes, _), _) = pool.run(replays, flags, 2, str(tmp_path / "all"), world_size=2)

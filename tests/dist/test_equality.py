@@ -192,7 +192,9 @@ def losses_by_row_length(rank: int, world_size: int, flags: tuple[str, ...], run
     return [(record.lm_loss, record.grad_norm, record.packing_utilisation) for record in records]
 
 
-@pytest.mark.parametrize("layout", ROW_LAYOUTS)
+@pytest.mark.parametrize("layout", [
+    pytest.param(name, marks=pytest.mark.slow if name in ("two-samples-tp2-ep2", "steps-are-balanced") else ())
+    for name in ROW_LAYOUTS])
 def test_rows_may_have_any_length(pool: WorkerPool, layout: str, tmp_path: Path) -> None:
     ranks, flags = ROW_LAYOUTS[layout]
     whole, few, many = (
