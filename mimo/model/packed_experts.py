@@ -25,8 +25,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
-from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_relu_impl
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -133,15 +131,16 @@ def pack_experts(module: torch.nn.Module, fp8: Fp8 | None, *, static_rows: bool 
         if not isinstance(layer, MoELayer) or not isinstance(layer.experts, TEGroupedMLP):
             continue
         experts = layer.experts
-        activation = _weighted_activation(experts)
+        # Products of rows with weights take any number of rows. Those for the gradients of weights do not in FP8.
+        multiple = fp8.multiple if fp8 and fp8.recipe == "blockwise" else 1
+        activation = _weighted_activation(experts, has_rows_of_no_expert=static_rows or multiple > 1)
         packed = [PackedLinear(linear, wrapper, fp8) for linear in (experts.linear_fc1, experts.linear_fc2)]
         if activation is None or experts.config.add_bias_linear or not all(each.can_run for each in packed):
             continue
         if (fp8 or static_rows) and not experts.config.moe_permute_fusion:
             continue
         experts.linear_fc1.forward, experts.linear_fc2.forward = packed
-        # Products of rows with weights take any number of rows. Those for the gradients of weights do not in FP8.
-        dispatcher, multiple = layer.token_dispatcher, fp8.multiple if fp8 and fp8.recipe == "blockwise" else 1
+        dispatcher = layer.token_dispatcher
         experts.forward = partial(_forward_experts, experts, activation)
         if isinstance(dispatcher, MoEAllGatherTokenDispatcher):
             gather_in_less_time(dispatcher, multiple, static_rows=static_rows)
@@ -156,20 +155,31 @@ def pack_experts(module: torch.nn.Module, fp8: Fp8 | None, *, static_rows: bool 
     return count
 
 
-def _weighted_activation(experts: TEGroupedMLP) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """Return the kernel that applies the activation and the router's weights; None for an activation without one."""
+# Applies an activation and the router's weights `[rows]` to rows. The last argument has each expert's number of rows.
+Activation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _weighted_activation(experts: TEGroupedMLP, *, has_rows_of_no_expert: bool) -> Activation | None:
+    """Return what applies the activation and the router's weights in one kernel; None for an activation without one.
+
+    Args:
+        experts: the layer's experts.
+        has_rows_of_no_expert: whether there may be more rows than experts have, which are then left out.
+    """
+    from mimo.model.expert_activation import weighted_activation
+
     config = experts.config
+    is_gated = config.gated_linear_unit and experts.activation_func is F.silu and config.bias_activation_fusion
     if config.moe_apply_probs_on_input or config.fp8 and experts.activation_recompute:
         return None
-    if config.gated_linear_unit and experts.activation_func is F.silu and config.bias_activation_fusion:
-        return lambda hidden, weights: weighted_bias_swiglu_impl(hidden, None, weights, False)
-    if experts.activation_func is squared_relu and config.use_fused_weighted_squared_relu:
-        return weighted_squared_relu_impl
-    return None
+    if not is_gated and not (experts.activation_func is squared_relu and config.use_fused_weighted_squared_relu):
+        return None
+    return lambda hidden, weights, sizes: weighted_activation(
+        hidden, weights, sizes.sum() if has_rows_of_no_expert else None, gated=is_gated)
 
 
-def _forward_experts(experts: Any, activation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-                     hidden: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> Any:
+def _forward_experts(experts: Any, activation: Activation, hidden: torch.Tensor, tokens_per_expert: torch.Tensor,
+                     probs: torch.Tensor) -> Any:
     """Replace `TEGroupedMLP.forward`, which copies `tokens_per_expert` to a list.
 
     Args:
@@ -185,15 +195,15 @@ def _forward_experts(experts: Any, activation: Callable[[torch.Tensor, torch.Ten
     sizes = tokens_per_expert.to(hidden.device, non_blocking=True)
     hidden, _ = experts.linear_fc1(hidden, sizes)
     if not experts.activation_recompute:
-        return experts.linear_fc2(activation(hidden, probs.unsqueeze(-1)), sizes)[0], None
+        return experts.linear_fc2(activation(hidden, probs, sizes), sizes)[0], None
     checkpoint = CheckpointWithoutOutput()
-    output, _ = experts.linear_fc2(checkpoint.checkpoint(activation, hidden, probs.unsqueeze(-1)), sizes)
+    output, _ = experts.linear_fc2(checkpoint.checkpoint(activation, hidden, probs, sizes), sizes)
     checkpoint.discard_output_and_register_recompute(output)
     return output, None
 
 
-def _fill_rows(experts: Any, activation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-               hidden: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor) -> Any:
+def _fill_rows(experts: Any, activation: Activation, hidden: torch.Tensor, tokens_per_expert: Any,
+               probs: torch.Tensor) -> Any:
     """Call `_forward_experts` with zero rows added to those of each expert, for tokens from other ranks."""
     counts = tokens_per_expert.tolist()
     hidden, filled = experts.quantization_padding(hidden, counts)

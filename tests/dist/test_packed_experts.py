@@ -167,9 +167,10 @@ def recomputed_activation(rank: int) -> Any:
         rows = torch.randn(10, IN, generator=generator).requires_grad_()
         probs = torch.rand(10, generator=generator).requires_grad_()
 
-        def activation(hidden: Any, weights: Any) -> Any:
+        def activation(hidden: Any, weights: Any, sizes: Any) -> Any:
             calls[0] += 1
-            return torch.sigmoid(hidden) * weights
+            assert sizes.tolist() == [3, 0, 5, 2]
+            return torch.sigmoid(hidden) * weights.unsqueeze(-1)
 
         experts: Any = SimpleNamespace(linear_fc1=packed[0], linear_fc2=packed[1], activation_recompute=again)
         out, _ = packed_experts._forward_experts(experts, activation, rows, torch.tensor([3, 0, 5, 2]), probs)

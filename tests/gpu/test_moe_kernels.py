@@ -80,6 +80,33 @@ def test_packed_experts_on_two_gpus_agree_with_separate_ones(tmp_path: Path, dis
     assert_close(packed, separate, 2e-3, 2e-2)
 
 
+@pytest.mark.parametrize(("gated", "width"), [(True, 768), (True, 1000), (False, 1856)])
+def test_an_activation_in_one_kernel_has_the_values_of_megatron_core(gated: bool, width: int) -> None:
+    from megatron.core.fusions.fused_bias_swiglu import weighted_swiglu, weighted_swiglu_back
+    from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_relu, weighted_squared_relu_back
+
+    from mimo.model.expert_activation import weighted_activation
+
+    torch.manual_seed(0)
+    forward, backward = ((weighted_swiglu, weighted_swiglu_back) if gated else
+                         (weighted_squared_relu, weighted_squared_relu_back))
+    hidden = torch.randn(5003, width * (2 if gated else 1), device="cuda", dtype=torch.bfloat16)
+    weights = torch.rand(5003, device="cuda")
+    gradient = torch.randn(5003, width, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        of_hidden, of_weights = backward(gradient, hidden, weights.unsqueeze(-1))
+        output = forward(hidden, weights.unsqueeze(-1))
+    hidden.requires_grad_(), weights.requires_grad_()
+    for limit in (None, torch.tensor(4001, device="cuda")):
+        hidden.grad = weights.grad = None
+        found = weighted_activation(hidden, weights, limit, gated=gated)
+        found.backward(gradient)
+        used = slice(limit)
+        torch.testing.assert_close(found[used], output[used], rtol=2**-8, atol=1e-6)
+        torch.testing.assert_close(hidden.grad[used], of_hidden[used], rtol=2**-8, atol=1e-6)
+        torch.testing.assert_close(weights.grad[used], of_weights.squeeze(-1)[used], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("gemm", ["packed", "cutlass", "separate"])
 def test_recomputed_parts_change_no_bit_and_whole_layers_only_rounding(tmp_path: Path, gemm: str) -> None:
     flags = (*FAMILIES["causal_lm"], "--bf16", "--deterministic-mode", "--moe-gemm", gemm)
