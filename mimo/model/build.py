@@ -183,6 +183,7 @@ def build_model(
     impl = layer_impl(config, platform)
     if impl == "transformer_engine":
         quieten_transformer_engine()
+        compat.overwrite_logits()
     logger.info(
         "layers: %s (--transformer-impl %s), parameters in %s",
         impl,

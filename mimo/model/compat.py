@@ -13,9 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.language_module import language_module
 from megatron.core.models.mimo.config.role import RankRole
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe import router
@@ -72,6 +74,21 @@ def replace_apply_sequence_loss(function: Callable[..., Any]) -> None:
 def replace_balancing_loss(function: Callable[..., Any]) -> None:
     """Have Megatron Core's routers call `function`."""
     router.switch_load_balancing_loss_func = function
+
+
+def overwrite_logits() -> None:
+    """Have losses of Transformer Engine put the gradients where the logits were.
+
+    Otherwise they keep a copy of the logits, which needs as much memory, and time. Nothing reads logits after the
+    backward pass of their loss.
+    """
+    from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
+
+    def losses(logits: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup,
+               is_cg_capturable: bool = False) -> Any:
+        return parallel_cross_entropy(logits.contiguous(), labels, dist_process_group=group, overwrite_input=True)
+
+    language_module.te_parallel_cross_entropy = losses
 
 
 def replace_share_storage(function: Callable[[Any, Any], None]) -> None:

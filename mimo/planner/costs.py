@@ -329,7 +329,7 @@ class Costs:
         return LanguageCost(
             layer_s[0] * ratios.forward, layer_s[1] * ratios.backward,
             ends_s[0] * ratios.ends_forward, ends_s[1] * ratios.ends_backward,
-            kept * ratios.bytes, tokens * self.hidden_size * 2 / tp, 6.0 * logits * ratios.ends_bytes + summed,
+            kept * ratios.bytes, tokens * self.hidden_size * 2 / tp, 4.0 * logits * ratios.ends_bytes + summed,
             launch_s)
 
     def _passes_s(self, tp: int, micro_batch_size: int, ep: int, cp: int, length: int, *, graphs: bool, gathers: bool

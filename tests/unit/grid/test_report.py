@@ -52,7 +52,7 @@ WINDOW = "--layout colocated --encoder-dp 2 --llm-pp 2 --encoder-window"
         "bridge: 512 B per lane and microbatch, 2,048 B (2.0 KiB) over all lanes,"], ["run-ahead"]),
     # Logits of a vocabulary of 16 rows, over two ranks.
     ("--llm-tp 2 --logits-chunk-size 10 --seq-length 64", [
-        "logits: of 10 tokens at a time (--logits-chunk-size), about 480 B on a rank instead of 3,072 B (3.0 KiB)"],
+        "logits: of 10 tokens at a time (--logits-chunk-size), about 320 B on a rank instead of 2,048 B (2.0 KiB)"],
      []),
     ("--logits-chunk-size 10 --seq-length 64", ["; the backward pass needs up to "], []),
     ("--logits-chunk-size 100 --seq-length 64", ["of 64 tokens at a time"], []),
