@@ -119,14 +119,14 @@ def _changed(section: LayoutConfig | ModelConfig | TrainConfig, base: LayoutConf
 
 
 def _without_variant(kind: str, config: RunConfig) -> tuple[str, LayoutConfig, TrainConfig]:
-    """Return what a layout has in common with and without CUDA graphs and recomputation, and with any dispatcher."""
+    """Return what a layout has in common with and without CUDA graphs, recomputation and static rows."""
     return kind, replace(config.layout, encoder_activation_gib=None), config.train
 
 
 def _handicapped_s(candidate: Candidate) -> float:
     """Return the step of a candidate, made longer by `VARIANT_GAIN` for each choice that has to pay."""
     model = candidate.config.model
-    choices = model.cuda_graphs + (model.moe_token_dispatcher_type == "allgather")
+    choices = model.cuda_graphs + (model.moe_token_dispatcher_type == "allgather") + model.moe_static_rows
     return candidate.prediction.step_s * (1 + VARIANT_GAIN * choices)
 
 
@@ -134,9 +134,10 @@ class Found:
     """Predicted layouts.
 
     Attributes:
-        all: every candidate; a layout may have one with and one without CUDA graphs, and one with each dispatcher.
-        chosen: one candidate for each layout: with CUDA graphs or the dispatcher `allgather` if that makes it faster by
-            `VARIANT_GAIN`, else without.
+        all: every candidate; a layout may have one with and one without CUDA graphs, one with each dispatcher, and one
+            with static rows of experts.
+        chosen: one candidate for each layout: with CUDA graphs, the dispatcher `allgather` or static rows if that makes
+            it faster by `VARIANT_GAIN`, else without.
     """
 
     def __init__(self) -> None:
@@ -194,8 +195,8 @@ class Search:
         refusal: the trainer's message about the last one of them.
         slow: number of layouts that were not predicted because they cannot be among the best.
         large: number of layouts that were not predicted because they do not fit.
-        others: predictions of layouts that are among the results in another form, with or without CUDA graphs or with
-            another dispatcher.
+        others: predictions of layouts that are among the results in another form, with or without CUDA graphs or
+            static rows, or with another dispatcher.
     """
 
     def __init__(self, base: RunConfig, costs: Costs, samples: list[SampleSize], size: int, best: int = BEST) -> None:
@@ -268,7 +269,9 @@ class Search:
                 if accepted is None:
                     continue
                 variants = [config, *self._with_graphs(config)]
-                for variant in (*variants, *itertools.chain(*map(self._with_gathered_tokens, variants))):
+                variants += itertools.chain.from_iterable(map(self._with_gathered_tokens, tuple(variants)))
+                variants += itertools.chain.from_iterable(map(self._with_static_rows, tuple(variants)))
+                for variant in variants:
                     least = 0.0 if self.size <= MANY_GPUS else Step(variant, accepted, self.costs).least_s(
                         images, share, self._longest(train.micro_batch_size))
                     yield kind, variant, accepted, least
@@ -293,6 +296,13 @@ class Search:
         if (model.moe_token_dispatcher_type == "alltoall" and (config.data.row_lengths or 1) == 1
                 and 1 < ranks <= self.costs.gpu.gpus_per_node and sends_less):
             yield replace(config, model=replace(model, moe_token_dispatcher_type="allgather"))
+
+    def _with_static_rows(self, config: RunConfig) -> Iterator[RunConfig]:
+        """Yield a run whose graphs contain the exchange and the experts, too, if its flags allow it."""
+        model = config.model
+        if (model.cuda_graphs and model.moe_token_dispatcher_type == "allgather" and not model.moe_static_rows
+                and config.layout.llm_ep > 1 and model.moe_gemm in ("auto", "packed") and model.moe_permute_fusion):
+            yield replace(config, model=replace(model, moe_static_rows=True))
 
     def _longest(self, micro_batch_size: int) -> Counter[int]:
         """Count the tokens of the longest sample of each microbatch, if neighbouring samples share one."""

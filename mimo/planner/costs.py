@@ -83,6 +83,8 @@ HOST_EXCHANGE_S, EXCHANGE_SHARE = 6.5e-3, 0.58
 # CUDA graphs of these layers contain attention, norms and router, and leave this share of the host's time. With graphs,
 # a row takes 10.3 ms a layer with `alltoall` and 7.8 ms with `allgather`, of which transfers are 2.3 and 1.1 ms.
 HOST_SHARE_WITH_GRAPHS = 0.54
+# How tokens get to their experts with --moe-static-rows. Other values are those of --moe-token-dispatcher-type.
+STATIC = "static"
 # Every microbatch reads and writes the fp32 gradients of all weights of its layers, and waits for a part of the weights
 # of experts. Profiles of kernels on one H200: a microbatch of 4,096 tokens spends 9.3 ms more on the weight gradients
 # of 4.8 billion parameters of experts than a fourth of the time for 16,384 tokens, which is 8 bytes at 4 TB/s, and
@@ -258,7 +260,7 @@ class Costs:
     """Costs of one model.
 
     Args:
-        config: the run; its layout, its --cuda-graphs and its --moe-token-dispatcher-type are not used.
+        config: the run; its layout, its CUDA graphs, its token dispatcher and its static rows are not used.
         profile: measured ratios, or `Profile(gpu)`.
 
     Raises:
@@ -289,21 +291,21 @@ class Costs:
         self.top_k = int(vars(family).get("moe_router_topk") or 1) if self.num_experts else 1
 
     def language(self, tp: int, micro_batch_size: int, ep: int = 1, cp: int = 1, length: int | None = None,
-                 *, graphs: float = 0.0, gathers: bool = False) -> LanguageCost:
+                 *, graphs: float = 0.0, exchange: str = "alltoall") -> LanguageCost:
         """Return the costs of a microbatch of the language model on a context-parallel rank.
 
         Its rows have `length` tokens; None: --seq-length. `graphs` is the share of microbatches whose layers have CUDA
-        graphs. `gathers` says whether the dispatcher of tokens is `allgather`.
+        graphs. `exchange` is the dispatcher of tokens, or `STATIC`.
         """
         if 0 < graphs < 1:
-            plain, replayed = (self.language(tp, micro_batch_size, ep, cp, length, graphs=each, gathers=gathers)
+            plain, replayed = (self.language(tp, micro_batch_size, ep, cp, length, graphs=each, exchange=exchange)
                                for each in (0.0, 1.0))
             return replace(plain, forward_s=plain.forward_s + graphs * (replayed.forward_s - plain.forward_s),
                            backward_s=plain.backward_s + graphs * (replayed.backward_s - plain.backward_s),
                            launch_s=((1 - graphs) * plain.launch_s[0], (1 - graphs) * plain.launch_s[1]))
         length = length or self.config.train.seq_length
         tokens = micro_batch_size * length / cp
-        layer_s, ends_s = self._passes_s(tp, micro_batch_size, ep, cp, length, graphs=graphs > 0, gathers=gathers)
+        layer_s, ends_s = self._passes_s(tp, micro_batch_size, ep, cp, length, graphs=graphs > 0, exchange=exchange)
         ratios = self.profile.ratios(LANGUAGE, tp, micro_batch_size)
         launch_s = 0.0, 0.0
         if graphs:
@@ -316,10 +318,10 @@ class Costs:
             launch_s = LAUNCH_S[tp > 1][0] * part, LAUNCH_S[tp > 1][1] * part if layer_s[1] else 0.0
             if self.profile.modules and length != self.config.train.seq_length:
                 # The host that was measured may be faster. Rows had --seq-length tokens there.
-                whole = self.language(tp, micro_batch_size, ep, cp, gathers=gathers)
+                whole = self.language(tp, micro_batch_size, ep, cp, exchange=exchange)
                 launch_s = min(launch_s[0], whole.forward_s), min(launch_s[1], whole.backward_s)
         # With --moe-static-rows, the experts of a rank have room for all tokens of all ranks.
-        room = ep * min(self.top_k, self.num_experts / ep) / self.top_k if self.config.model.moe_static_rows else 1.0
+        room = ep * min(self.top_k, self.num_experts / ep) / self.top_k if exchange == STATIC else 1.0
         kept = tokens * sum(self._kept_bytes(LANGUAGE, self.hidden_size, room)) / self.num_layers / tp
         vocabulary = max((shape.shape[0] for shape in self.shapes[LANGUAGE] if shape.stage != "layer"), default=0)
         chunk = self.config.model.logits_chunk_size
@@ -332,11 +334,11 @@ class Costs:
             kept * ratios.bytes, tokens * self.hidden_size * 2 / tp, 4.0 * logits * ratios.ends_bytes + summed,
             launch_s)
 
-    def _passes_s(self, tp: int, micro_batch_size: int, ep: int, cp: int, length: int, *, graphs: bool, gathers: bool
+    def _passes_s(self, tp: int, micro_batch_size: int, ep: int, cp: int, length: int, *, graphs: bool, exchange: str
                   ) -> tuple[tuple[float, float], tuple[float, float]]:
         """Estimate the seconds of the passes of a layer, the mean over the layers, and of output layer and loss.
 
-        `graphs` says whether layers are replayed from CUDA graphs, `gathers` whether tokens are gathered.
+        `graphs` says whether layers are replayed from CUDA graphs; `language` explains `exchange`.
         """
         sums = SequenceSums.of_rows([[length]] * micro_batch_size, length)
         layers, ends = [0.0, 0.0], [0.0, 0.0]
@@ -351,11 +353,12 @@ class Costs:
         ends_s = [each / (rate * DENSE_EFFICIENCY) for each in ends]
         rate *= self.num_layers * (
             EXPERT_EFFICIENCY[self.config.model.moe_gemm] if self.num_experts else DENSE_EFFICIENCY)
-        host_s = self._host_s(ep, graphs=graphs)
+        host_s = self._host_s(ep, graphs=graphs, whole=ep == 1 or exchange == STATIC)
         dense, experts = (parameters(self.shapes[LANGUAGE], layers=True, experts=each) / self.num_layers
                           for each in (False, True))
         read = experts / ep * EXPERT_READ_BYTES / (GRADIENT_GB_S * 1e9)
-        moved, dispatch, shared = self._moved_s(tp, ep, cp, micro_batch_size * length / cp, gathers)
+        moved, dispatch, shared = self._moved_s(tp, ep, cp, micro_batch_size * length / cp,
+                                               exchange != "alltoall")
         forward_s = max(layers[0] / rate + read, host_s[0]) + 2 * moved + dispatch + shared
         backward_s = layers[1] / rate + read
         if self.trains(LANGUAGE):
@@ -365,9 +368,12 @@ class Costs:
         backward_s = max(backward_s, host_s[1]) + 3 * moved + dispatch + 2 * shared
         return (forward_s, backward_s if layers[1] else 0.0), (ends_s[0], ends_s[1])
 
-    def _host_s(self, ep: int, *, graphs: bool) -> tuple[float, float]:
-        """Return the least seconds that the host needs for the passes of a layer, the mean over the layers."""
-        if graphs and (ep == 1 or self.config.model.moe_static_rows):
+    def _host_s(self, ep: int, *, graphs: bool, whole: bool) -> tuple[float, float]:
+        """Return the least seconds that the host needs for the passes of a layer, the mean over the layers.
+
+        `whole` says whether graphs contain whole layers.
+        """
+        if graphs and whole:
             return 0.0, 0.0
         if not self.num_experts:
             return HOST_FORWARD_S, HOST_BACKWARD_S

@@ -21,7 +21,7 @@ from mimo.grid.lanes import row_length
 from mimo.grid.spec import GridSpec, LaneShare, Layout, lane_shares
 from mimo.grid.windows import WindowSchedule
 from mimo.planner.activations import Windows, peak
-from mimo.planner.costs import GIB, GPUS, LATENCY_S, Costs, Profile
+from mimo.planner.costs import GIB, GPUS, LATENCY_S, STATIC, Costs, Profile
 from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, Work, links_of, simulate
 from mimo.planner.workload import Microbatches, SampleSize, draw_samples, iterations, longest_in_windows
 from mimo.protocols import LANGUAGE, RoutedDataProvider
@@ -126,7 +126,8 @@ class Step:
         language, self._row_multiple = layout.language, row_multiple(config, layout)
         self.language_cost = cache(partial(
             costs.language, language.tp, config.train.micro_batch_size, language.ep, language.cp,
-            graphs=share_with_graphs(config), gathers=config.model.moe_token_dispatcher_type == "allgather"))
+            graphs=share_with_graphs(config),
+            exchange=STATIC if config.model.moe_static_rows else config.model.moe_token_dispatcher_type))
         self.pass_cost = self.language_cost()
         self.layers = layers_of_stages(config, layout)
         self._windows_of: dict[int, Windows] = {}  # by the identity of the iteration, which `Windows` keeps alive

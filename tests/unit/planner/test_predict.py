@@ -483,7 +483,7 @@ def test_a_cut_that_fits_is_tried_where_the_fastest_ones_do_not() -> None:
     pipelines = [each for each in found if each.kind == HOMOGENEOUS and "--llm-pp-layout" in each.flags]
     assert not any(each.fits for each in pipelines if "--llm-pp-layout 3,37" in each.flags)
     best = next(each for each in pipelines if each.fits)
-    assert best.flags == "--layout homogeneous --llm-pp 2 --llm-pp-layout 10,30"
+    assert best.flags == "--layout homogeneous --llm-pp 2 --llm-pp-layout 9,31"
 
 
 def test_a_plan_has_cuda_graphs_where_they_pay_and_may_be_used() -> None:
@@ -560,6 +560,17 @@ def test_static_rows_need_memory_and_not_the_host() -> None:
     # outputs of 1,536 and 2,048 channels and their inputs, of which the larger counts.
     kept = 8 * 3 * 8 * 4096 * (2048 + 2048) * 2 / 2**30
     assert static.memory_gib - counted.memory_gib == pytest.approx(kept, rel=0.01)
+
+
+def test_a_plan_has_static_rows_where_the_host_is_the_limit() -> None:
+    def flags_of(more: str) -> dict[tuple[int, int], str]:
+        found = searched(config_of(f"{QWEN_MOE} --global-batch-size 64 {more}"), 4, [SampleSize(4096)] * 64)
+        return {(each.config.layout.llm_ep, each.config.train.micro_batch_size): each.flags for each in found
+                if each.config.layout.llm_dp == 4}
+
+    found, separate = flags_of(""), flags_of("--moe-gemm separate")
+    assert all("--moe-static-rows --cuda-graphs" in found[ep, 1] for ep in (2, 4))
+    assert not any("--moe-static-rows" in flags for flags in (found[1, 1], found[4, 4], *separate.values()))
 
 
 @pytest.mark.parametrize("tp", [1, 2])
