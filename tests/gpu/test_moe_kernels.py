@@ -93,18 +93,15 @@ def test_an_activation_in_one_kernel_has_the_values_of_megatron_core(gated: bool
     hidden = torch.randn(5003, width * (2 if gated else 1), device="cuda", dtype=torch.bfloat16)
     weights = torch.rand(5003, device="cuda")
     gradient = torch.randn(5003, width, device="cuda", dtype=torch.bfloat16)
-    with torch.no_grad():
-        of_hidden, of_weights = backward(gradient, hidden, weights.unsqueeze(-1))
-        output = forward(hidden, weights.unsqueeze(-1))
+    exact = [each.double() for each in (gradient, hidden, weights.unsqueeze(-1))]
+    expected = (forward(*exact[1:]), *backward(*exact))
     hidden.requires_grad_(), weights.requires_grad_()
     for limit in (None, torch.tensor(4001, device="cuda")):
         hidden.grad = weights.grad = None
-        found = weighted_activation(hidden, weights, limit, gated=gated)
-        found.backward(gradient)
-        used = slice(limit)
-        torch.testing.assert_close(found[used], output[used], rtol=2**-8, atol=1e-6)
-        torch.testing.assert_close(hidden.grad[used], of_hidden[used], rtol=2**-8, atol=1e-6)
-        torch.testing.assert_close(weights.grad[used], of_weights.squeeze(-1)[used], rtol=1e-4, atol=1e-4)
+        output = weighted_activation(hidden, weights, limit, gated=gated)
+        output.backward(gradient)
+        for found, values in zip((output, hidden.grad, weights.grad.unsqueeze(-1)), expected, strict=True):
+            torch.testing.assert_close(found[:limit].double(), values[:limit], rtol=2**-8, atol=1e-4)
 
 
 @pytest.mark.parametrize("gemm", ["packed", "cutlass", "separate"])
