@@ -162,14 +162,15 @@ def test_mixtures_of_experts_that_were_measured(gemm, rows, graphs, step_ms, pea
     assert found.parts_s["optimizer"] == pytest.approx(0.105, rel=0.1)
 
 
-# The same with a batch of 64 and its experts on four H200.
-@pytest.mark.parametrize(("rows", "flags", "step_ms", "peak_gib"), [
-    (4, "alltoall", 1028, 52.3), (1, "alltoall", 2175, 34.0), (1, "alltoall --cuda-graphs", 1550, None),
-    (1, "allgather --cuda-graphs", 1240, None), (4, "allgather --cuda-graphs", 896, None)])
-def test_experts_on_several_ranks_that_were_measured(rows, flags, step_ms, peak_gib):
-    config = config_of(f"{QWEN_MOE} --global-batch-size 64 --micro-batch-size {rows} {WHOLE_ROWS} --llm-dp 4 "
-                       f"--llm-ep 4 --moe-token-dispatcher-type {flags}")
-    found = predicted(config, 4, [SampleSize(4096)] * 64)
+# The same with its experts on four and two H200, and as many rows for each.
+@pytest.mark.parametrize(("gpus", "rows", "flags", "step_ms", "peak_gib"), [
+    (4, 4, "alltoall", 1028, 52.3), (4, 1, "alltoall", 2175, 34.0), (4, 1, "alltoall --cuda-graphs", 1550, None),
+    (4, 1, "allgather --cuda-graphs", 1240, None), (4, 4, "allgather --cuda-graphs", 896, None),
+    (2, 1, "allgather --cuda-graphs --moe-static-rows", 949, 57.1)])
+def test_experts_on_several_ranks_that_were_measured(gpus, rows, flags, step_ms, peak_gib):
+    config = config_of(f"{QWEN_MOE} --global-batch-size {16 * gpus} --micro-batch-size {rows} {WHOLE_ROWS} "
+                       f"--llm-dp {gpus} --llm-ep {gpus} --moe-token-dispatcher-type {flags}")
+    found = predicted(config, gpus, [SampleSize(4096)] * 16 * gpus)
     assert found.step_s * 1000 == pytest.approx(step_ms, rel=0.065)
     assert peak_gib is None or found.memory_gib == pytest.approx(peak_gib, rel=0.08)
 
