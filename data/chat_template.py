@@ -415,6 +415,12 @@ class ConversationRenderer:
             return frozenset(TOOL_WORDS.values())
         return frozenset(name for word, name in TOOL_WORDS.items() if word not in text)
 
+    @cached_property
+    def _header(self) -> str:
+        """Text before an answer if the template has no generation prompt. An answer may be a letter of its words."""
+        before, after = (self._write(PROBE[:count], "")[0] for count in (1, 2))
+        return after[len(before) : max(after.find("two", len(before)), 0)] if after.startswith(before) else ""
+
     def _answers(self, turns: Sequence[Turn], image: str = "") -> tuple[str, list[tuple[int, int]]]:
         """Write a conversation and find its answers."""
         text, marked = self._write(turns, image)
@@ -475,9 +481,11 @@ class ConversationRenderer:
                 )
             if before is None or not text.startswith(after):
                 continue
-            content = "".join(part for part in turn.parts if isinstance(part, str)).strip()
-            # Without a generation prompt, the header of the answer comes first.
-            start = len(before) if write(position) != before else max(after.find(content, len(before)), len(before))
+            start = len(before)
+            if write(position) == before:  # without a generation prompt, the header of the answer comes first
+                start += len(commonprefix([self._header, after[start:]]))
+                content = "".join(part for part in turn.parts if isinstance(part, str)).strip()
+                start = max(after.find(content, start), start)
             # Line breaks after an end-of-turn token belong to the next turn's header.
             answers.append((start, len(after.rstrip())))
         if not answers:

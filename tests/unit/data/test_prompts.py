@@ -119,6 +119,17 @@ def test_a_chat_template_writes_turns_and_answers_are_learned_with_their_end(tmp
     assert shown(tmp_path, tokens, mask) == written
 
 
+@pytest.mark.parametrize("answer", ["A", "S", "ASSISTANT", "AS"])
+def test_an_answer_of_letters_of_its_header_begins_behind_the_header(tmp_path, answer):
+    tokenizer = templated(tmp_path, OWN["the tokenizer's own"][0])
+    talk = [*TALK[1:3], TALK[3], {"role": "assistant", "content": answer}]
+    tokens, mask = tokenizer.encode(talk, [1, 1])
+    assert shown(tmp_path, tokens, mask) == (
+        f"USER: a # b</s>ASSISTANT:[ red cat</s>]USER: and #?</s>ASSISTANT: [{answer}</s>]")
+    prompt, _ = tokenizer.encode_question(TALK[1:2], [1])
+    assert shown(tmp_path, prompt, prompt < 0) == "USER: a # b</s>ASSISTANT: "
+
+
 LIKE = [{"role": "system", "content": "like <image>"}, *TALK[1:3]]
 # Chat template, and a talk that it cannot write, or None where it is refused by itself.
 UNFIT = {
