@@ -119,6 +119,11 @@ def _shown(num_images: int, num_videos: int) -> list[dict[str, str]]:
     return [{"type": "image"}] * num_images + [{"type": "video"}] * num_videos
 
 
+def _marks(text: str, has_videos: object) -> bool:
+    """Return whether a text marks an image or, in a record with videos, a video."""
+    return IMAGE_MARKER in text or bool(has_videos) and VIDEO_MARKER in text
+
+
 def is_image(name: str, data: Any = b"") -> bool:
     """Return whether a part of a sample is an image, by its extension or else by its first bytes."""
     if name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS:
@@ -192,8 +197,8 @@ def from_record(record: Mapping[str, Any], names: Sequence[Any] | None, files: M
                    lists_images=names is not None, lists_videos=listed is not None)
     if form == "caption":
         return captioned(record["caption"], media.images, videos=media.videos)
-    if form == "text" and (media.images or media.videos) and isinstance(record["text"], str) and not any(
-            marker in record["text"] for marker in ((IMAGE_MARKER, VIDEO_MARKER) if media.videos else (IMAGE_MARKER,))):
+    if form == "text" and (media.images or media.videos) and isinstance(record["text"], str) and not _marks(
+            record["text"], media.videos):
         return captioned(record["text"], media.images, videos=media.videos)
     if form == "text":
         (document,) = media.owned([record["text"]])
@@ -202,8 +207,9 @@ def from_record(record: Mapping[str, Any], names: Sequence[Any] | None, files: M
         messages = _question(record, _shown(len(media.images), len(media.videos)))
     elif form == "texts":
         messages = [turn for pair in _turns(record["texts"], "texts") for turn in _pair(pair)]
-        messages[0]["content"] = [*_shown(len(media.images), len(media.videos)),
-                                  {"type": "text", "text": messages[0]["content"]}]
+        if not any(_marks(turn["content"], media.videos) for turn in messages):
+            messages[0]["content"] = [*_shown(len(media.images), len(media.videos)),
+                                      {"type": "text", "text": messages[0]["content"]}]
     elif form == "conversations":
         turns = _turns(record["conversations"], "conversations")
         _check_turn_keys(turns)
@@ -269,8 +275,7 @@ def _question(record: Mapping[str, Any], shown: Sequence[Any]) -> list[dict[str,
         if not all(isinstance(each, str) for each in answers):
             raise ValueError("answers: expected a list of texts, or of objects with `answer`")
         answer = Counter(answers).most_common(1)[0][0]  # the first of equally frequent ones
-    marks = (IMAGE_MARKER, VIDEO_MARKER) if {"type": "video"} in shown else (IMAGE_MARKER,)
-    if not isinstance(question, str) or not any(mark in question for mark in marks):
+    if not isinstance(question, str) or not _marks(question, {"type": "video"} in shown):
         question = [*shown, *_literal(question, "question")]
     return [{"role": "user", "content": question}, {"role": "assistant", "content": _literal(answer, "answer")}]
 

@@ -114,6 +114,10 @@ FORMS = [
      "<s>#what?\n[cat</s>]", [6]),
     ({"images": ["6.png"], "texts": [{"user": "a?", "assistant": "b", "source": "x"},
                                      {"user": "c?", "assistant": "d"}]}, "<s>#a?\n[b</s>]\nc?\n[d</s>]", [6]),
+    ({"images": ["6.png"], "texts": [{"user": "<image>\na?", "assistant": "b"}]}, "<s>#\na?\n[b</s>]", [6]),
+    ({"images": ["6.png", "5.png"], "texts": [{"user": "a <image>?", "assistant": "b"},
+                                              {"user": "<image> c?", "assistant": "d"}]},
+     "<s>a #?\n[b</s>]\n# c?\n[d</s>]", [6, 5]),
 ]
 
 
