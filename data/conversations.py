@@ -27,7 +27,9 @@ SHARD_FORMS = ("messages", "conversations", "text", "caption", "texts", "questio
 VIDEO_KEYS = ("video", "videos")
 VIDEO_EXTENSIONS = frozenset("mp4 webm avi mov mkv m4v mpg mpeg".split())
 # Keys of a turn that change what a model learns and are not read.
-UNREAD_TURN_KEYS = ("weight", "reasoning_content", "function_call")
+UNREAD_TURN_KEYS = ("weight", "loss", "reasoning_content", "reasoning", "thinking", "function_call")
+# Of these, weights of a turn in the loss, which change nothing if they are 1 or true. ms-swift has the second.
+TURN_WEIGHTS = ("weight", "loss")
 # Keys beside a question that belong to it and are not read.
 UNREAD_QUESTION_KEYS = ("choices", "options", "hint", "context")
 TEXT_PARTS = ("json", "txt")
@@ -524,7 +526,7 @@ def _check_turn_keys(turns: Sequence[Any]) -> None:
     for position, turn in enumerate(turns, 1):
         for key in UNREAD_TURN_KEYS if isinstance(turn, Mapping) else ():
             value = turn.get(key)
-            if value not in ((None, 1) if key == "weight" else (None, "")):
+            if value not in ((None, 1) if key in TURN_WEIGHTS else (None, "")):
                 raise ValueError(f"turn {position}: {key} {str(value)[:80]!r} is not read, and it changes what is "
                                  "learned; rewrite the record without it, or leave it out")
 
