@@ -193,6 +193,7 @@ def from_record(record: Mapping[str, Any], names: Sequence[Any] | None, files: M
     if form is None:
         known = ", ".join(f"{key} ({what})" for key, what in FORMS.items())
         raise ValueError(f"unknown form: it has {', '.join(map(str, record)) or 'no key'}, expected one of {known}")
+    _check_keys_beside(record, form)
     listed = _listed_videos(record)
     media = _Media(files, files.images() if names is None else [files.load(name) for name in names],
                    files.videos() if listed is None else [_load_video(place, files) for place in listed],
@@ -227,6 +228,14 @@ def from_record(record: Mapping[str, Any], names: Sequence[Any] | None, files: M
     messages = [{**turn, "content": content} if isinstance(turn, Mapping) else turn
                 for turn, content in zip(messages, contents, strict=True)]
     return Conversation(messages=messages, images=media.images, tools=_tools(record.get("tools")), videos=media.videos)
+
+
+def _check_keys_beside(record: Mapping[str, Any], form: str) -> None:
+    """Refuse keys beside a caption or a text that belong to a conversation and are not read."""
+    for key in ("system", "tools") if form in ("caption", "text") else ():
+        if record.get(key):
+            raise ValueError(f"{key} {str(record[key])[:80]!r} beside {form} is not read; write the record as "
+                             "`messages`, or remove the key")
 
 
 def _listed_videos(record: Mapping[str, Any]) -> list[Any] | None:
