@@ -5,10 +5,11 @@ Review it when one of the two is upgraded. tests/unit/test_compat.py fails if a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from megatron.energon import wrappers
 from megatron.energon.flavors.webdataset.sample_loader import RawSampleData, WebdatasetSampleLoaderDataset
 from megatron.energon.wrappers.map_dataset import MapDataset
 from megatron.energon.wrappers.packing_dataset import PackingDataset
@@ -59,6 +60,18 @@ def packs_left(packing: PackingDataset[Any, Any, Any]) -> int:
     Energon does not tell a subclass the position of a pack in its buffer.
     """
     return len(packing._pre_packing_lengths)
+
+
+class RepeatDataset(wrappers.RepeatDataset):
+    """Energon's repetitions of a source, which go on after a state of the last sample of a part of a pass.
+
+    Energon keeps the position in that part. With repetitions below 1, the source would never be read again. The name is
+    Energon's, because states hold it.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+        self._index = 0
 
 
 def tolerate_any_failure(dataset: MapDataset[Any, Any]) -> None:

@@ -26,6 +26,7 @@ from megatron.energon.flavors.webdataset.itar_reader import ITarReader
 from megatron.energon.flavors.webdataset.metadata import EnergonDatasetType, get_dataset_type
 from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
 from megatron.energon.metadataset.loader_interface import LoadedDatasetList
+from megatron.energon.task_encoder import base as task_encoder_base
 from megatron.energon.task_encoder.base import TaskEncoder
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
@@ -33,6 +34,7 @@ from data.conversation_files import sources as conversation_files
 from data.conversation_files.files import SUFFIXES
 from data.conversation_files.provider import Config as FilesConfig
 from data.conversations import is_image, is_read, is_video
+from data.energon import compat
 from data.energon.provider import Config, check_path, path_of
 
 # Errors that Energon raises for a folder, a YAML or a split that it cannot use.
@@ -51,6 +53,8 @@ def _discard(*_: Any, **__: Any) -> None:
 
 vars(energon_errors)["print"] = _discard
 vars(base_webdataset)["print"] = _discard
+# Energon builds the data set of a blend with it.
+vars(task_encoder_base)["RepeatDataset"] = compat.RepeatDataset
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from data.conversation_files.files import FolderImages, open_file
 from data.conversation_files.prompts import provider as prompts
 from data.conversation_files.provider import Config, provider
 from data.energon.provider import provider as energon
+from data.energon.workers import CHECKPOINT_EVERY
 from mimo.commands.main import main
 from mimo.config.cli import parse
 from mimo.protocols import DataRequest, RoutedDataProvider, Sample, TokenSpec
@@ -394,6 +395,21 @@ def test_files_are_mixed_by_weights_or_repetitions(tmp_path, config):
     assert {keys.count(key) for key in keys if key.startswith("a")} == {2}
     assert {keys.count(key) for key in keys if key.startswith("b")} == {1} and len(set(keys)) == 40
     assert provider.num_samples(repeated, "valid") == 30
+
+
+@pytest.mark.parametrize("seed", [8, 9])
+def test_a_run_goes_on_behind_the_last_sample_of_half_a_source(tmp_path, config, seed):
+    write_lines(tmp_path / "a.jsonl", [{"text": "a"}] * 6)
+    write_lines(tmp_path / "b.jsonl", [{"text": "b"}] * 30)
+    config, asks = mix(config, "train: [{path: a.jsonl, repetitions: 0.5}, b.jsonl]"), request(seed=seed)
+    reader, again = (provider.reader(config, asks, [0]) for _ in range(2))
+    reader.start()
+    keys = [reader.read(0).key for _ in range(CHECKPOINT_EVERY)]
+    assert sum(key.startswith("a") for key in keys) == 3
+    again.load_state_dict(reader.state_dict(reader.mark()))
+    again.start()
+    expected = [reader.read(0).key for _ in range(100)]
+    assert [again.read(0).key for _ in range(100)] == expected and any(key.startswith("a") for key in expected)
 
 
 @pytest.mark.parametrize(("text", "message"), [
