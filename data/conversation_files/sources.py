@@ -299,6 +299,8 @@ def _entry(folder: Path | str, number: int, entry: Any, split: str, config: Conf
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))
                                   or not (math.isfinite(value) and value > 0)):
             raise ValueError(f"entry {number}: {key} {value!r}: expected a number above 0")
+        if value is not None and split == "val":
+            raise ValueError(f"entry {number}: {key} {value}: evaluations read each sample of val once; leave it out")
     try:
         if not is_url(place) and not Path(place).exists():
             raise ValueError("does not exist")

@@ -412,6 +412,15 @@ def test_a_run_goes_on_behind_the_last_sample_of_half_a_source(tmp_path, config,
     assert [again.read(0).key for _ in range(100)] == expected and any(key.startswith("a") for key in expected)
 
 
+@pytest.mark.parametrize("share", ["weight: 0.5", "repetitions: 2"])
+def test_shares_of_held_out_files_are_refused(tmp_path, config, share):
+    write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    config = mix(config, f"train: [a.jsonl]\nval: [{{path: a.jsonl, {share}}}]")
+    with pytest.raises(ValueError, match=f"mix.yaml: entry 1: {share.replace(':', '')}: evaluations read each sample"):
+        provider.validate(config, request(split="valid"))
+    provider.validate(config, request())
+
+
 @pytest.mark.parametrize(("text", "message"), [
     ("train: [a.jsonl]\nvalid: []", "expected the keys train and val, each with .*; found train, valid"),
     ("- a.jsonl", "found list"),
