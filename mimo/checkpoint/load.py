@@ -451,11 +451,22 @@ def _finish_optimizer(state: RunState, common: dict[str, Any], held: list[Optimi
     raise_on_any_rank(state.grids, error)
 
 
+def _scheduled_samples(config: RunConfig, common: dict[str, Any]) -> int:
+    """Return the samples that the schedule has behind it.
+
+    A schedule in iterations stays at its iteration if --global-batch-size has changed.
+    """
+    samples, batch = int(common["scheduler"]["num_steps"]), config.train.global_batch_size
+    if config.train.train_samples is not None:
+        return samples
+    return samples * batch // int(flat_config(common["config"]).get("global_batch_size", batch))
+
+
 def _restore(state: RunState, flags: CheckpointConfig, common: dict[str, Any], loaded: dict[str, Any], *,
              has_streams: bool) -> tuple[Progress, dict[str, Any] | None]:
     """Restore schedule and generators. Return the progress of the run and the state for the data loader."""
     if flags.load_scheduler:
-        state.scheduler.step(increment=int(common["scheduler"]["num_steps"]))
+        state.scheduler.step(increment=_scheduled_samples(state.config, common))
     if loaded.get("rng"):
         restore_rng(state.platform, list(loaded["rng"].values())[-1])
     streams = None

@@ -336,6 +336,14 @@ def test_changed_flags_are_reported(pool: WorkerPool, alone: tuple[str, Run]) ->
         "--lr 0.001 (checkpoint: 0.002)", "--use-distributed-optimizer False (checkpoint: True)"]
 
 
+@pytest.mark.parametrize("batch", ["2", "8"])
+def test_a_schedule_in_iterations_stays_at_its_iteration_with_another_batch_size(
+        pool: WorkerPool, alone: tuple[str, Run], batch: str) -> None:
+    folder, whole = alone
+    rest = one_process(pool, *DROPOUT, "--load", folder, "--global-batch-size", batch)
+    assert rest.learning_rates == whole.learning_rates[4:]
+
+
 # Flags that change what the model computes and leave every shape as it is -> fields that are named.
 OTHER_FUNCTIONS = {
     "rope": ("--rotary-base 5e5 --use-rope-scaling", {"rotary_base", "use_rope_scaling", "rope_scaling_factor"}),
