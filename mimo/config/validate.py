@@ -405,8 +405,12 @@ def _check_schedule(config: RunConfig) -> None:
         refuse(bool(value) and (train.train_iters is not None or train.train_samples is not None),
                f"--lr-{kind.replace('_', '-')}-{other} {value} with --train-{unit}: the schedule counts {unit}, "
                f"use --lr-{kind.replace('_', '-')}-{unit}")
-    refuse(schedule.lr_warmup_init > config.optim.lr,
-           f"--lr-warmup-init {schedule.lr_warmup_init} is above --lr {config.optim.lr}")
+    for name in ("lr", "encoder_lr", "projector_lr"):
+        peak = vars(config.optim)[name]
+        refuse(peak is not None and schedule.lr_warmup_init > peak,
+               f"--lr-warmup-init {schedule.lr_warmup_init} is above {flag_name(name)} {peak}")
+    refuse(schedule.lr_warmup_init > 0 and not (schedule.lr_warmup_iters or schedule.lr_warmup_samples),
+           f"--lr-warmup-init {schedule.lr_warmup_init} needs --lr-warmup-{unit}")
     decay, wsd_decay = getattr(schedule, f"lr_decay_{unit}"), getattr(schedule, f"lr_wsd_decay_{unit}")
     if style == "constant" and decay is not None:
         raise ValueError(f"--lr-decay-{unit} {decay} with --lr-decay-style constant, which does not decay")
