@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mimo import registry
-from mimo.checkpoint.differences import model_fields
+from mimo.checkpoint.differences import flat_config, model_fields
 from mimo.checkpoint.entries import Optimized, Saved, optimized, saved_tensors, spread_replicas
 from mimo.config.cli import to_toml
 from mimo.config.trainer import RunConfig
@@ -36,19 +36,24 @@ class Progress:
         consumed_samples: samples of successful iterations, which the schedule counts.
         skipped_iterations: iterations without an update.
         bad_samples: samples that the data set has skipped.
+        passed_samples: samples of all iterations, those without an update included, which --train-samples counts.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
     skipped_iterations: int = 0
     bad_samples: int = 0
+    passed_samples: int = 0
 
     @classmethod
     def of(cls, common: dict[str, Any]) -> Progress:
         """Return the progress of a checkpoint, from its `common_state`."""
-        # Checkpoints of older versions have no number of bad samples.
-        return cls(common["iteration"], common["consumed_samples"], common["skipped_iterations"],
-                   common.get("bad_samples", 0))
+        # Checkpoints of older versions have no number of bad samples, and none of samples of all iterations.
+        iteration, passed = common["iteration"], common.get("passed_samples")
+        if passed is None:
+            passed = iteration * flat_config(common["config"]).get("global_batch_size", 0)
+        return cls(iteration, common["consumed_samples"], common["skipped_iterations"], common.get("bad_samples", 0),
+                   passed)
 
 
 @dataclass(frozen=True)

@@ -368,6 +368,7 @@ class RlLoop:
                 self.collector.drain(version + 1)
         self._observer.end_step()
         progress.iteration += 1
+        progress.passed_samples += self.config.train.global_batch_size
         progress.consumed_samples += result.num_trained
         if not result.success:
             progress.skipped_iterations += 1

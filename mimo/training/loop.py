@@ -254,6 +254,7 @@ class TrainingLoop:
             # The wish to stop travels with the sum of the losses, so that agreeing on it costs no collective.
             result = train_step(self.parts, microbatches, coming=coming, stop_requested=reason is not None)
             progress.iteration += 1
+            progress.passed_samples += train.global_batch_size
             if result.success:
                 progress.consumed_samples += train.global_batch_size
             else:

@@ -117,6 +117,15 @@ def note_on_earlier(checkpoint: CheckpointConfig) -> list[str]:
             for iteration in saved_iterations(Path(checkpoint.save))[-1:]]
 
 
+def total_iterations(config: RunConfig, progress: Progress) -> int:
+    """Return the length of a run in iterations, of which those that were made may have had another batch size."""
+    train = config.train
+    if train.train_samples is None:
+        return train_iterations(config)
+    left = max(train.train_samples - progress.passed_samples, 0)
+    return progress.iteration + -(-left // train.global_batch_size)
+
+
 class Session:
     """One run on this rank, from its first wait to its last record.
 
@@ -134,7 +143,7 @@ class Session:
 
     def __init__(self, config: RunConfig, grids: Grids) -> None:
         self._config = config
-        self.total_iterations = train_iterations(config)
+        self.total_iterations = total_iterations(config, Progress())
         # The rank whose loss is complete first, as in Megatron: last stage, first lane.
         self.is_logging_rank = grids.rank == grids.layout.language.rank_at(pp=-1)
         self.watchdog = open_watchdog(config.train.watchdog_timeout_s, grids, config.observe.run_dir,
@@ -180,6 +189,7 @@ class Session:
             self.saver = Saver(state, self.watchdog)
         notes = note_on_earlier(self._config.checkpoint)
         self.progress, lines = start(state, provider, data, self.watchdog)
+        self.total_iterations = total_iterations(self._config, self.progress)
         lines = [*notes, *lines]
         if self.saver is not None and state.source is not None and state.source.is_own:
             # The checkpoint exists already: a finished run that is started again has nothing to write.

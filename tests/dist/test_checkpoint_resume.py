@@ -557,3 +557,13 @@ def test_the_loop_goes_on(pool: WorkerPool, tmp_path: Path) -> None:
     done = pool.run(run_loop, (*flags, "--train-iters", "3", "--load", folder), 3, str(tmp_path / "third"),
                     world_size=3)
     assert done == [[], [], []], "nothing is left to do"
+
+
+def test_a_length_in_samples_stays_with_another_batch_size(pool: WorkerPool, tmp_path: Path) -> None:
+    flags = ("--layout", "colocated", "--train-iters", "none", "--save", str(tmp_path), "--load", str(tmp_path))
+    ends = []
+    for samples, batch in ((8, 4), (14, 2), (15, 2), (15, 4)):
+        more = ("--train-samples", str(samples), "--global-batch-size", str(batch))
+        records = pool.run(run_loop, (*flags, *more), 1, str(tmp_path / "run"), world_size=1)[0]
+        ends.append([(record.iteration, record.consumed_samples) for record in records])
+    assert ends == [[(1, 4), (2, 8)], [(3, 10), (4, 12), (5, 14)], [(6, 16)], []]

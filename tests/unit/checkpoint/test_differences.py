@@ -50,10 +50,16 @@ def test_the_weights_that_a_model_started_from_are_no_difference(path: str):
 
 
 def test_bad_samples_go_on_from_a_checkpoint_and_from_0_where_it_does_not_tell() -> None:
-    common = {"iteration": 5, "consumed_samples": 80, "skipped_iterations": 1, "bad_samples": 7}
-    assert Progress.of(common) == Progress(5, 80, 1, 7)
+    common = {"iteration": 5, "consumed_samples": 80, "skipped_iterations": 1, "bad_samples": 7, "passed_samples": 90}
+    assert Progress.of(common) == Progress(5, 80, 1, 7, 90)
     del common["bad_samples"]
-    assert Progress.of(common) == Progress(5, 80, 1, 0)
+    assert Progress.of(common) == Progress(5, 80, 1, 0, 90)
+
+
+def test_samples_of_all_iterations_follow_from_the_batch_size_where_a_checkpoint_does_not_tell() -> None:
+    common = {"iteration": 5, "consumed_samples": 80, "skipped_iterations": 1,
+              "config": "[train]\nglobal-batch-size = 20\n"}
+    assert Progress.of(common) == Progress(5, 80, 1, 0, 100)
 
 
 def test_imported_weights_are_of_no_run() -> None:
