@@ -25,7 +25,7 @@ from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.text import format_bytes
 from mimo.weights.configuration import compare_folder
 from mimo.weights.match import check_repeated, check_tensor, check_values, match_source, report
-from mimo.weights.rules import Rule, StoredTensor
+from mimo.weights.rules import Direct, Rule, StoredTensor
 from mimo.weights.safetensors_io import MAX_SHARD_BYTES, HfSource, Progress
 
 logger = logging.getLogger(__name__)
@@ -161,8 +161,11 @@ def _plan(source: HfSource, provider: ModelProvider, family_config: Any,
         # module's parameters have.
         sizes = {tuple(shape.shape) for shape in provider.parameter_shapes(family_config, module)}
         for tensor in tensors:
-            # If several rules make a parameter together, the provider lists the whole parameter.
-            shape = tensor.rule.tensor_shape(tensor.shape)
+            # If several rules make a parameter together, the provider lists the whole parameter. An expert in a tensor
+            # of all experts is a parameter of its own, and converted.
+            shape = tensor.shape
+            if isinstance(tensor.rule.convert, Direct):
+                shape = tensor.rule.tensor_shape(shape)
             # A tensor that stays float32 may be a buffer, which a provider does not list.
             if tensor.key.startswith(f"{module}.") and shape not in sizes and not tensor.rule.keep_fp32:
                 problems.append(f"shape: {', '.join(tensor.sources)} make {list(shape)} for {tensor.rule.megatron}; no "
@@ -180,7 +183,8 @@ def _uneven(tensors: list[ImportedTensor]) -> Iterator[str]:
     for tensor in tensors:
         # The module is a part of the name, because two modules may have tensors of the same name.
         place = f"{tensor.key.partition('.')[0]}.{tensor.rule.megatron}"
-        alike.setdefault(re.sub(r"\.\d+\.", ".N.", place), []).append(tensor)
+        # Other numbers, such as those of Qwen3-VL's mergers, are of parts with sizes of their own.
+        alike.setdefault(re.sub(r"\b(layers|experts)\.\d+\.", r"\1.N.", place), []).append(tensor)
     for group in alike.values():
         shapes = [tensor.shape for tensor in group]
         usual = max(shapes, key=shapes.count)

@@ -186,6 +186,13 @@ def test_a_folder_of_another_function_is_refused(pool: WorkerPool, saved: Saved,
     assert "--allow-difference norm-epsilon" in error and not (tmp_path / "save").exists()
 
 
+@pytest.mark.parametrize("name", fast_only(("qwen3-vl", "qwen3-vl-moe"), hf_families.MODELS))
+def test_what_is_imported_is_exported_as_it_was(pool: WorkerPool, saved: Saved, tmp_path: Path, name: str) -> None:
+    folder, _ = saved(name)
+    pool.run(hf_families.import_and_export, name, str(folder), str(folder), str(tmp_path / "save"), world_size=1)
+    assert_same_tensors(safetensors_of(tmp_path / "save" / "out"), safetensors_of(folder))
+
+
 @pytest.mark.parametrize(("name", "section", "changes"), [
     ("llama", "", {"": {"rms_norm_eps": 0.2, "rope_parameters": {**LLAMA3, "factor": 2.0, "rope_theta": 100.0}}}),
     ("clip-llama", "text_config", {"text_config": {"rms_norm_eps": 0.2, "rope_theta": 100.0},

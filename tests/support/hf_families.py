@@ -325,6 +325,16 @@ def import_error(rank: int, name: str, folder: str, source: str, save: str) -> s
     return ""
 
 
+def import_and_export(rank: int, name: str, folder: str, source: str, save: str) -> None:
+    """Import `source` as the model that is saved in `folder`, and export it with it as the base to `save`/out."""
+    from mimo.weights.export import ExportOptions, export_checkpoint
+    from mimo.weights.import_checkpoint import import_hf
+
+    config = equality.parse(list(flags_of(name, folder, ())))
+    model = model_provider(config.model.model_provider), config.model_family
+    export_checkpoint(import_hf(source, save, *model, torch.float32), f"{save}/out", *model, ExportOptions(source))
+
+
 def export(rank: int, name: str, folder: str, out: str, base: str = "") -> None:
     """Load a saved model on one process and export it; without a base, names and configuration are the provider's."""
     from mimo.weights.export import ExportOptions
