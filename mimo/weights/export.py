@@ -17,7 +17,7 @@ from mimo.checkpoint.reader import CheckpointTensors
 from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.weights.configuration import CONFIG_JSON, exported_configuration
 from mimo.weights.match import FLOAT_DTYPES, SHAPE_ERRORS, check_values, fitted, report
-from mimo.weights.rules import NamingScheme, Rule, StoredTensor, WeightMap, hf_shapes
+from mimo.weights.rules import NamingScheme, Rule, SeveralForms, StoredTensor, WeightMap, hf_shapes
 from mimo.weights.safetensors_io import (
     MAX_SHARD_BYTES,
     HfSource,
@@ -181,22 +181,24 @@ def plan_export(maps: Mapping[str, WeightMap], options: ExportOptions, out: Path
         lines += unfit
     report(f"{source} does not fit the model", lines)
     infos = [info for planned in rules.values() for info in infos_of(planned)]
-    return ExportPlan(options, base, configuration, rules, infos, _copied(base, maps, infos, options) if base else [])
+    planned = [one for of_module in rules.values() for one in of_module]
+    return ExportPlan(options, base, configuration, rules, infos, _copied(base, maps, planned, options) if base else [])
 
 
-def _copied(base: HfSource, maps: Mapping[str, WeightMap], infos: Sequence[TensorInfo],
+def _copied(base: HfSource, maps: Mapping[str, WeightMap], planned: Iterable[PlannedRule],
             options: ExportOptions) -> list[TensorInfo]:
     """Plan the copies from the base: its tensors that no rule makes and that a weight map ignores.
 
     Raises:
         ValueError: the base is another model, because it lacks tensors, has others, or has them in other shapes.
     """
-    written = {info.name: info for info in infos}
+    written = {info.name: (one.rule, info) for one in planned for info in one.infos}
     problems, copied = [], []
-    for name, info in written.items():
+    for name, (rule, info) in written.items():
+        forms = rule.convert.forms() if isinstance(rule.convert, SeveralForms) else ()
         if name not in base.tensors:
             problems.append(f"missing: {name} {list(info.shape)} of the model is not in the base")
-        elif base.tensors[name].shape != info.shape:
+        elif base.tensors[name].shape not in (info.shape, *map(rule.tensor_shape, forms)):
             problems.append(f"shape: {name} is {list(base.tensors[name].shape)} in the base, "
                             f"{list(info.shape)} in the model")
     ignored = [pattern for weight_map in maps.values() for pattern, _ in weight_map.ignored]

@@ -193,6 +193,18 @@ def test_what_is_imported_is_exported_as_it_was(pool: WorkerPool, saved: Saved, 
     assert_same_tensors(safetensors_of(tmp_path / "save" / "out"), safetensors_of(folder))
 
 
+def test_experts_as_transformers_saves_them_are_exported_as_published(pool: WorkerPool, saved: Saved,
+                                                                      tmp_path: Path) -> None:
+    name, stacked = "qwen3-vl-moe", ("experts.gate_up_proj", "experts.down_proj")
+    folder, _ = saved(name)
+    source = shutil.copytree(folder, tmp_path / "source")
+    published = safetensors_of(folder)
+    save_file({key: tensor.mT.contiguous() if key.endswith(stacked) else tensor for key, tensor in published.items()},
+              source / "model.safetensors", {"format": "pt"})
+    pool.run(hf_families.import_and_export, name, str(folder), str(source), str(tmp_path / "save"), world_size=1)
+    assert_same_tensors(safetensors_of(tmp_path / "save" / "out"), published)
+
+
 @pytest.mark.parametrize(("name", "section", "changes"), [
     ("llama", "", {"": {"rms_norm_eps": 0.2, "rope_parameters": {**LLAMA3, "factor": 2.0, "rope_theta": 100.0}}}),
     ("clip-llama", "text_config", {"text_config": {"rms_norm_eps": 0.2, "rope_theta": 100.0},
