@@ -114,6 +114,8 @@ class MultimodalDecoderConfig(DecoderConfig):
 def check_multimodal_decoder(config: MultimodalDecoderConfig, problems: Problems) -> None:
     """Note sizes of a decoder with positions of three axes that no layout can hold."""
     check_decoder(config, problems)
+    if problems.found:
+        return
     sections, half = config.mrope_section, config.head_dim // 2
     given = f"--mrope-section {' '.join(map(str, sections))}"
     if len(sections) != 3 or min(sections) < 0 or sum(sections) != half:

@@ -157,6 +157,7 @@ def test_values_that_the_model_cannot_reproduce_are_refused_by_key(family, secti
 
 
 @pytest.mark.parametrize(("family", "changes", "message"), [
+    (qwen2_5_vl, {"num_attention_heads": 0}, "--num-attention-heads 0 must be at least 1"),
     (qwen2_5_vl, {"mrope_section": (16, 24, 20)}, "--mrope-section 16 24 20: needs three numbers (time, row, column)"),
     (qwen2_5_vl, {"use_rope_scaling": True}, "--use-rope-scaling is not defined for positions of three axes"),
     (qwen2_5_vl, {"vision_window_size": 27}, "--vision-window-size 27 is smaller than a language token; it must be"),
