@@ -75,6 +75,8 @@ def check_radio(config: RadioConfig, problems: Problems) -> None:
                  "vision_num_layers", "vision_num_attention_heads", "vision_ffn_hidden_size", "vision_max_image_size",
                  "projector_hidden_size"):
         problems.positive(name, getattr(config, name))
+    for name in ("vision_norm_epsilon", "projector_norm_epsilon"):
+        problems.above_zero(name, getattr(config, name))
     if config.vision_num_channels != NUM_CHANNELS:
         problems.add(f"--vision-num-channels {config.vision_num_channels}: RADIO takes {NUM_CHANNELS} channels")
     if config.vision_class_token_len < 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mimo.config.checks import is_above
 from mimo.config.toml_file import flag_name
 from mimo.grid.layout import divisors
 
@@ -31,6 +32,21 @@ class Problems:
         """Note a size below 1."""
         if value < 1:
             self.add(f"{flag_name(name)} {value} must be at least 1")
+
+    def above_zero(self, name: str, value: float) -> None:
+        """Note a number that is not finite and above 0."""
+        if not is_above(value, 0):
+            self.add(f"{flag_name(name)} {value} is not a number above 0")
+
+    def least(self, name: str, value: float, least: float) -> None:
+        """Note a number that is below `least` or not a number."""
+        if not value >= least:
+            self.add(f"{flag_name(name)} {value} is below {least:g}")
+
+    def probability(self, name: str, value: float) -> None:
+        """Note a probability of dropping something that is not in [0, 1)."""
+        if not 0 <= value < 1:
+            self.add(f"{flag_name(name)} {value} is not in [0, 1)")
 
     def divides(self, name: str, value: int, by: str, divisor: int, *, hint: str = "", multiples: bool = False) -> None:
         """Note that `divisor` (of flag `by`) does not divide `value` (of flag `name`).

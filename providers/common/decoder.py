@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from mimo.config.checks import is_least
 from mimo.grid.spec import GridSpec
 from mimo.protocols import ParameterShape
 from providers.common.checks import Problems
@@ -111,6 +112,14 @@ class MultimodalDecoderConfig(DecoderConfig):
     """Rotary frequencies that follow time, row and column; they sum to half of the channels of a head."""
 
 
+def check_language(config: LanguageConfig, problems: Problems) -> None:
+    """Note numbers with which no language model can compute."""
+    problems.above_zero("norm_epsilon", config.norm_epsilon)
+    problems.least("moe_aux_loss_coeff", config.moe_aux_loss_coeff, 0)
+    for name in ("hidden_dropout", "attention_dropout"):
+        problems.probability(name, getattr(config, name))
+
+
 def check_multimodal_decoder(config: MultimodalDecoderConfig, problems: Problems) -> None:
     """Note sizes of a decoder with positions of three axes that no layout can hold."""
     check_decoder(config, problems)
@@ -130,11 +139,17 @@ def check_multimodal_decoder(config: MultimodalDecoderConfig, problems: Problems
 
 def check_decoder(config: DecoderConfig, problems: Problems) -> None:
     """Note decoder sizes that no layout can hold."""
+    check_language(config, problems)
     for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "make_vocab_size_divisible_by",
                  "max_position_embeddings"):
         problems.positive(name, getattr(config, name))
-    if config.use_rope_scaling and config.rope_scaling_factor < 1:
+    for name in ("num_query_groups", "kv_channels"):
+        problems.least(name, getattr(config, name), 0)
+    problems.above_zero("rotary_base", config.rotary_base)
+    if config.use_rope_scaling and not is_least(config.rope_scaling_factor, 1):
         problems.add(f"--rope-scaling-factor {config.rope_scaling_factor} must be at least 1")
+    if not config.use_rope_scaling and config.rope_scaling_factor != DecoderConfig.rope_scaling_factor:
+        problems.add(f"--rope-scaling-factor {config.rope_scaling_factor} needs --use-rope-scaling")
     problems.positive("moe_ffn_hidden_size" if config.num_experts else "ffn_hidden_size",
                       config.moe_ffn_hidden_size if config.num_experts else config.ffn_hidden_size)
     if problems.found:

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from mimo.config.toml_file import flag_name
 from mimo.grid.spec import GridSpec
 from mimo.protocols import LANGUAGE, MegatronSource, ParameterShape
 from providers.common.checks import NO_FACTOR, Problems
-from providers.common.decoder import LanguageConfig, check_groups_and_length
+from providers.common.decoder import LanguageConfig, check_groups_and_length, check_language
 
 MAMBA, ATTENTION, MOE, MLP = "M", "*", "E", "-"
 SYMBOLS = {MAMBA: "Mamba-2", ATTENTION: "attention", MOE: "mixture of experts", MLP: "dense MLP"}
@@ -143,9 +142,9 @@ def check_hybrid(config: HybridConfig, problems: Problems) -> None:
         names += ["num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"]
     for name in names:
         problems.positive(name, getattr(config, name))
-    for name in ("moe_latent_size", "moe_router_bias_update_rate", "moe_aux_loss_coeff", "mtp_loss_scaling_factor"):
-        if getattr(config, name) < 0:
-            problems.add(f"{flag_name(name)} {getattr(config, name)} is below 0")
+    check_language(config, problems)
+    for name in ("moe_latent_size", "moe_router_bias_update_rate", "mtp_loss_scaling_factor"):
+        problems.least(name, getattr(config, name), 0)
     if problems.found:
         return
     problems.divides("num_attention_heads", config.num_attention_heads, "num_query_groups", config.num_query_groups)

@@ -9,7 +9,7 @@ from mimo.config.toml_file import flag_name
 from mimo.grid.spec import GridSpec
 from mimo.protocols import ParameterShape
 from providers.common.checks import NO_FACTOR, Problems
-from providers.common.decoder import DecoderConfig, check_decoder_grid
+from providers.common.decoder import DecoderConfig, check_decoder_grid, check_language
 
 # Flags of other decoders that latent attention does not use.
 UNUSED = ("num_query_groups", "kv_channels", "add_qkv_bias", "use_rope_scaling", "rope_scaling_factor",
@@ -121,9 +121,11 @@ def check_latent(config: LatentDecoderConfig, problems: Problems) -> None:
                  "moe_shared_expert_intermediate_size", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
                  "v_head_dim", "moe_router_num_groups", "moe_router_group_topk"):
         problems.positive(name, getattr(config, name))
+    check_language(config, problems)
+    for name in ("rotary_base", "latent_norm_epsilon"):
+        problems.above_zero(name, getattr(config, name))
     for name in ("q_lora_rank", "moe_router_bias_update_rate", "ignored_mtp_layers"):
-        if getattr(config, name) < 0:
-            problems.add(f"{flag_name(name)} {getattr(config, name)} is below 0")
+        problems.least(name, getattr(config, name), 0)
     defaults = LatentDecoderConfig()
     for name in UNUSED:
         if getattr(config, name) != getattr(defaults, name):
@@ -137,8 +139,7 @@ def check_latent(config: LatentDecoderConfig, problems: Problems) -> None:
                      f"{config.num_layers} less one: some layer has experts")
     if config.rope_type == "yarn":
         problems.positive("original_max_position_embeddings", config.original_max_position_embeddings)
-        if config.rotary_scaling_factor < 1:
-            problems.add(f"--rotary-scaling-factor {config.rotary_scaling_factor} is below 1")
+        problems.least("rotary_scaling_factor", config.rotary_scaling_factor, 1)
     if not problems.found:
         _check_router(config, problems)
 

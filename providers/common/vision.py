@@ -108,8 +108,10 @@ def check_vision(config: VisionConfig, problems: Problems) -> None:
     for name in ("vision_image_size", "vision_patch_size", "vision_pixel_shuffle", "vision_num_channels",
                  "vision_hidden_size", "vision_num_layers", "vision_num_attention_heads", "vision_ffn_hidden_size"):
         problems.positive(name, getattr(config, name))
+    problems.above_zero("vision_norm_epsilon", config.vision_norm_epsilon)
     if config.vision_num_unused_layers < 0:
         problems.add(f"--vision-num-unused-layers {config.vision_num_unused_layers} must not be negative")
+    problems.least("projector_hidden_size", config.projector_hidden_size, 0)
     if problems.found:
         return
     check_side(config, "vision_image_size", config.vision_image_size, problems)

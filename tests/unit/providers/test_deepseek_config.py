@@ -113,6 +113,8 @@ def test_flags_that_config_json_cannot_hold_are_refused(change: dict[str, Any], 
 @pytest.mark.parametrize(("change", "grid", "seq_length", "message"), [
     ({"kv_lora_rank": 0}, {}, 64, "--kv-lora-rank 0 must be at least 1"),
     ({"q_lora_rank": -1}, {}, 64, "--q-lora-rank -1 is below 0"),
+    ({"latent_norm_epsilon": 0.0}, {}, 64, "--latent-norm-epsilon 0.0 is not a number above 0"),
+    ({"moe_aux_loss_coeff": -1e-4}, {}, 64, "--moe-aux-loss-coeff -0.0001 is below 0"),
     ({"num_query_groups": 2}, {}, 64, "--num-query-groups 2 has no effect in latent attention"),
     ({"qk_layernorm": False}, {}, 64, "--no-qk-layernorm"),
     ({"qk_pos_emb_head_dim": 7}, {}, 64, "--qk-pos-emb-head-dim 7 is odd"),

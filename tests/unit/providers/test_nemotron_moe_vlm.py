@@ -39,6 +39,7 @@ def test_the_20_layer_language_model_has_its_published_sizes() -> None:
 
 
 @pytest.mark.parametrize(("change", "grids", "message"), [
+    ({"hidden_dropout": 2.0}, layout(), "--hidden-dropout 2.0 is not in [0, 1)"),
     ({}, layout(pp=4), "--hybrid-layer-pattern MEM*-E has 6 layers, not divisible by --llm-pp 4; --llm-pp that fit: "
                        "1, 2, 3, 6"),
     ({}, layout(dp=3, ep=3), "--num-experts 8 is not divisible by --llm-ep 3"),

@@ -56,6 +56,7 @@ def test_an_image_may_be_longer_than_the_position_grid(size: tuple[int, int]) ->
 @pytest.mark.parametrize(("changes", "says"), [
     ({"vision_num_channels": 1}, "--vision-num-channels 1"),
     ({"vision_patch_size": 0}, "--vision-patch-size 0 must be at least 1"),
+    ({"vision_norm_epsilon": -1e-6}, "--vision-norm-epsilon -1e-06 is not a number above 0"),
     ({"vision_class_token_len": -1}, "--vision-class-token-len -1"),
     ({"vision_image_size": 500}, "--vision-image-size 500 is not divisible by --vision-patch-size 16"),
     ({"vision_image_size": 528}, "--vision-pixel-shuffle 2 does not divide the 33 patches"),
