@@ -27,6 +27,7 @@ if __name__ == "__main__":  # torchrun starts it as a file
 
 from mimo import registry
 from mimo.config.cli import parse, to_toml
+from mimo.config.optim import ScheduleConfig
 from mimo.config.trainer import CheckpointConfig, LayoutConfig, ObserveConfig, RunConfig
 from mimo.config.validate import num_layers as num_language_layers
 from mimo.config.validate import validate, validate_without_data
@@ -130,16 +131,15 @@ def _training(config: RunConfig, tp: int, dp: int, micro_batch_size: int, depth:
     train = replace(config.train, micro_batch_size=micro_batch_size, train_samples=None, train_iters=WARMUP + STEPS,
                     global_batch_size=micro_batch_size * dp * NUM_MICROBATCHES, eval_interval=0, eval_iters=0,
                     num_generations=0, device=device, dry_run=False, world_size=None, encoder_prefetch_depth=0)
-    schedule = replace(config.schedule, lr_decay_style="constant", lr_warmup_iters=0, lr_warmup_samples=0,
-                       lr_decay_iters=None, lr_decay_samples=None, lr_wsd_decay_iters=None, lr_wsd_decay_samples=None)
     # Graphs keep memory that the ratios do not know. Without them, times still show what the GPU needs, unless it waits
-    # for its host.
-    model = replace(config.model, cuda_graphs=False, recompute="none", recompute_modules="", recompute_num_layers=None,
-                    encoder_recompute="none", encoder_recompute_modules="")
+    # for its host. Every rank has all experts, so none of them exchange rows.
+    model = replace(config.model, cuda_graphs=False, moe_static_rows=False, recompute="none", recompute_modules="",
+                    recompute_num_layers=None, encoder_recompute="none", encoder_recompute_modules="")
     # Ratios refer to rows of --seq-length tokens.
     data = replace(config.data, row_lengths=1)
-    return replace(config, train=train, layout=layout, model=model, data=data, model_family=family, schedule=schedule,
-                   checkpoint=CheckpointConfig(), observe=ObserveConfig(progress=False, log_interval=WARMUP + STEPS))
+    return replace(config, train=train, layout=layout, model=model, data=data, model_family=family,
+                   schedule=ScheduleConfig(lr_decay_style="constant"), checkpoint=CheckpointConfig(),
+                   observe=ObserveConfig(progress=False, log_interval=WARMUP + STEPS))
 
 
 @dataclass
