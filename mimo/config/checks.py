@@ -14,6 +14,8 @@ from mimo.config.toml_file import flag_name
 
 # A week. Sockets, process groups and timers do not accept arbitrarily long timeouts.
 MAX_TIMEOUT_S = 604800.0
+# Generators take 64 bits, and those of parallel ranks add a little to the seed.
+MAX_SEED = 2**62
 
 
 def refuse(condition: bool, message: str) -> None:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import tyro
 
 from mimo import registry
-from mimo.config.checks import MAX_TIMEOUT_S, refuse, refuse_below
+from mimo.config.checks import MAX_SEED, MAX_TIMEOUT_S, refuse, refuse_below
 from mimo.config.optim import OptimConfig, ScheduleConfig
 from mimo.config.toml_file import field_name, flag_name
 from mimo.protocols import LANGUAGE, Fp8
@@ -537,7 +537,8 @@ class TrainConfig:
     def check(self) -> None:
         """Refuse values and combinations within this section. Raises ValueError."""
         refuse_below(self, {"seq_length": 1, "train_iters": 1, "train_samples": 1, "eval_interval": 0, "eval_iters": 0,
-                            "num_generations": 0})
+                            "num_generations": 0, "seed": 0})
+        refuse(self.seed > MAX_SEED, f"--seed {self.seed} is above {MAX_SEED}")
         refuse(not 0 < self.watchdog_timeout_s <= MAX_TIMEOUT_S,
                f"--watchdog-timeout-s {self.watchdog_timeout_s} is not above 0 and at most {MAX_TIMEOUT_S:g} (a week)")
         refuse(self.train_iters is not None and self.train_samples is not None,

@@ -222,8 +222,8 @@ def engine_options(config: RlRunConfig, folder: Path, replica: int = 0, gpus: Se
         num_nodes=flags.engine_nodes, enable_expert_parallel=flags.engine_ep,
         data_parallel_size=flags.engine_dp if flags.engine_share_experts else 1,
         data_parallel_rank=replica if flags.engine_share_experts else 0, max_model_len=config.train.seq_length,
-        # Replicas of one seed would draw the same numbers for different prompts.
-        max_num_seqs=flags.engine_max_num_seqs, seed=config.train.seed + replica,
+        # Replicas of one seed would draw the same numbers for different prompts. vLLM seeds NumPy, which takes 32 bits.
+        max_num_seqs=flags.engine_max_num_seqs, seed=(config.train.seed + replica) % 2**32,
         extra=arguments, environment=environment)
 
 

@@ -60,6 +60,8 @@ def test_a_run_that_makes_sense_passes(flags):
     (f"{ITERS} --eval-iters -1", "--eval-iters -1 is below 0"),
     (f"{ITERS} --eval-interval 5", "--eval-interval 5 with --eval-iters 0"),
     (f"{ITERS} --num-generations -1", "--num-generations -1 is below 0"),
+    (f"{ITERS} --seed -1", "--seed -1 is below 0"),
+    (f"{ITERS} --seed {2**64}", f"--seed {2**64} is above {2**62}"),
     (f"{ITERS} --watchdog-timeout-s 0", "--watchdog-timeout-s 0.0"),
     (f"{ITERS} --watchdog-timeout-s inf", "--watchdog-timeout-s inf is not above 0 and at most 604800"),
     (f"{ITERS} --world-size 8", "--world-size 8 is for --dry-run; this run has 2 ranks"),

@@ -196,6 +196,7 @@ def test_the_engine_samples_from_what_it_reports(monkeypatch):
     assert (options.data_parallel_size, options.data_parallel_rank) == (1, 0)
     shared = engine_options(parsed("--engine-dp", "3", "--engine-share-experts"), Path("folder"), 2)
     assert (shared.data_parallel_size, shared.data_parallel_rank) == (3, 2)
+    assert engine_options(parsed("--seed", str(2**32)), Path("folder"), 2).seed == 2, "vLLM could not seed NumPy"
 
 
 def test_an_engine_is_none_of_the_launchers_workers(monkeypatch):
