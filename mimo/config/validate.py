@@ -414,6 +414,8 @@ def _check_schedule(config: RunConfig) -> None:
     decay, wsd_decay = getattr(schedule, f"lr_decay_{unit}"), getattr(schedule, f"lr_wsd_decay_{unit}")
     if style == "constant" and decay is not None:
         raise ValueError(f"--lr-decay-{unit} {decay} with --lr-decay-style constant, which does not decay")
+    refuse(style == "constant" and config.optim.min_lr > 0,
+           f"--min-lr {config.optim.min_lr} with --lr-decay-style constant, which does not decay; leave one out")
     if style == "WSD":
         refuse(wsd_decay is None, f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of its final decay")
     else:

@@ -131,6 +131,7 @@ def _training(config: RunConfig, tp: int, dp: int, micro_batch_size: int, depth:
     train = replace(config.train, micro_batch_size=micro_batch_size, train_samples=None, train_iters=WARMUP + STEPS,
                     global_batch_size=micro_batch_size * dp * NUM_MICROBATCHES, eval_interval=0, eval_iters=0,
                     num_generations=0, device=device, dry_run=False, world_size=None, encoder_prefetch_depth=0)
+    optim = replace(config.optim, min_lr=0.0)
     # Graphs keep memory that the ratios do not know. Without them, times still show what the GPU needs, unless it waits
     # for its host. Every rank has all experts, so none of them exchange rows.
     model = replace(config.model, cuda_graphs=False, moe_static_rows=False, recompute="none", recompute_modules="",
@@ -138,7 +139,7 @@ def _training(config: RunConfig, tp: int, dp: int, micro_batch_size: int, depth:
     # Ratios refer to rows of --seq-length tokens.
     data = replace(config.data, row_lengths=1)
     return replace(config, train=train, layout=layout, model=model, data=data, model_family=family,
-                   schedule=ScheduleConfig(lr_decay_style="constant"), checkpoint=CheckpointConfig(),
+                   optim=optim, schedule=ScheduleConfig(lr_decay_style="constant"), checkpoint=CheckpointConfig(),
                    observe=ObserveConfig(progress=False, log_interval=WARMUP + STEPS))
 
 

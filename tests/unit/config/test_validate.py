@@ -172,6 +172,7 @@ def test_a_run_that_makes_sense_passes(flags):
     (f"{ITERS} --lr-wsd-decay-iters 2", "--lr-wsd-decay-iters 2 needs --lr-decay-style WSD, it is cosine"),
     (f"{ITERS} --lr-wsd-decay-style linear", "--lr-wsd-decay-style linear needs --lr-decay-style WSD"),
     (f"{ITERS} --lr-decay-style constant --lr-decay-iters 5", "--lr-decay-iters 5 with --lr-decay-style constant"),
+    (f"{ITERS} --lr-decay-style constant --min-lr 1e-5", "--min-lr 1e-05 with --lr-decay-style constant"),
     (f"{ITERS} --lr-warmup-iters 10", "--lr-warmup-iters 10 is not shorter than the run, --train-iters 10"),
     (f"{SAMPLES} --lr-warmup-samples 99", "--lr-warmup-samples 99 is not shorter than the run, --train-samples 80"),
     (f"{ITERS} --lr-warmup-iters 6 --lr-decay-iters 5", "--lr-warmup-iters 6 is not shorter than --lr-decay-iters 5"),

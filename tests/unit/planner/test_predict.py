@@ -272,7 +272,7 @@ def test_a_run_with_recomputation_of_its_own_still_gets_a_budget_for_images(give
     ("deepseek_v3", {4, 8}, {1, 2, 4, 8}, {1, 2}),
     ("causal_lm --hidden-size 896 --num-attention-heads 14 --num-query-groups 2", {2, 6}, {1, 2}, {1, 2}),
     ("causal_lm --mock-packed-length 512", {2, 6}, {1, 2, 4, 8}, {1}),
-    ("causal_lm --train-iters 10 --lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-wsd-decay-style minus_sqrt",
+    ("causal_lm --min-lr 1e-5 --train-iters 9 --lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-wsd-decay-style linear",
      {2, 6}, {1, 2, 4, 8}, {1, 2}),
     ("causal_lm --num-experts 8 --llm-dp 8 --llm-ep 8 --moe-static-rows --moe-token-dispatcher-type allgather",
      {2, 6}, {1, 2, 4, 8}, {1, 2}),
