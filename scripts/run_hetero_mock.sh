@@ -16,9 +16,9 @@ has an even size, and data parallel otherwise. Experts are split over the whole 
 
   --encoder-dp 4 --llm-tp 2 --llm-dp 2 --sequence-parallel, and --llm-ep 4 for a mixture of experts
 
-A text model takes all processes, and with --layout colocated both modules do. The flags are printed before the start;
-those of the trainer given here come after them and win. A model's flags:
-  python train_hetero.py --model-provider NAME --help"
+A text model takes all processes, and with --layout colocated or homogeneous both modules do. The flags are printed
+before the start; those of the trainer given here come after them and win. A model's flags:
+  python train_hetero.py --model-provider NAME --help all"
 nproc=8
 dry_run=
 flags=()
@@ -76,7 +76,7 @@ if not text_only and config.layout.layout == "disjoint":
 tp = 1 if ranks % 2 else 2
 flags = ["--llm-tp", tp, "--llm-dp", ranks // tp]
 micro_batch_size = 1
-if not text_only:
+if not text_only and config.layout.layout != "homogeneous":
     flags += ["--encoder-dp", ranks]
     micro_batch_size = tp  # each encoder rank has a sample of its lane
 if tp > 1:

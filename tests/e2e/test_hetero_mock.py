@@ -45,6 +45,8 @@ def run_mock(checkout: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     (["--nproc", "6", "--model-provider", "mock", "--seq-length=64"],
      ["layout disjoint, 6 ranks, 3 lanes", "language    3-5   1   1   3 "]),
     (["--nproc=4", "--model-provider", "mock", "--layout", "colocated"], ["layout colocated, 4 ranks, 2 lanes"]),
+    (["--nproc=4", "--model-provider", "mock", "--layout", "homogeneous"],
+     ["layout homogeneous, 4 ranks, 2 lanes", "vision      0-3   2   1   2 "]),
     (["--nproc", "4", "--model-provider", "causal_lm"], ["layout disjoint, 4 ranks, 2 lanes", "language    0-3   2 "]),
     (["--model-provider", "mock", "--llm-tp", "1", "--llm-dp", "4", "--no-sequence-parallel"],
      ["layout disjoint, 8 ranks, 4 lanes", "language    4-7   1   1   4 "]),
