@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
+from mimo import registry
 from mimo.commands.flags import PlanFlags
 from mimo.config.checks import refuse, refuse_below
 from mimo.config.cli import parse, to_toml
@@ -20,7 +21,7 @@ from mimo.planner.candidates import HOMOGENEOUS, TEXT, USABLE, Candidate, Search
 from mimo.planner.costs import GPUS, HOST_BOUND_SHARE, Costs, Profile, check_supported
 from mimo.planner.measure import measure, model_name
 from mimo.planner.workload import SampleSize, draw_samples
-from mimo.protocols import LANGUAGE
+from mimo.protocols import LANGUAGE, SizesProvider
 from mimo.text import counted, table
 
 # Predicted step times that differ by less are not told apart.
@@ -88,7 +89,14 @@ def _config(flags: PlanFlags, run_flags: list[str]) -> RunConfig:
            f"--profile {flags.profile} and --measure {flags.measure}: give one of them")
     refuse(flags.gpu_memory_gib is not None and not flags.gpu_memory_gib > 0,
            f"--gpu-memory-gib {flags.gpu_memory_gib} is not above 0")
+    for name, path in (("--out", flags.out), ("--measure", flags.measure)):
+        folder = Path(path).absolute().parent
+        refuse(bool(path) and not folder.is_dir(), f"{name} {path}: there is no folder {folder}")
     config = parse(run_flags)
+    refuse_below(config.train, {"micro_batch_size": 1, "global_batch_size": 1})
+    provider = registry.model_provider(config.model.model_provider)
+    if isinstance(provider, SizesProvider):
+        provider.validate_sizes(config.model_family)
     check_supported(config)
     # The run has no length here, and its own layout need not fit the number of GPUs.
     return replace(config, train=replace(config.train, dry_run=True, world_size=None))

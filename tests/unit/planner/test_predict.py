@@ -696,6 +696,20 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         assert message in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("flags", "message"), [
+    ("--vision-patch-size 0", "--vision-patch-size 0 must be at least 1"),
+    ("--num-attention-heads 0", "--num-attention-heads 0 must be at least 1"),
+    ("--micro-batch-size 0", "--micro-batch-size 0 is below 1"),
+    ("--global-batch-size 0", "--global-batch-size 0 is below 1"),
+    ("--out nowhere/plan.json", "--out nowhere/plan.json: there is no folder"),
+    ("--measure nowhere/costs.json", "--measure nowhere/costs.json: there is no folder"),
+])
+def test_a_plan_is_refused_before_it_is_made(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["--model-provider", "llava", "--dataset-provider", "mock"]
+    assert main(["plan", "--gpus", "2", *run, *flags.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_the_plan_of_a_run_says_how_much_memory_it_takes() -> None:
     def line(flags: str) -> str:
         config = config_of(flags, "10b-even")
