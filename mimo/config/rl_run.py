@@ -193,7 +193,10 @@ def validate_rl(config: RlRunConfig, world_size: int, rank: int = 0) -> Layout:
     config.rl.check()
     config.rollout.check()
     flags = config.rollout
-    refuse(flags.engine_placement == "colocated" and bool(flags.ray_address) and flags.num_engine_workers > world_size,
+    # On CPUs, an engine that Ray does not start may have any number of workers.
+    on_gpus = config.train.device == "cuda" or (config.train.dry_run and config.train.device == "auto")
+    refuse(flags.engine_placement == "colocated" and (on_gpus or bool(flags.ray_address))
+           and flags.num_engine_workers > world_size,
            f"--engine-placement colocated: {flags.sizes} need {counted(flags.num_engine_workers, 'trainer rank')}, one "
            f"for each worker, and the run has {world_size}")
     _check_batch(config)
@@ -216,17 +219,27 @@ def _check_engine_model(config: RlRunConfig) -> None:
         provider.check_processor(config.model_family)
     check_engine_tiles(config, provider)
     described = provider.hf_config(config.model_family)
-    if config.rollout.engine_share_experts:
-        decoder = described.get("llm_config", described.get("text_config", described))
-        # Configurations of Nemotron-H have a number of experts even if their pattern has no layer of experts (E).
-        has_experts = "E" in decoder.get("hybrid_override_pattern", "E") and any(
-            decoder.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-        refuse(not has_experts, f"--engine-share-experts with --model-provider {name}: this model has no experts; "
-               "leave it out, and the replicas run independently of each other")
+    _check_engine_sizes(config.rollout, name, described.get("llm_config", described.get("text_config", described)))
     depths = described.get("num_nextn_predict_layers")
     refuse(bool(depths), f"--model-provider {name}: its configuration has num_nextn_predict_layers {depths}, layers "
            "of multi-token prediction, which would get no gradient here; give --hf-config a copy of the config.json "
            "with num_nextn_predict_layers 0, and loading skips their weights")
+
+
+def _check_engine_sizes(flags: RolloutConfig, name: str, decoder: Mapping[str, Any]) -> None:
+    """Refuse what vLLM would refuse when it starts, for the decoder's part of a model's config.json."""
+    # Configurations of Nemotron-H have a number of experts even if their pattern has no layer of experts (E).
+    has_experts = "E" in decoder.get("hybrid_override_pattern", "E") and any(
+        decoder.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    refuse(flags.engine_share_experts and not has_experts, f"--engine-share-experts with --model-provider {name}: this "
+           "model has no experts; leave it out, and the replicas run independently of each other")
+    refuse(flags.engine_ep and not has_experts,
+           f"--engine-ep with --model-provider {name}: this model has no experts; leave it out")
+    tp = flags.engine_tp
+    heads, groups = (decoder.get(key, tp) for key in ("num_attention_heads", "num_key_value_heads"))
+    refuse(heads % tp != 0, f"--engine-tp {tp} does not divide --num-attention-heads {heads}")
+    refuse(bool(groups % tp and tp % groups), f"--engine-tp {tp} and --num-query-groups {groups}: one must divide the "
+           "other")
 
 
 def _check_batch(config: RlRunConfig) -> None:

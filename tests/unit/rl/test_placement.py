@@ -99,8 +99,8 @@ def test_colocated_replicas_fill_one_host_after_the_other(flags, num_ranks, plac
 
 
 def test_colocated_replicas_that_do_not_fit_are_refused_before_the_start(host: pytest.MonkeyPatch) -> None:
-    config = parsed(*"--engine-placement colocated --ray-address auto --engine-tp 4 --llm-dp 6".split(),
-                    "--global-batch-size", "24")
+    config = parsed(*"--engine-placement colocated --ray-address auto --engine-tp 4 --num-attention-heads 4".split(),
+                    "--llm-dp", "6", "--global-batch-size", "24")
     host.setenv("WORLD_SIZE", "6")
     with pytest.raises(ValueError, match="needs 4 trainer ranks on one host; there is room for 0 on 3 hosts with 2 ra"):
         check_placement(config, 0)
