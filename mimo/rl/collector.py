@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mimo.checkpoint.paths import SHARED_STREAM
@@ -16,6 +15,7 @@ from mimo.observability.trackers import Generation
 from mimo.refit.options import RefitReport
 from mimo.refit.rendezvous import RefitError
 from mimo.refit.sender import WeightSender
+from mimo.rl.images import as_request
 from mimo.rl.offload import Devices
 from mimo.rl.rollouts import Answers, Rollouts, RolloutSource, rollout_metrics
 from mimo.rollout.engine import Rollout
@@ -37,13 +37,14 @@ class Pending:
     """Answers that were drawn and not trained on yet, as plain data for a checkpoint.
 
     Attributes:
-        prompts: token ids of each prompt, beginning with the next one to train on.
+        asked: digest of what the engine was asked for each prompt, beginning with the next one to train on; see
+            `mimo.rl.images.request_digest`.
         answers: the engine's answers to each prompt.
         version: policy version that drew them.
         seconds: how long the engine took.
     """
 
-    prompts: list[tuple[int, ...]]
+    asked: list[str]
     answers: list[list[Rollout]]
     version: str
     seconds: float
@@ -79,8 +80,9 @@ class PromptCursor:
         if found is not None and found["pending"] is not None:
             answers = [[Rollout(tuple(each["token_ids"]), tuple(each["logprobs"]), each["version"],
                                 each["finish_reason"]) for each in group] for group in found["pending"]["answers"]]
-            prompts = [tuple(token_ids) for token_ids in found["pending"]["prompts"]]
-            self.pending = Pending(prompts, answers, found["pending"]["version"], found["pending"]["seconds"])
+            # Checkpoints of older versions have no digests, so that the answers are drawn anew.
+            asked = list(found["pending"].get("asked", ()))
+            self.pending = Pending(asked, answers, found["pending"]["version"], found["pending"]["seconds"])
 
 
 class Collector:
@@ -113,7 +115,8 @@ class Collector:
         self._follower_limit_s = self._engine_limit_s + config.train.watchdog_timeout_s + WATCHDOG_MARGIN_S
         self._num_refits = 0
         self._version: int | None = None
-        self._prefetched: Future[Answers] | None = None
+        self._prefetched: Future[tuple[Answers, Pending]] | None = None
+        self._drained: Answers | None = None
 
     def collect(self, iteration: int, num_shown: int = 0) -> Rollouts:
         """Collect the completions to train on after `iteration` updates, on every rank.
@@ -159,7 +162,12 @@ class Collector:
         source = self.source
         if source is None:
             return
-        ask = partial(source.ask, self.cursor.first, self.config.prompts_per_step, str(self._version))
+        first, count, version = self.cursor.first, self.config.prompts_per_step, str(self._version)
+
+        def ask() -> tuple[Answers, Pending]:
+            answers = source.ask(first, count, version)
+            return answers, Pending(source.digests(answers.requests), answers.answers, version, answers.seconds)
+
         self._prefetched = on_daemon_thread(ask, "rollouts")
 
     def drain(self, iteration: int) -> None:
@@ -172,10 +180,8 @@ class Collector:
         with self.watchdog.waiting_up_to(self._engine_limit_s, "completions drawn beside the update",
                                          version=self._version):
             if self._prefetched is not None:
-                answers = self._prefetched.result()
+                self._drained, self.cursor.pending = self._prefetched.result()
                 self._prefetched = None
-                asked = [prompt.token_ids for prompt in answers.prompts]
-                self.cursor.pending = Pending(asked, answers.answers, answers.version, answers.seconds)
             broadcast_object(self.grids, None)
         self.waited_s += time.perf_counter() - began
         self.refit(iteration)
@@ -264,17 +270,18 @@ class Collector:
             self._version = None
 
     def _prefetched_answers(self) -> Answers | None:
-        """Return the answers that were prefetched for this iteration, if they are what the flags ask for now.
+        """Return the answers that were prefetched for this iteration, if they are what the run asks for now.
 
-        A resumed run may have other prompts, or another number of completions, than the one that drew them.
+        A resumed run may have other prompts, images or sampling than the one that drew them. Answers are scored by
+        the reward and the ground truth of now, so those may have changed.
         """
+        drained, self._drained = self._drained, None
         pending, first, count = self.cursor.pending, self.cursor.first, self.config.prompts_per_step
-        if self.source is None or pending is None or self.config.rollout.rollout_mode == "sync":
-            return None
+        if drained is not None or self.source is None or pending is None or (
+                self.config.rollout.rollout_mode == "sync"):
+            return drained
         prompts = tuple(self.source.prompts.prompt(index) for index in range(first, first + count))
-        # Comparing names is not enough: a prompt has the same name whatever the seed.
-        if pending.prompts != [prompt.token_ids for prompt in prompts] or any(
-                len(group) != self.config.rl.completions_per_prompt for group in pending.answers):
+        requests = [as_request(prompt) for prompt in prompts]
+        if pending.asked != self.source.digests(requests):
             return None
-        return Answers(first=first, prompts=prompts, answers=pending.answers, version=pending.version,
-                       seconds=pending.seconds)
+        return Answers(first, prompts, requests, pending.answers, pending.version, pending.seconds)

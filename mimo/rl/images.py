@@ -6,8 +6,9 @@ index. Only encoder windows send them: the reader of a lane builds those of its 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from mimo.visual import Normalisation, multimodal_positions
 
 if TYPE_CHECKING:
     from mimo.rl.rollouts import Completion
+    from mimo.rollout.engine import Sampling
 
 
 def as_request(prompt: Prompt, tail: Sequence[int] = ()) -> dict[str, Any]:
@@ -68,6 +70,21 @@ def as_request(prompt: Prompt, tail: Sequence[int] = ()) -> dict[str, Any]:
         first = last
     request["multi_modal_data"] = ({"image": images} if images else {}) | ({"video": videos} if videos else {})
     return request
+
+
+def request_digest(request: Mapping[str, Any], sampling: Sampling) -> str:
+    """Return a digest of all that the completions of a request depend on, besides the weights and the seed.
+
+    `request` is one of `as_request`. Its pixels count.
+    """
+    media = request.get("multi_modal_data", {})
+    arrays: list[tuple[np.ndarray, Any]] = [(np.asarray(image), "image") for image in media.get("image", ())]
+    arrays += media.get("video", ())
+    digest = hashlib.sha256(repr((list(request["prompt_token_ids"]), sampling)).encode())
+    for array, about in arrays:
+        digest.update(repr((array.shape, about)).encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
 
 
 def reduced(picture: np.ndarray) -> np.ndarray:

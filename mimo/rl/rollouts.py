@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from mimo.config.rl_run import RlRunConfig
 from mimo.observability.trackers import MAX_IMAGES, Answer, Generation
 from mimo.protocols import ImageSize
-from mimo.rl.images import ImageTokens, as_request, reduced
+from mimo.rl.images import ImageTokens, as_request, reduced, request_digest
 from mimo.rl.prompts import FinitePromptSet, Prompt, PromptSet, Reward, VideoPromptSet
 from mimo.rollout.engine import Rollout, Sampling
 from mimo.rollout.replicas import RolloutClient
@@ -88,6 +89,7 @@ class Answers:
     Attributes:
         first: index of the first prompt in the data set; the others follow it.
         prompts: the prompts that the engine was given.
+        requests: the form in which it was given them, see `mimo.rl.images.as_request`.
         answers: its answers to each prompt.
         version: policy version that drew them.
         seconds: how long it took.
@@ -95,6 +97,7 @@ class Answers:
 
     first: int
     prompts: tuple[Prompt, ...]
+    requests: Sequence[Mapping[str, Any]]
     answers: list[list[Rollout]]
     version: str
     seconds: float
@@ -150,7 +153,8 @@ class RolloutSource:
             lengths.append(length)
         began = time.perf_counter()
         seeds = () if self.seed is None else [draw_seed(self.seed, first + place) for place in range(count)]
-        answers = self.engine.generate([as_request(prompt) for prompt in prompts], self.sampling, seeds)
+        requests = [as_request(prompt) for prompt in prompts]
+        answers = self.engine.generate(requests, self.sampling, seeds)
         seconds = time.perf_counter() - began
         check_answers(prompts, answers, self.sampling, version)
         for prompt, length, group in zip(prompts, lengths, answers, strict=True):
@@ -162,7 +166,11 @@ class RolloutSource:
                     raise ValueError(f"the engine made {answer.prompt_length} tokens of prompt {prompt.key}, the "
                                      f"trainer makes {length}: the two process its {counted(count, 'image')}{videos} "
                                      "differently")
-        return Answers(first, prompts, answers, version, seconds)
+        return Answers(first, prompts, requests, answers, version, seconds)
+
+    def digests(self, requests: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return a digest of each request and of the way in which it is completed."""
+        return [request_digest(request, self.sampling) for request in requests]
 
     def score(self, asked: Answers, num_shown: int = 0) -> Rollouts:
         """Score the answers, and add `num_shown` of the prompts with their completions as text.

@@ -2,51 +2,106 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from mimo.model.build import OPTIMIZER, WEIGHTS
-from mimo.rl.collector import Collector, Pending, PromptCursor
+from mimo.rl.collector import Collector, PromptCursor
+from mimo.rl.images import ImageTokens
 from mimo.rl.offload import Devices, what_leaves
 from mimo.rl.prompts import Prompt
-from mimo.rollout.engine import Rollout
+from mimo.rl.rollouts import RolloutSource
+from mimo.rollout.engine import Rollout, Sampling
 from mimo.watchdog.watchdog import Watchdog
 
 GROUP = [Rollout((7, 2), (-0.5, -0.1), "3", "stop"), Rollout((8, 9), (-1.0, -2.0), "3", "length")]
 
 
-def prompt(index, seed=0):
-    return Prompt(f"p{index}", "?", (10 + seed, index), "truth", {})
+class Prompts:
+    end_token_id, pad_token_id = 2, 0
+
+    def __init__(self, seed=0, level=7, truth="truth"):
+        self.seed, self.level, self.truth = seed, level, truth
+
+    def prompt(self, index):
+        picture = np.full((4, 4, 3), self.level, np.uint8)
+        return Prompt(f"p{index}", "?", (10 + self.seed, index, 12), self.truth, {}, ((4, 4),), lambda: [picture])
+
+    def decode(self, token_ids):
+        return " ".join(map(str, token_ids))
 
 
-def collector(cursor, mode="one-step-off", completions=2, seed=0):
+class Engine:
+    def __init__(self):
+        self.asked = []
+
+    def generate(self, requests, sampling, seeds=()):
+        self.asked.append(len(requests))
+        return [[*GROUP] for _ in requests]
+
+
+def collector(cursor, mode="one-step-off", prompts=None, **sampling):
     made = Collector.__new__(Collector)
-    made.cursor = cursor
+    made.cursor, made.watchdog, made.grids = cursor, Watchdog(0, "rank 0"), None
     made.config = SimpleNamespace(prompts_per_step=2,
-                                  rollout=SimpleNamespace(rollout_mode=mode, rollout_timeout_s=60.0),
-                                  rl=SimpleNamespace(completions_per_prompt=completions))
-    made.source = SimpleNamespace(prompts=SimpleNamespace(prompt=lambda index: prompt(index, seed)))
+                                  rollout=SimpleNamespace(rollout_mode=mode, rollout_timeout_s=60.0))
+    images = ImageTokens({"vision": 12}, lambda module, height, width: 1, 3)
+    made.source = RolloutSource(Engine(), prompts or Prompts(), lambda _, __, truth, ___: float(truth == "truth"),
+                                "own", replace(Sampling(max_tokens=4, n=2), **sampling), 10, lambda: None,
+                                images=images)
+    made._version, made._engine_limit_s, made.waited_s = 3, 60.0, 0.0
+    made._drained = made._prefetched = None
     return made
 
 
-def restored():
-    before = PromptCursor(4, Pending([prompt(4).token_ids, prompt(5).token_ids], [GROUP, GROUP], "3", 1.5))
+@pytest.fixture
+def drained(monkeypatch):
+    """A collector whose engine has answered the prompts of the next iteration."""
+    monkeypatch.setattr("mimo.rl.collector.broadcast_object", lambda _, value: value)
+    made = collector(PromptCursor(4))
+    made.refit = lambda iteration: None
+    made.prefetch()
+    made.drain(4)
+    made.watchdog.close()
+    return made
+
+
+@pytest.fixture
+def restored(drained):
     after = PromptCursor()
-    after.load_state_dict(before.streams(is_first_rank=True))
-    assert after == before
+    after.load_state_dict(drained.cursor.streams(is_first_rank=True))
+    assert after == drained.cursor and after.pending is not None
     return after
 
 
-def test_answers_of_a_checkpoint_are_those_that_were_drawn():
-    drawn = collector(restored())._prefetched_answers()
-    assert (drawn.first, drawn.version, drawn.seconds, drawn.answers) == (4, "3", 1.5, [GROUP, GROUP])
-    assert [each.key for each in drawn.prompts] == ["p4", "p5"]
+def test_answers_that_were_drawn_ahead_are_taken_once(drained):
+    ahead = drained._prefetched_answers()
+    assert (ahead.first, ahead.version, ahead.answers) == (4, "3", [GROUP, GROUP])
+    drained.cursor = PromptCursor(6)
+    assert drained._prefetched_answers() is None and drained.source.engine.asked == [2]
 
 
-@pytest.mark.parametrize("changed", [{"mode": "sync"}, {"completions": 4}, {"seed": 1}])
-def test_answers_to_other_questions_are_drawn_anew(changed):
-    assert collector(restored(), **changed)._prefetched_answers() is None
+def test_answers_of_a_checkpoint_are_those_that_were_drawn(drained, restored):
+    resumed = collector(restored)
+    drawn = resumed._prefetched_answers()
+    assert (drawn.first, drawn.version, drawn.seconds) == (4, "3", restored.pending.seconds)
+    assert drawn.answers == [GROUP, GROUP] and [each.key for each in drawn.prompts] == ["p4", "p5"]
+    assert resumed.source.score(drawn).completions == drained.source.score(drained._prefetched_answers()).completions
+
+
+@pytest.mark.parametrize("changed", [
+    {"mode": "sync"}, {"n": 4}, {"temperature": 0.5}, {"top_p": 0.9}, {"max_tokens": 3},
+    {"prompts": Prompts(seed=1)}, {"prompts": Prompts(level=8)}])
+def test_answers_to_other_questions_are_drawn_anew(restored, changed):
+    assert collector(restored, **changed)._prefetched_answers() is None
+
+
+def test_answers_of_a_checkpoint_are_scored_by_the_ground_truth_of_now(restored):
+    resumed = collector(restored, prompts=Prompts(truth="another"))
+    assert {each.reward for each in resumed.source.score(resumed._prefetched_answers()).completions} == {0.0}
 
 
 class DevicesOfASleepingEngine(Devices):
@@ -67,9 +122,9 @@ def test_only_an_engine_that_lost_its_weights_gets_them_again(devices, version):
     assert made._version == version, "the version that `refit` need not send again"
 
 
-def test_other_ranks_know_the_place_alone():
+def test_other_ranks_know_the_place_alone(restored):
     after = PromptCursor()
-    after.load_state_dict(PromptCursor(4, restored().pending).streams(is_first_rank=False))
+    after.load_state_dict(PromptCursor(4, restored.pending).streams(is_first_rank=False))
     assert after == PromptCursor(4)
 
 
