@@ -59,6 +59,7 @@ class Gsm8k:
 
     Attributes:
         end_token_id: ends a completion.
+        end_token_ids: all tokens that do: the one that the chat template writes after an answer, and the tokenizer's.
         pad_token_id: fills rows.
         problems: all problems in the order of the files, including those that are left out.
     """
@@ -83,14 +84,16 @@ class Gsm8k:
             raise ValueError(f"--tokenizer {config.tokenizer} has no token that ends a text (eos_token)")
         if config.gsm8k_format == "chat" and not self._tokenizer.chat_template:
             raise ValueError(f"--tokenizer {config.tokenizer} has no chat template; give --gsm8k-format plain")
-        self.end_token_id: int = self._tokenizer.eos_token_id
-        padding = self._tokenizer.pad_token_id
-        self.pad_token_id: int = self.end_token_id if padding is None else padding
+        self.end_token_ids: tuple[int, ...] = (self._tokenizer.eos_token_id,)
         if config.gsm8k_format == "chat":
             from data.chat_template import ChatTemplate
 
             self._template = ChatTemplate(f"--tokenizer {config.tokenizer}", str(self._tokenizer.get_chat_template()),
                                           self._tokenizer)
+            self.end_token_ids = tuple(dict.fromkeys((*self._end_of_turn(), *self.end_token_ids)))
+        self.end_token_id = self.end_token_ids[0]
+        padding = self._tokenizer.pad_token_id
+        self.pad_token_id: int = self._tokenizer.eos_token_id if padding is None else padding
         self.prompt(0)  # so that a template that refuses it raises its error now
 
     @property
@@ -112,7 +115,7 @@ class Gsm8k:
         else:
             text = f"Question: {said}\nAnswer:"
             ids = self._tokenizer(text)["input_ids"]
-            if ids and ids[-1] == self.end_token_id:
+            if ids and ids[-1] == self._tokenizer.eos_token_id:
                 ids = ids[:-1]
         if not ids:
             raise ValueError(f"--tokenizer {self._config.tokenizer} makes no tokens of {text!r}; does the folder have "
@@ -125,6 +128,21 @@ class Gsm8k:
 
     def _key(self, number: int) -> str:
         return f"gsm8k/{self._split}/{number:06d}"
+
+    def _end_of_turn(self) -> list[int]:
+        """Return the token that the template writes after an answer, as a list; empty if it writes none.
+
+        Base models have a template whose end of a turn is not the tokenizer's end of a text.
+        """
+        turns = [self._template.message("user", "one"), self._template.message("assistant", "two")]
+        try:
+            text, _ = self._template.render(turns)
+        except ValueError:
+            return []  # a template for questions alone
+        _, answer, after = text.rpartition("two")
+        written = {token.content: number for number, token in self._tokenizer.added_tokens_decoder.items()
+                   if answer and after.lstrip().startswith(token.content)}
+        return [written[max(written, key=len)]] if written else []
 
     def _chat(self, said: str) -> str:
         """Render a user's turn by the template, up to where the model continues."""

@@ -34,6 +34,7 @@ class ConversationPrompts:
 
     Attributes:
         end_token_id: ends a completion.
+        end_token_ids: all tokens that do: the one of the prompt format, and the tokenizer's end of a text.
         pad_token_id: fills rows.
         normalisation: mean and deviation of pictures, as in supervised training.
         video_processing: how videos become pixels, as in supervised training; None if model or chat template take none.
@@ -76,10 +77,10 @@ class ConversationPrompts:
         self._infos: dict[tuple[int, int], VideoInfo] = {}
         self._kept_frames = 0
         self._records = ShuffledRecords(len(self._reader), seed, split)
-        _, ends = self._encoder.tokenizer.encode_question([{"role": "user", "content": "A"}])
-        if not ends:
+        _, self.end_token_ids = self._encoder.tokenizer.encode_question([{"role": "user", "content": "A"}])
+        if not self.end_token_ids:
             raise ValueError(f"--tokenizer {config.tokenizer}: has no token that ends an answer (eos_token)")
-        self.end_token_id = ends[0]
+        self.end_token_id = self.end_token_ids[0]
         padding = self.tokenizer.pad_token_id
         self.pad_token_id: int = self.end_token_id if padding is None else padding
 

@@ -42,7 +42,7 @@ from mimo.rl.offload import Devices, Offload, SharedDevices
 from mimo.rl.placement import engine_weight_bytes
 from mimo.rl.policy import PolicyResult, PolicyTrainer
 from mimo.rl.probe import RefitProbe
-from mimo.rl.prompts import PromptProvider, PromptSet
+from mimo.rl.prompts import ManyEndsPromptSet, PromptProvider, PromptSet
 from mimo.rl.records import PolicyRecord, format_policy_steps
 from mimo.rl.reference import reference_policy
 from mimo.rl.rollouts import Rollouts, RolloutSource, fit_prompts, rollout_metrics, with_advantages
@@ -293,8 +293,9 @@ class RlLoop:
         """Make the source of completions of a split: its prompts, and how they are completed and scored."""
         config, rl, flags = self.config, self.config.rl, self.config.rollout
         prompts = self._splits[split]
+        ends = prompts.end_token_ids if isinstance(prompts, ManyEndsPromptSet) else (prompts.end_token_id,)
         sampling = Sampling(flags.max_completion_tokens, rl.temperature, rl.top_p, rl.top_k, rl.completions_per_prompt,
-                            stop_token_ids=(prompts.end_token_id,))
+                            stop_token_ids=ends)
         if split != "train":
             sampling = replace(sampling, temperature=rl.eval_temperature, top_p=1.0, top_k=0, n=1)
         return RolloutSource(client, prompts, registry.reward(rl.reward), rl.reward, sampling, config.train.seq_length,

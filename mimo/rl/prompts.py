@@ -90,6 +90,16 @@ class PromptSet(Protocol):
 
 
 @runtime_checkable
+class ManyEndsPromptSet(PromptSet, Protocol):
+    """Prompt set with several tokens that end a completion, such as those of a turn and of a text."""
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """All tokens that end a completion, `end_token_id` among them."""
+        ...
+
+
+@runtime_checkable
 class FinitePromptSet(PromptSet, Protocol):
     """Prompt set that repeats the same prompts, each of them once a pass."""
 

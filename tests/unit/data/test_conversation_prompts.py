@@ -75,6 +75,8 @@ def test_a_template_opens_thoughts_where_the_answer_has_some(tmp_path: Path, ans
                           seq_length=99, seed=0)
     trained, mask = VlmTaskEncoder(config, request, ErrorLog(0)).tokenizer.encode(records[0]["messages"])
     assert prompt.token_ids == tuple(trained[:int(np.argmax(mask))])
+    prompts = provider.open(config, tokens, "train", 0)
+    assert prompts.end_token_ids == (trained[np.flatnonzero(mask)[-1]], 2), "the end of a turn, and that of a text"
 
 
 def test_pictures_are_the_pixels_of_training_in_eight_bits(tmp_path: Path, tokenizer: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from data.gsm8k import Config, provider, read_problems
 from mimo.protocols import TokenSpec
 from mimo.registry import prompt_provider
+from mimo.rl.prompts import ManyEndsPromptSet
 from mimo.rl.rewards.gsm8k import reward
 from tests.support.chat_templates import LLAVA
 from tests.support.small_tokenizer import CHATML_TOKENS, write_tokenizer
@@ -104,6 +105,20 @@ def test_a_chat_ends_where_the_model_goes_on(files):
     assert prompt.token_ids[0] == 3 and prompt.token_ids.count(3) == 2, "special tokens, none added to the template's"
     without = opened(files, gsm8k_instruction="now", gsm8k_thinking=False).prompt(0)
     assert without.text == f"{prompt.text}<think>\n\n</think>\n\n"
+
+
+def test_a_completion_ends_where_the_template_ends_an_answer(files):
+    """Base models have a template whose end of a turn is not the end of a text (`</s>` here)."""
+    prompts = opened(files)
+    names = prompts._tokenizer.convert_ids_to_tokens(prompts.end_token_ids)
+    assert names == ["<|im_end|>", "</s>"] and prompts.end_token_id == prompts.end_token_ids[0]
+    assert isinstance(prompts, ManyEndsPromptSet)
+    plain = opened(files, gsm8k_format="plain")
+    assert plain._tokenizer.convert_ids_to_tokens(plain.end_token_ids) == ["</s>"]
+    for template in (CHATML.replace("<|im_end|>", "</s>"), LLAVA,
+                     "{% if messages|length > 1 %}{{ raise_exception('one') }}{% endif %}{{ messages[0].content }}"):
+        write_tokenizer(files / "tokenizer", special=CHATML_TOKENS, chat_template=template)
+        assert opened(files).end_token_ids == (2,)
 
 
 def test_a_template_that_takes_only_content_parts_is_given_them(files):
