@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 from data.digests import TOKENIZER_FILES, content, content_of_folder
 from data.indexed import ShuffledRecords
 from mimo.protocols import TokenSpec
-from mimo.rl.prompts import Prompt
+from mimo.rl.prompts import Prompt, without_ends
 from mimo.rl.rewards.gsm8k import answer as number_of
 
 FILES = {"train": "train", "valid": "test"}
@@ -124,7 +124,7 @@ class Gsm8k:
                       {"question": problem.question})
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return str(self._tokenizer.decode(without_ends(token_ids, self.end_token_ids), skip_special_tokens=True))
 
     def _key(self, number: int) -> str:
         return f"gsm8k/{self._split}/{number:06d}"

@@ -17,7 +17,7 @@ from data.conversation_files.provider import Config
 from data.energon.provider import path_of
 from data.indexed import ShuffledRecords
 from mimo.protocols import DataRequest, TokenSpec
-from mimo.rl.prompts import Prompt, PromptVideo
+from mimo.rl.prompts import Prompt, PromptVideo, without_ends
 from mimo.visual import Normalisation
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class ConversationPrompts:
                       partial(self._encoder.originals, found.images) if self._has_tiles else None)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return str(self.tokenizer.decode(without_ends(token_ids, self.end_token_ids), skip_special_tokens=True))
 
     def _key(self, number: int) -> str:
         file, place = self._reader.place(int(number))

@@ -138,6 +138,17 @@ class VideoPromptSet(ImagePromptSet, Protocol):
         ...
 
 
+def without_ends(token_ids: Sequence[int], end_token_ids: Collection[int]) -> list[int]:
+    """Return the tokens of a completion without those that end it.
+
+    A tokenizer may have the end of a turn among its ordinary tokens, which it writes even without special tokens.
+    """
+    count = len(token_ids)
+    while count and token_ids[count - 1] in end_token_ids:
+        count -= 1
+    return list(token_ids[:count])
+
+
 class PromptProvider(Protocol):
     """Data set of prompts, found by name (`--dataset-provider NAME` or `pkg.module:attr`)."""
 

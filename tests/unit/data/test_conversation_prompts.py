@@ -79,6 +79,23 @@ def test_a_template_opens_thoughts_where_the_answer_has_some(tmp_path: Path, ans
     assert prompts.end_token_ids == (trained[np.flatnonzero(mask)[-1]], 2), "the end of a turn, and that of a text"
 
 
+def test_the_end_of_an_answer_is_no_text_of_it(tmp_path: Path) -> None:
+    """Not even where the tokenizer has the end of a turn among its ordinary tokens."""
+    folder = write_tokenizer(tmp_path / "tokenizer", special=CHATML_TOKENS, chat_template=NEMOTRON3)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        saved = json.loads((folder / name).read_text())
+        saved.pop("extra_special_tokens", None)
+        for token in saved.get("added_tokens", []):
+            token["special"] = token["special"] and token["content"] not in CHATML_TOKENS
+        (folder / name).write_text(json.dumps(saved))
+    records = [{"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "red cat"}]}]
+    config = replace(config_for(tmp_path, folder, records), prompt_format="tokenizer")
+    prompts = provider.open(config, replace(TOKENS, vocab_size=400, image_token_id=390), "train", 0)
+    completion = (*prompts.tokenizer.encode("red cat", add_special_tokens=False), prompts.end_token_id)
+    assert prompts.tokenizer.decode(completion, skip_special_tokens=True) == "red cat<|im_end|>"
+    assert prompts.decode(completion) == "red cat" and prompts.decode((prompts.end_token_id,)) == ""
+
+
 def test_pictures_are_the_pixels_of_training_in_eight_bits(tmp_path: Path, tokenizer: Path) -> None:
     config = config_for(tmp_path, tokenizer, RECORDS[2:])
     prompts = provider.open(config, TOKENS, "train", 0)
