@@ -312,7 +312,8 @@ class Question:
 class QuestionDataProvider(Protocol):
     """A data set whose flags describe how a conversation is written, so that its model can be asked."""
 
-    def question(self, config: Any, request: DataRequest, text: str, images: Sequence[tuple[str, bytes]]) -> Question:
+    def question(self, config: Any, request: DataRequest, text: str, images: Sequence[tuple[str, bytes]], *,
+                 thinks: bool) -> Question:
         """Return a question as the samples of training are written.
 
         Args:
@@ -320,6 +321,7 @@ class QuestionDataProvider(Protocol):
             request: the model; its other fields are not read.
             text: the question. `<image>` stands for an image; without it, the images come first.
             images: name and bytes of each image file.
+            thinks: whether the answer begins with thoughts (--think).
 
         Raises:
             ValueError: flags, text or an image that cannot be used; the message names them.

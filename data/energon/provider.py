@@ -424,7 +424,8 @@ class EnergonProvider:
         return EnergonReader(config, request, lanes, encoding) if train else ValidReader(
             config, request, lanes, encoding)
 
-    def question(self, config: Any, request: DataRequest, text: str, images: Sequence[tuple[str, bytes]]) -> Question:
+    def question(self, config: Any, request: DataRequest, text: str, images: Sequence[tuple[str, bytes]], *,
+                 thinks: bool) -> Question:
         """Return a question as samples are written; see `mimo.protocols.QuestionDataProvider`."""
         from data.energon.task_encoder import ErrorLog, VlmTaskEncoder
         from data.prompts import IMAGE_MARKER
@@ -432,8 +433,14 @@ class EnergonProvider:
         content: Any = text
         if IMAGE_MARKER not in text:
             content = [*[{"type": "image"}] * len(images), {"type": "text", "text": text}]
-        return VlmTaskEncoder(config, request, ErrorLog(config.max_bad_samples)).question(
-            [{"role": "user", "content": content}], images)
+        encoder = VlmTaskEncoder(config, request, ErrorLog(config.max_bad_samples))
+        messages = [{"role": "user", "content": content}]
+        found = encoder.question(messages, images, thinks=thinks)
+        plain = encoder.question(messages, images, pixels=False) if thinks else None
+        if plain is not None and plain.sample.tokens.tolist() == found.sample.tokens.tolist():
+            raise ValueError(f"--think: {encoder.tokenizer.name} writes the same before every answer, so that the "
+                             "model itself begins its thoughts or has none; leave it out")
+        return found
 
     def num_samples(self, config: Any, split: str) -> int | None:
         """Return the samples in one pass over a validation split. Training repeats its split without end."""

@@ -110,7 +110,7 @@ def ask(flags: AskFlags, run_flags: Sequence[str], platform: Platform) -> int:
     assert isinstance(dataset, QuestionDataProvider), "checked with the configuration"
     request = data_request(layout, provider, config.model_family, micro_batch_size=1, seq_length=MAX_QUESTION_TOKENS,
                            seed=0, split="valid")
-    question = dataset.question(config.dataset, request, text, images)
+    question = dataset.question(config.dataset, request, text, images, thinks=flags.think)
     asked = Asked(config, folder, is_hf, provider, question, flags.max_tokens)
     engine = _engine(flags.engine, asked)
     print(f"{folder}: answered by {'vLLM' if engine == 'vllm' else 'the trainer'} on {platform.name}",

@@ -160,6 +160,9 @@ class AskFlags:
     """Iteration to take instead of the latest."""
     max_tokens: int = 64
     """Largest number of tokens in the answer."""
+    think: bool = False
+    """Begin the answer with thoughts, where the chat template does so for answers that have some, as Nemotron 3's does.
+    They count towards --max-tokens."""
     engine: Literal["auto", "vllm", "trainer"] = "auto"
     """Program that answers. auto: vLLM where it is installed and knows the model, else the trainer, which is slower."""
     device: Literal["auto", "cuda", "cpu"] = "auto"

@@ -60,6 +60,13 @@ def test_mistakes_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "it has neither latest_checkpointed_iteration.txt" in capsys.readouterr().err, "an incomplete checkpoint"
 
 
+@pytest.mark.slow
+def test_thoughts_that_the_template_does_not_open_are_refused(scans: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "mimo", "ask", str(scans / "model"), "two four", "--device", "cpu",
+                           "--think"], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 2 and "--think: --tokenizer" in done.stderr, done.stderr[-3000:]
+
+
 def expected_answer(folder: Path, images: list[Path], text: str) -> str:
     """Return what the model of transformers continues with, likeliest token by likeliest token."""
     import torch

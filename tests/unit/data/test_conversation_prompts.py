@@ -13,9 +13,11 @@ from PIL import Image
 
 from data import character_tokenizer
 from data.conversation_files.prompts import provider
+from data.conversation_files.provider import provider as files
 from data.energon.task_encoder import ErrorLog, VlmTaskEncoder
+from data.prompts import load_tokenizer
 from mimo.protocols import DataRequest, TokenSpec
-from tests.support.chat_templates import NEMOTRON3
+from tests.support.chat_templates import NEMOTRON3, QWEN3
 from tests.support.small_tokenizer import CHATML_TOKENS, write_tokenizer
 
 TOKENS = TokenSpec(vocab_size=128, image_token_id=120, image_size=8, num_channels=3)
@@ -77,6 +79,24 @@ def test_a_template_opens_thoughts_where_the_answer_has_some(tmp_path: Path, ans
     assert prompt.token_ids == tuple(trained[:int(np.argmax(mask))])
     prompts = provider.open(config, tokens, "train", 0)
     assert prompts.end_token_ids == (trained[np.flatnonzero(mask)[-1]], 2), "the end of a turn, and that of a text"
+
+
+def test_a_question_opens_thoughts_where_the_template_does(tmp_path: Path) -> None:
+    """As `mimo ask --think`; HF's generation prompt with and without `enable_thinking` is the reference."""
+    folder = write_tokenizer(tmp_path / "tokenizer", special=CHATML_TOKENS, chat_template=NEMOTRON3)
+    tokens = replace(TOKENS, vocab_size=400, image_token_id=390)
+    config = replace(config_for(tmp_path, folder, RECORDS), prompt_format="tokenizer")
+    request = DataRequest(tokens=tokens, num_image_tokens=lambda height, width: 1, num_lanes=1, micro_batch_size=1,
+                          seq_length=99, seed=0)
+    hf = load_tokenizer(str(folder))
+    for thinks in (False, True):
+        found = files.question(config, request, "a b", [], thinks=thinks).sample.tokens.tolist()
+        assert found == hf.apply_chat_template([{"role": "user", "content": "a b"}], add_generation_prompt=True,
+                                               enable_thinking=thinks)["input_ids"]
+    write_tokenizer(folder, special=CHATML_TOKENS, chat_template=QWEN3)
+    assert len(files.question(config, request, "a b", [], thinks=False).sample.tokens)
+    with pytest.raises(ValueError, match="^--think: --tokenizer .* writes the same before every answer"):
+        files.question(config, request, "a b", [], thinks=True)
 
 
 def test_the_end_of_an_answer_is_no_text_of_it(tmp_path: Path) -> None:
