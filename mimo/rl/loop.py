@@ -45,7 +45,14 @@ from mimo.rl.probe import RefitProbe
 from mimo.rl.prompts import ManyEndsPromptSet, PromptProvider, PromptSet
 from mimo.rl.records import PolicyRecord, format_policy_steps
 from mimo.rl.reference import reference_policy
-from mimo.rl.rollouts import Rollouts, RolloutSource, fit_prompts, rollout_metrics, with_advantages
+from mimo.rl.rollouts import (
+    Rollouts,
+    RolloutSource,
+    check_num_held_out,
+    fit_prompts,
+    rollout_metrics,
+    with_advantages,
+)
 from mimo.rollout.engine import Sampling
 from mimo.rollout.replicas import RolloutClient
 from mimo.training.loop import StepObserver
@@ -287,6 +294,8 @@ class RlLoop:
         if measured:
             has_videos = fit_prompts(prompts, split, self.config, self._images, num_asked)
             self._has_videos = self._has_videos or has_videos
+        if split == "valid":
+            check_num_held_out(prompts, self.config)
         return prompts
 
     def _source(self, client: RolloutClient, split: str) -> RolloutSource:

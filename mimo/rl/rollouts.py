@@ -341,3 +341,18 @@ def fit_prompts(prompts: PromptSet, split: str, config: RlRunConfig, images: Ima
     prompts.leave_out(lengths.keys())
     logger.info("--skip-long-prompts: %s. They are left out", said)
     return has_videos
+
+
+def check_num_held_out(prompts: PromptSet, config: RlRunConfig) -> None:
+    """Refuse an evaluation of more held-out prompts than there are, which would count some of them twice.
+
+    `prompts` are those of the `valid` split, without those that are left out.
+
+    Raises:
+        ValueError: there are fewer than --eval-prompts.
+    """
+    asked = config.rl.eval_prompts
+    if isinstance(prompts, FinitePromptSet) and asked > prompts.num_prompts:
+        raise ValueError(f"--eval-prompts {asked}: the valid split of {config.data.dataset_provider} has "
+                         f"{counted(prompts.num_prompts, 'prompt')}, and some would count more than once; give "
+                         f"--eval-prompts {prompts.num_prompts} or less")

@@ -10,7 +10,7 @@ from mimo.config.cli import parse_as
 from mimo.config.rl_run import RlRunConfig
 from mimo.rl.images import ImageTokens
 from mimo.rl.prompts import Prompt
-from mimo.rl.rollouts import fit_prompts
+from mimo.rl.rollouts import check_num_held_out, fit_prompts
 
 IMAGE = 3
 IMAGES = ImageTokens({"vision": IMAGE}, lambda module, height, width: height * width, 1)
@@ -92,3 +92,15 @@ def test_prompts_that_cannot_be_left_out_are_refused():
     with pytest.raises(ValueError, match="--skip-long-prompts: --dataset-provider arithmetic has no list of prompts"):
         fit_prompts(Endless(), "train", config("--skip-long-prompts"), None, 5)
     fit_prompts(Endless(), "train", config(), None, 50)
+
+
+def test_more_held_out_prompts_than_there_are_cannot_be_evaluated():
+    prompts = Finite([3, 8, 9, 4])
+    check_num_held_out(prompts, config("--eval-prompts", "4"))
+    check_num_held_out(Endless(), config("--eval-prompts", "50"))
+    with pytest.raises(ValueError, match="^--eval-prompts 5: the valid split of arithmetic has 4 prompts.* 4 or less"):
+        check_num_held_out(prompts, config("--eval-prompts", "5"))
+    skips = config("--eval-prompts", "4", "--skip-long-prompts")
+    fit_prompts(prompts, "valid", skips, None, 4)
+    with pytest.raises(ValueError, match="^--eval-prompts 4: the valid split of arithmetic has 3 prompts"):
+        check_num_held_out(prompts, skips)
