@@ -218,6 +218,9 @@ def check_question(flags: AskFlags) -> None:
     """Raise ValueError for `mimo ask` without a model, a question or one of its images."""
     if not is_hf_model(Path(flags.checkpoint)):
         checkpoint_folder(flags.checkpoint, flags.ckpt_step, "mimo ask")
+    elif flags.ckpt_step is not None:
+        raise ValueError(f"--ckpt-step {flags.ckpt_step}: {flags.checkpoint} is a Hugging Face folder, which has no "
+                         "iterations; leave it out, or name a folder of checkpoints")
     if flags.max_tokens < 1:
         raise ValueError(f"--max-tokens {flags.max_tokens}: must be at least 1")
     *images, question = flags.words or ("",)

@@ -43,7 +43,8 @@ def test_mistakes_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[
                             ([tmp_path], "the question is missing"),
                             ([tmp_path, tmp_path / "cat.png"], "is a file; the question comes last"),
                             ([tmp_path, "dog.png", "why?"], "there is no image dog.png"),
-                            ([tmp_path, "why?", "--max-tokens", "0"], "--max-tokens 0: must be at least 1")):
+                            ([tmp_path, "why?", "--max-tokens", "0"], "--max-tokens 0: must be at least 1"),
+                            ([tmp_path, "why?", "--ckpt-step", "3"], "is a Hugging Face folder, which has no")):
         assert main(["ask", *map(str, words)]) == 2
         assert expected in capsys.readouterr().err
     run = tmp_path / "run"
