@@ -240,7 +240,8 @@ def check_answers(prompts: Sequence[Prompt], answers: Sequence[Sequence[Rollout]
     `version` is that of the weights that the last refit gave the engine.
 
     Raises:
-        ValueError: too few answers, another version, no tokens, or log-probs that do not belong to them.
+        ValueError: too few answers, another version, no tokens, log-probs that do not belong to them, or an end that is
+            neither the policy's nor the length limit's.
     """
     if len(answers) != len(prompts):
         raise ValueError(f"the engine answered {len(answers)} of {len(prompts)} prompts")
@@ -255,6 +256,9 @@ def check_answers(prompts: Sequence[Prompt], answers: Sequence[Sequence[Rollout]
             if not 0 < len(answer.token_ids) <= sampling.max_tokens:
                 raise ValueError(f"{where}: one has {len(answer.token_ids)} tokens instead of 1 to "
                                  f"--max-completion-tokens {sampling.max_tokens}")
+            if answer.finish_reason not in ("stop", "length"):
+                raise ValueError(f"{where}: the engine gave one up after {len(answer.token_ids)} tokens "
+                                 f"({answer.finish_reason})")
             if len(answer.logprobs) != len(answer.token_ids):
                 raise ValueError(f"{where}: {len(answer.logprobs)} log-probs for {len(answer.token_ids)} tokens")
             wrong = [value for value in answer.logprobs if not math.isfinite(value) or value > 0]

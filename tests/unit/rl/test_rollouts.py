@@ -97,6 +97,7 @@ def test_shown_prompts_have_all_their_completions_with_rewards_and_advantages():
     ({"version": "2"}, "of policy version '2'; the last refit gave the engine version '3'"),
     ({"token_ids": (), "logprobs": ()}, "one has 0 tokens instead of 1 to --max-completion-tokens 4"),
     ({"token_ids": (1,) * 5, "logprobs": (-1.0,) * 5}, "one has 5 tokens"),
+    ({"finish_reason": "error"}, r"the engine gave one up after 2 tokens \(error\)"),
     ({"logprobs": (-0.5,)}, "1 log-probs for 2 tokens"),
     ({"logprobs": (-0.5, math.nan)}, "nan is not a log-probability"),
     ({"logprobs": (-math.inf, -0.5)}, "-inf is not a log-probability"),
