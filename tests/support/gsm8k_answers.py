@@ -35,6 +35,8 @@ RIGHT: list[tuple[str | tuple[str, dict[str, str]], str]] = [
     # last numbers
     ("48 + 24 = 72", "72"), ("She sold 72", "72"), ("it costs 72 ... . ,", "72"), ("so x=-5", "-5"), ("10-5", "5"),
     ("pages 3\u20135", "5"), ("x = \u22125", "-5"), ("It took 2 or 3 tries, and it is 72", "72"), ("= **72**", "72"),
+    ("3 + 69 = _72_.", "72"), ("<answer>72</answer>", "72"), ("3 + 69 = <b>72</b>", "72"), ("It has 72 cm^2.", "72"),
+    ("The 3 fields have 72 m\u00b2 in all", "72"), (r"It holds $72\,\text{m}^3$.", "72"),
     # forms of numbers
     ("#### 72.0", "72"), ("#### 72.00.", "72"), ("#### 1,234.00", "1234"), ("#### 1,23,456", "123456"),
     ("#### .5", "0.5"),
@@ -72,6 +74,7 @@ WRONG: list[tuple[str | tuple[str, dict[str, str]], str]] = [
     ("#### 72\n#### 10", "72"),
     (r"\boxed{\text{none}} of 72", "72"), (r"\boxed{x} = 72", "72"), ("The answer is not 72.", "72"),
     ("It is not 72", "72"),
+    ("10 - 3 = _7_", "3"), ("It has 72 cm^2.", "2"), ("It holds 72 m\u00b3", "3"),
     # several
     ("#### 5 or 6", "5"), ("#### 5 or 6", "6"), (r"\boxed{5 \text{ or } 6}", "5"), (r"\boxed{5} or \boxed{6}", "6"),
     ("The answer is 5 or 6.", "6"), ("The answer is either 5 or 6.", "5"), ("It is 5 or 6", "6"), ("#### 5, 6", "5"),

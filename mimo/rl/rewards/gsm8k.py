@@ -57,6 +57,9 @@ _OR = re.compile(r"\bor\b\W{0,4}(?:[A-Za-z]+\W{1,3}){0,2}?")
 _AND = re.compile(r"\s?(?:[A-Za-z]+\s)?(?:and|to|through|&|,|;|~)\s?")
 _CENTS = re.compile(r"\s?dollars?,?\s(?:and\s)?(\d{1,2})\scents?\b")
 _UNIT = r"(?:hours?|hrs?|h|minutes?|mins?|feet|foot|ft|inch(?:es)?|days?|weeks?|months?|years?|pounds?|lbs?|km|kg|m)"
+# The exponent of a unit of area or volume, which is no number of the text.
+_UNIT_POWER = re.compile(r"(?<![A-Za-z])([kcdm]?m|ft|feet|foot|in|inch(?:es)?|yd|yards?|mi|miles?|[a-z]*met(?:er|re)s?|"
+                         r"units?)\s?\^\(?[23]\)?")
 _COMPOUND = re.compile(rf"\s?{_UNIT}\b,?\s(?:and\s)?")
 _INEXACT = re.compile(r"(?:more|less|greater|fewer|higher|lower|larger|smaller) than|\bat (?:least|most)\b|\bbetween\b|"
                       r"\bover\b|\bunder\b|\bneither\b|[<>]")
@@ -215,6 +218,7 @@ def _plain(text: str) -> str:
             (r"\\[dt]?frac\s?(\d)\s?(\d)(?!\d)", r" \1/\2 "), (r"\\(?:times|cdot)\b", "*"), (r"\\div\b", "/"),
             (r"\\([%$&#])", r"\1"), (r"\^\{\s?([-+]?\d{1,9})\s?\}", r"^\1"), (r"\^\{?\\circ\}?|\\degree\b|\u00b0", " "),
             (r"\\(?:leq?|geq?)\b", "<"), (r"\\[()\[\]]", " "), (r"\\approx\b", "="), (r"\*\*|__|`", ""),
+            (r"</?[A-Za-z][\w-]{0,30}>", " "), (r"(?<!\w)_([^_\n]{1,80})_(?!\w)", r"\1"),
             (r"[^\S\n]+", " "), (r"([-+]) (?=\d+/)", r"\1")):
         text = re.sub(pattern, plain, text)
     return text
@@ -275,6 +279,7 @@ def _expression(content: str) -> Reading:
 
 def _last_number(text: str) -> Reading:
     """Read the last number of a text that states no answer."""
+    text = _UNIT_POWER.sub(r"\1", text)
     match, before = None, None
     for each in _VALUE.finditer(text):
         match, before = each, match
