@@ -261,7 +261,9 @@ def _ask_vllm(asked: Asked, platform: Platform) -> list[int]:
         engine = RolloutEngine(EngineOptions(
             str(folder), "bfloat16" if asked.config.model.bf16 else "float32", load_format="auto", max_num_seqs=1,
             max_model_len=asked.length + asked.max_tokens, extra=arguments))
-        sampling = Sampling(asked.max_tokens, temperature=0.0, stop_token_ids=asked.question.end_token_ids)
+        # The end token of config.json may be its architecture's default, and no end in this tokenizer.
+        sampling = Sampling(asked.max_tokens, temperature=0.0, stop_token_ids=asked.question.end_token_ids,
+                            ignore_eos=True)
         ((rollout,),) = engine.generate([prompt], sampling)
     return list(rollout.token_ids)
 

@@ -303,8 +303,10 @@ class RlLoop:
         config, rl, flags = self.config, self.config.rl, self.config.rollout
         prompts = self._splits[split]
         ends = prompts.end_token_ids if isinstance(prompts, ManyEndsPromptSet) else (prompts.end_token_id,)
+        # Only the prompts know the tokenizer. vLLM's own end token is the default of the architecture's configuration,
+        # such as 2 for a Llama, which is an ordinary token of Llama 3's tokenizer.
         sampling = Sampling(flags.max_completion_tokens, rl.temperature, rl.top_p, rl.top_k, rl.completions_per_prompt,
-                            stop_token_ids=ends)
+                            stop_token_ids=ends, ignore_eos=True)
         if split != "train":
             sampling = replace(sampling, temperature=rl.eval_temperature, top_p=1.0, top_k=0, n=1)
         return RolloutSource(client, prompts, registry.reward(rl.reward), rl.reward, sampling, config.train.seq_length,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from mimo.config.cli import parse_as
+from mimo.config.rl_run import DESCRIPTION, RlRunConfig
 from mimo.observability.trackers import Answer
 from mimo.rl.images import ImageTokens, reduced
 from mimo.rl.prompts import Prompt
@@ -156,6 +159,28 @@ def test_every_prompt_has_a_seed_of_its_own_whatever_it_is_asked_with():
     assert len(both) == 2 and both[1:] == one and both[0] != both[1]
     assert draw_seed(7, 4) == one[0] and draw_seed(8, 4) != one[0]
     assert all(0 <= draw_seed(7, index) < 2**62 for index in range(100))
+
+
+def test_completions_end_with_the_tokens_of_the_prompt_set_alone():
+    """The end token of a Llama's configuration, 2 by default, is an ordinary token of other tokenizers."""
+    from transformers import GenerationConfig, LlamaConfig
+    from vllm import SamplingParams
+
+    from mimo.rl.loop import RlLoop
+
+    loop = RlLoop.__new__(RlLoop)
+    loop.config = parse_as(RlRunConfig, ["--model-provider", "causal_lm", "--device", "cpu"], DESCRIPTION)
+    prompts = Prompts()
+    prompts.end_token_id = 9
+    loop._splits, loop._images = {"train": prompts, "valid": prompts}, None
+    loop.watchdog = SimpleNamespace(progress=lambda: None)
+    of_the_model = GenerationConfig.from_model_config(LlamaConfig()).to_diff_dict()
+    assert of_the_model["eos_token_id"] == 2
+    for split in ("train", "valid"):
+        sampling = loop._source(Engine(()), split).sampling
+        asked = SamplingParams(stop_token_ids=list(sampling.stop_token_ids), ignore_eos=sampling.ignore_eos)
+        asked.update_from_generation_config(of_the_model, 2)
+        assert (asked.stop_token_ids, asked.eos_token_id) == ([9], None)
 
 
 def test_images_that_the_engine_counts_otherwise_are_refused():
