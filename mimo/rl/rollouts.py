@@ -201,7 +201,8 @@ class RolloutSource:
         try:
             metadata = {**prompt.metadata, "finish_reason": answer.finish_reason}
             score = float(self.reward(prompt.text, text, prompt.ground_truth, metadata))
-        except Exception as error:  # A reward is the user's own code and may raise anything.
+        # A reward is the user's own code and may raise anything; code of a completion that it runs may call sys.exit.
+        except (Exception, SystemExit) as error:
             raise ValueError(f"--reward {self.reward_name} failed on prompt {prompt.key}, completion {text[:200]!r}: "
                              f"{type(error).__name__}: {error}") from error
         if not math.isfinite(score):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -133,6 +134,8 @@ def test_a_reward_that_fails_is_named():
 
     with pytest.raises(ValueError, match="--reward own:reward failed on prompt p0, completion '7 2': KeyError"):
         draw(source(reward=failing), 0, 1)
+    with pytest.raises(ValueError, match="--reward own:reward failed on prompt p0, completion '7 2': SystemExit: 0"):
+        draw(source(reward=lambda *_: sys.exit(0)), 0, 1)
     with pytest.raises(ValueError, match="--reward own:reward gave nan for prompt p0"):
         draw(source(reward=lambda *_: math.nan), 0, 1)
     with pytest.raises(ValueError, match="--reward own:reward failed .* TypeError"):
