@@ -19,13 +19,15 @@ LETTERS = "ABCDEFGHIJ"
 # Ordered from the clearest to the least clear. The last match of a pattern counts, because a model may weigh other
 # choices first.
 _PATTERNS = tuple(map(re.compile, (
-    r"\\boxed\{\s*(?:\\text(?:bf)?\{\s*)?\(?([A-Za-z])(?![A-Za-z])",
+    r"\\boxed\{\s*(?:\\(?:text(?:bf)?|math(?:bf|rm))\{\s*)?\(?([A-Za-z])(?![A-Za-z])",
     # A small letter must end the phrase: "the answer is a dog" chooses nothing.
     r"\b(?i:answer|choice|option)\b(?:\s+is)?\s*[:=]?[\s*\\(]*([A-J](?![\w'])|[a-j](?=\s*(?:[.,;:)*]|\n|$)))",
     r"\(([A-J])\)",
     r"(?:^|\n)\s*(?:\*\*)?([A-J])(?:\*\*)?\s*(?:[.):]|\n|$)",
     r"(?<![\w'])([A-J])[\s.*)]*$",
 )))
+# Tags, code marks, quotation marks and dollar signs around a letter mean nothing.
+_AROUND = re.compile(r"</?[A-Za-z][\w-]{0,30}>|[`$\"]")
 
 
 def visible_text(prompt: str, completion: str) -> str | None:
@@ -102,6 +104,7 @@ def choice(text: str, letters: str = LETTERS) -> str | None:
     In order of clarity: `\boxed{B}`; `answer is B`, `Answer: (B)`, `option B`; `(B)`; a line `B.`, `B)` or `B`; a
     capital letter at the end. A small letter counts only in a box, or after `answer` if it ends the phrase.
     """
+    text = _AROUND.sub(" ", text)
     for pattern in _PATTERNS:
         found = [match[1].upper() for match in pattern.finditer(text)]
         chosen = [letter for letter in found if letter in letters]

@@ -90,6 +90,8 @@ def test_exact_match(completion, truth, expected):
     ("The answer is B", "B"), ("The answer is (B).", "B"), ("Answer: B", "B"), ("answer: b", "B"),
     ("ANSWER: **B**", "B"), ("option c", "C"),
     ("The final answer is $\\boxed{B}$", "B"), ("\\boxed{\\text{B}}", "B"), ("\\boxed{B. Paris}", "B"),
+    ("<answer>B</answer>", "B"), ("A dog runs.\n<answer>B. Paris</answer>", "B"), ("Answer: `B`", "B"),
+    ("The answer is $B$.", "B"), ('It is "B".', "B"), (r"\boxed{\mathbf{B}}", "B"), ("<b>Because</b>", None),
     ("I first thought the answer is A. No, the answer is B.", "B"),
     ("Option A is wrong, option B is right.", "B"),
     ("A dog runs. \\boxed{C}", "C"), ("A is false. So it must be (D)", "D"),
