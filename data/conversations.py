@@ -248,8 +248,17 @@ def _listed_videos(record: Mapping[str, Any]) -> list[Any] | None:
     listed = record[keys[0]]
     if not isinstance(listed, list) or _is_frames(listed):
         listed = [listed]
-    rate = next((record[key] for key in RATE_KEYS if record.get(key) is not None), None)
-    return [{"frames": video, "fps": rate} if _is_frames(video) else video for video in listed]
+    return [{"frames": video, "fps": _rate(record)} if _is_frames(video) else video for video in listed]
+
+
+def _rate(given: Mapping[str, Any]) -> Any:
+    """Return the rate of a video that is given as images; None without one. Raises ValueError for two rates."""
+    rates = {key: given[key] for key in RATE_KEYS if given.get(key) is not None}
+    first = next(iter(rates.values()), None)
+    if any(rate != first for rate in rates.values()):
+        raise ValueError(f"a video of images has {' and '.join(f'{key} {rate!r}' for key, rate in rates.items())}; "
+                         "keep the one that says how many of the images a second has")
+    return first
 
 
 def _is_frames(value: Any) -> bool:
@@ -439,9 +448,9 @@ def media_of(part: Any) -> tuple[str, Any] | None:
     if kind == medium and not given:
         return medium, None
     if kind == "video" and isinstance(given.get("video"), list):
-        rates = [given.pop(key) for key in RATE_KEYS if key in given]
+        rate, given = _rate(given), {key: value for key, value in given.items() if key not in RATE_KEYS}
         if len(given) == 1:
-            return medium, {"frames": given["video"], "fps": rates[0] if rates else None}
+            return medium, {"frames": given["video"], "fps": rate}
     ((name, place),) = given.items() if len(given) == 1 else (("", None),)
     if kind == f"{medium}_url" and name == kind and isinstance(place, Mapping):
         place = place.get("url")

@@ -227,6 +227,8 @@ BAD = {
                  "line:2: a content part of type video has video (str), fps (int): a video is"),
     "no rate": ({"video": ["1.png", "2.png"], "conversations": said("<video>", "b")},
                 "line:2: a video of 2 images has fps None: say how many of the images a second has"),
+    "two rates": ({"messages": turns([{"type": "video", "video": ["1.png"], "fps": 30, "sample_fps": 2}], "b")},
+                  "line:2: a video of images has fps 30 and sample_fps 2; keep the one"),
     "two keys": ({"video": "a.mp4", "videos": ["a.mp4"], "text": "a"}, "line:2: has both video and videos"),
     "weight": ({"messages": [*turns("a"), {"role": "assistant", "content": "b", "weight": 0}]},
                "line:2: turn 2: weight '0' is not read"),
