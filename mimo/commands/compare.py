@@ -22,7 +22,7 @@ from mimo.checkpoint.reader import CHECKSUMS, crc32_of, is_covered, read_common,
 from mimo.config.trainer import RunConfig
 from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.text import ranges
-from mimo.weights.rules import global_name, num_stacked_axes, split_layer
+from mimo.weights.rules import Direct, global_name, num_stacked_axes, split_layer
 
 WEIGHTS = "weights"
 
@@ -220,10 +220,11 @@ def _names(contents: Contents, provider: ModelProvider, family: Any, module: str
             yield (f"shape: {module}.{name} has {list(held[name][:len(axes)])} layers (experts), this configuration "
                    f"{list(axes)}")
     for rule in weight_map.rules:
-        # A provider's shapes are those of whole parameters, of which this is a part.
+        # A provider's shapes are those of whole parameters, of which this is a part. What is converted, such as an
+        # expert in a tensor of all experts, is a parameter of its own.
         place = stored[rule.megatron]
         shape = held.get(place.key, place.axes)[len(place.axes):]
-        if rule.rows is not None and shape and shape[0] != rule.rows.count:
+        if isinstance(rule.convert, Direct) and rule.rows is not None and shape and shape[0] != rule.rows.count:
             yield f"shape: {module}.{place.key} has {shape[0]} rows, this configuration {rule.rows.count}"
     for name in held:
         if name not in wanted:

@@ -325,14 +325,21 @@ def import_error(rank: int, name: str, folder: str, source: str, save: str) -> s
     return ""
 
 
-def import_and_export(rank: int, name: str, folder: str, source: str, save: str) -> None:
-    """Import `source` as the model that is saved in `folder`, and export it with it as the base to `save`/out."""
+def import_and_export(rank: int, name: str, folder: str, source: str, save: str) -> list[str]:
+    """Import `source` as the model that is saved in `folder`, and export it with it as the base to `save`/out.
+
+    Returns:
+        What `mimo inspect` says about tensors of the import that are not those of the model.
+    """
+    from mimo.commands.compare import read_contents, tensor_differences
     from mimo.weights.export import ExportOptions, export_checkpoint
     from mimo.weights.import_checkpoint import import_hf
 
     config = equality.parse(list(flags_of(name, folder, ())))
     model = model_provider(config.model.model_provider), config.model_family
-    export_checkpoint(import_hf(source, save, *model, torch.float32), f"{save}/out", *model, ExportOptions(source))
+    imported = import_hf(source, save, *model, torch.float32)
+    export_checkpoint(imported, f"{save}/out", *model, ExportOptions(source))
+    return tensor_differences(read_contents(imported), config)
 
 
 def export(rank: int, name: str, folder: str, out: str, base: str = "") -> None:
