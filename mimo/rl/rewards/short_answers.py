@@ -20,8 +20,9 @@ LETTERS = "ABCDEFGHIJ"
 # choices first.
 _PATTERNS = tuple(map(re.compile, (
     r"\\boxed\{\s*(?:\\(?:text(?:bf)?|math(?:bf|rm))\{\s*)?\(?([A-Za-z])(?![A-Za-z])",
-    # A small letter must end the phrase: "the answer is a dog" chooses nothing.
-    r"\b(?i:answer|choice|option)\b(?:\s+is)?\s*[:=]?[\s*\\(]*([A-J](?![\w'])|[a-j](?=\s*(?:[.,;:)*]|\n|$)))",
+    # A small letter must end the phrase: "the answer is a dog" chooses nothing, and neither does "Answer: I think".
+    r"\b(?i:answer|choice|option)\b(?:\s+is)?\s*[:=]?[\s*\\(]*"
+    r"((?!I\s+[a-z])[A-J](?![\w'])|[a-j](?=\s*(?:[.,;:)*]|\n|$)))",
     r"\(([A-J])\)",
     r"(?:^|\n)\s*(?:\*\*)?([A-J])(?:\*\*)?\s*(?:[.):]|\n|$)",
     r"(?<![\w'])([A-J])[\s.*)]*$",

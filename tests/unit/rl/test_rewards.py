@@ -93,6 +93,7 @@ def test_exact_match(completion, truth, expected):
     ("<answer>B</answer>", "B"), ("A dog runs.\n<answer>B. Paris</answer>", "B"), ("Answer: `B`", "B"),
     ("The answer is $B$.", "B"), ('It is "B".', "B"), (r"\boxed{\mathbf{B}}", "B"), ("<b>Because</b>", None),
     ("I first thought the answer is A. No, the answer is B.", "B"),
+    ("Answer: I think it is (B)", "B"), ("Answer: I", "I"), ("Answer: B because it rains", "B"),
     ("Option A is wrong, option B is right.", "B"),
     ("A dog runs. \\boxed{C}", "C"), ("A is false. So it must be (D)", "D"),
     ("A dog is an animal", None), ("the answer is a dog", None), ("Because", None), ("", None), ("It's", None),
