@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 from mimo.config.checks import is_least
+from mimo.config.toml_file import flag_name
 from mimo.grid.spec import GridSpec
 from mimo.protocols import ParameterShape
 from providers.common.checks import Problems
@@ -148,8 +149,11 @@ def check_decoder(config: DecoderConfig, problems: Problems) -> None:
     problems.above_zero("rotary_base", config.rotary_base)
     if config.use_rope_scaling and not is_least(config.rope_scaling_factor, 1):
         problems.add(f"--rope-scaling-factor {config.rope_scaling_factor} must be at least 1")
-    if not config.use_rope_scaling and config.rope_scaling_factor != DecoderConfig.rope_scaling_factor:
-        problems.add(f"--rope-scaling-factor {config.rope_scaling_factor} needs --use-rope-scaling")
+    if not config.use_rope_scaling:
+        _note_unused(config, ("rope_scaling_factor",), "--use-rope-scaling", problems)
+    if not config.num_experts:
+        _note_unused(config, ("moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax"), "--num-experts",
+                     problems)
     problems.positive("moe_ffn_hidden_size" if config.num_experts else "ffn_hidden_size",
                       config.moe_ffn_hidden_size if config.num_experts else config.ffn_hidden_size)
     if problems.found:
@@ -166,6 +170,14 @@ def check_decoder(config: DecoderConfig, problems: Problems) -> None:
                          f"{config.num_experts}")
         if config.moe_router_topk == 1 and not config.moe_router_pre_softmax:
             problems.add("--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one has no gradient")
+
+
+def _note_unused(config: DecoderConfig, names: tuple[str, ...], needed: str, problems: Problems) -> None:
+    """Note values that have no effect because a flag is not given."""
+    defaults = {field.name: field.default for field in fields(config)}
+    for name in names:
+        if getattr(config, name) != defaults[name]:
+            problems.add(f"{flag_name(name)} {getattr(config, name)} needs {needed}")
 
 
 def check_decoder_grid(config: DecoderConfig, grid: GridSpec, seq_length: int, problems: Problems) -> None:

@@ -168,7 +168,8 @@ def test_a_text_model_has_no_encoder_and_needs_no_flag_for_it() -> None:
 
 def test_problems_name_where_the_sizes_come_from(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_hidden_layers": 5}))
-    lines = problems_of(PROVIDER, dataclasses.replace(SMALL, hf_config=str(tmp_path)), text_layout(pp=2, tp=3))
+    lines = problems_of(PROVIDER, dataclasses.replace(
+        SMALL, hf_config=str(tmp_path), moe_ffn_hidden_size=768), text_layout(pp=2, tp=3))
     assert any("--num-layers 5 is not divisible by --llm-pp 2" in line for line in lines)
     assert lines[-1] == f"(model sizes from --hf-config {tmp_path})" and len(lines) > 3
 

@@ -132,6 +132,7 @@ def test_unreadable_hf_config(tmp_path: Path, content: str | None, words: str) -
     ({"make_vocab_size_divisible_by": 0}, layout(), "--make-vocab-size-divisible-by 0 must be at least 1"),
     ({"use_rope_scaling": True, "rope_scaling_factor": 0.5}, layout(), "--rope-scaling-factor 0.5 must be at least 1"),
     ({"rope_scaling_factor": 4.0}, layout(), "--rope-scaling-factor 4.0 needs --use-rope-scaling"),
+    ({"num_experts": 0, "moe_router_topk": 4}, layout(), "--moe-router-topk 4 needs --num-experts"),
     ({"norm_epsilon": -1e-5}, layout(), "--norm-epsilon -1e-05 is not a number above 0"),
     ({"vision_norm_epsilon": float("nan")}, layout(), "--vision-norm-epsilon nan is not a number above 0"),
     ({"rotary_base": 0.0}, layout(), "--rotary-base 0.0 is not a number above 0"),
