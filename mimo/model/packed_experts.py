@@ -339,9 +339,9 @@ def _offsets(tensors: list[torch.Tensor]) -> tuple[int, torch.Tensor] | None:
 class _Fp8Products:
     """Quantizers and options of a layer's FP8 products, from the recipe that Megatron Core has entered.
 
-    With `tensorwise`, the gradients of weights are products in the model's precision. On an H200 they take as long for
-    small experts, and longer for small microbatches, and quantising their operands takes longer than that of the other
-    products.
+    With `tensorwise`, the gradients of weights are products in the model's precision. On an H200, FP8 products for them
+    took as long in large microbatches of small experts and longer in small ones, and their operands would have to be
+    quantised along the other axis, too.
 
     Attributes:
         has_weight_gradients: whether the gradients of weights are FP8 products, too.

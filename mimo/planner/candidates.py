@@ -300,8 +300,9 @@ class Search:
     def _with_static_rows(self, config: RunConfig) -> Iterator[RunConfig]:
         """Yield a run whose graphs contain the exchange and the experts, too, if its flags allow it."""
         model = config.model
-        if (model.cuda_graphs and model.moe_token_dispatcher_type == "allgather" and not model.moe_static_rows
-                and config.layout.llm_ep > 1 and model.moe_gemm in ("auto", "packed") and model.moe_permute_fusion):
+        if (self.costs.gpu.multiplies_packed_experts and model.cuda_graphs and config.layout.llm_ep > 1
+                and model.moe_token_dispatcher_type == "allgather" and not model.moe_static_rows
+                and model.moe_gemm in ("auto", "packed") and model.moe_permute_fusion):
             yield replace(config, model=replace(model, moe_static_rows=True))
 
     def _longest(self, micro_batch_size: int) -> Counter[int]:

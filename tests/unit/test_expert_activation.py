@@ -3,28 +3,17 @@ tests/gpu/test_moe_kernels.py."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-import mimo.model
+from tests.support.interpreted import interpreted
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Import the module with interpreted kernels, and not for other tests."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    path = Path(mimo.model.__file__).with_name("expert_activation.py")
-    spec = importlib.util.spec_from_file_location("interpreted_expert_activation", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+    return interpreted("mimo.model.expert_activation", monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

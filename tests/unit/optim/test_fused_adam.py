@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-import mimo.training
 from scripts.bench import kernels
+from tests.support.interpreted import interpreted
 
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1
 
 
 @pytest.fixture
-def fused_adam(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Import the module with an interpreted kernel, and not for other tests."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    path = Path(mimo.training.__file__).with_name("fused_adam.py")
-    spec = importlib.util.spec_from_file_location("interpreted_fused_adam", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+def fused_adam(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return interpreted("mimo.training.fused_adam", monkeypatch)
 
 
 class Adam:

@@ -577,6 +577,13 @@ def test_a_plan_has_static_rows_where_the_host_is_the_limit() -> None:
     assert all("--moe-static-rows --cuda-graphs" in found[ep, 1] for ep in (2, 4))
     assert not any("--moe-static-rows" in flags for flags in (found[1, 1], found[4, 4], *separate.values()))
 
+    # A100 have no product for all experts.
+    config = config_of(f"{QWEN_MOE} {WHOLE_ROWS} --moe-token-dispatcher-type allgather --cuda-graphs")
+    run = replace(config, layout=replace(config.layout, llm_dp=2, llm_ep=2))
+    for gpu, tried in (("H200", 1), ("A100", 0)):
+        search = Search(config, Costs(config, Profile(GPUS[gpu])), [SampleSize(4096)], 2)
+        assert len(list(search._with_static_rows(run))) == tried
+
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_short_rows_wait_for_the_host_unless_graphs_launch_their_kernels(tp: int) -> None:

@@ -277,6 +277,20 @@ def test_compiled_kernels_are_kept_where_the_user_says_or_in_the_cache(tmp_path,
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, "0"), ("1", "1")])
+def test_nccl_registers_no_buffers_of_graphs_unless_the_user_asks_for_it(monkeypatch, given, expected):
+    from mimo.platform import cuda
+
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", given or "")
+    if given is None:
+        monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+    for name in ("keep_compiled_kernels", "choose_pinned_memory"):
+        monkeypatch.setattr(cuda, name, lambda: None)
+    monkeypatch.setattr(cuda.flight_recorder, "turn_on", lambda: None)
+    cuda.CudaPlatform().install()
+    assert os.environ["NCCL_GRAPH_REGISTER"] == expected
+
+
 @pytest.mark.parametrize(("name", "given", "expected"), [
     ("PYTORCH_ALLOC_CONF", "", "{ours}"), ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True",
                                            "{ours},expandable_segments:True"),
