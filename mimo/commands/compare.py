@@ -220,8 +220,8 @@ def _names(contents: Contents, provider: ModelProvider, family: Any, module: str
             yield (f"shape: {module}.{name} has {list(held[name][:len(axes)])} layers (experts), this configuration "
                    f"{list(axes)}")
     for rule in weight_map.rules:
-        # A provider's shapes are those of whole parameters, of which this is a part. A tensor that is converted, such as
-        # an expert in a tensor of all experts, is a parameter of its own.
+        # A provider's shapes are those of whole parameters, of which this is a part. A converted tensor, such as an
+        # expert in a tensor of all experts, is a parameter of its own.
         place = stored[rule.megatron]
         shape = held.get(place.key, place.axes)[len(place.axes):]
         if isinstance(rule.convert, Direct) and rule.rows is not None and shape and shape[0] != rule.rows.count:
