@@ -38,8 +38,8 @@ def short_count(value: float) -> str:
 def format_steps(records: Sequence[StepRecord], total_iterations: int) -> str:
     """Format the console line of the iterations since the last line.
 
-    Loss, times and rates are means over these iterations (the loss over those with an update). Everything else is of
-    the last iteration.
+    Loss, times and rates are means over these iterations (the loss over those with an update), and allocation retries
+    are their sum. Everything else is of the last iteration.
     """
     last = records[-1]
     losses = [record.lm_loss for record in records if record.success] or [last.lm_loss]
@@ -59,6 +59,8 @@ def format_steps(records: Sequence[StepRecord], total_iterations: int) -> str:
         parts.insert(-2, f"{tflops:.1f} TFLOP/s/gpu, MFU {fmean(record.mfu or 0.0 for record in records):.1%}")
     if last.loss_scale != 1.0:
         parts.append(f"loss scale {last.loss_scale:g}")
+    if retries := sum(max(record.allocation_retries.values(), default=0) for record in records):
+        parts.append(f"memory full {retries}x")
     if last.skipped_iterations:
         parts.append(f"skipped {last.skipped_iterations}")
     return " | ".join(parts)
@@ -166,6 +168,8 @@ class StepRecord(Record):
         mfu: `tflops` divided by a GPU's peak; None if the peak is not known.
         flops: model FLOPs of the iteration over all ranks.
         hardware_flops: computed FLOPs over all ranks, with padding and recomputation.
+        allocation_retries: how often device memory was full since the iteration before, on the rank with the most; only
+            modules with any. See `mimo.platform.base.Platform.drain_allocation_retries`.
         mtp_losses: losses of multi-token prediction under Megatron's names (`mtp_1 loss`), each a mean over the target
             tokens of its depth, nats.
     """
@@ -191,6 +195,7 @@ class StepRecord(Record):
     mfu: float | None = None
     flops: dict[str, float] = field(default_factory=dict)
     hardware_flops: dict[str, float] = field(default_factory=dict)
+    allocation_retries: dict[str, int] = field(default_factory=dict)
     mtp_losses: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -229,6 +234,7 @@ class StepRecord(Record):
             **{f"optimizer-s/{module}": seconds for module, seconds in self.optimizer_s.items()},
             **{f"timeline/{name}": value for name, value in self.timeline.items()},
             **{f"peak-memory-bytes/{module}": size for module, size in self.peak_memory_bytes.items()},
+            **{f"allocation-retries/{module}": count for module, count in self.allocation_retries.items()},
             "skipped-iterations": self.skipped_iterations,
             "success": self.success,
         }

@@ -61,7 +61,7 @@ _GROUPS = tuple((group, re.compile(pattern)) for group, pattern in (
     ("val", r".* validation"),
     ("moe", r"moe/.*|.*(load_balancing_loss|z_loss|aux_loss)(_layer_\d+)?"),
     ("perf", r"timeline/.*|iteration-time|tokens-per-s-per-gpu|tflops|mfu|(hardware-)?flops/.*|peak-memory-bytes/.*|"
-             r"microbatches|refit-bytes|.*-s(/.*)?"),
+             r"allocation-retries/.*|microbatches|refit-bytes|.*-s(/.*)?"),
     ("data", r"(image-|text-)?tokens|packing-utilisation|bad-samples|encoder-imbalance.*"),
     ("optim", r"grad-norm|num-zeros|learning-rate(/.*)?|loss-scale|batch-size|skipped-iterations|policy-version"),
     ("rollout", r"reward.*|completion-length.*|truncated-completions|equal-reward-prompts|rollout-.*"),

@@ -45,6 +45,14 @@ class Platform(abc.ABC):
     def reset_peak_memory(self) -> None:
         """Start a new high-water mark."""
 
+    @abc.abstractmethod
+    def drain_allocation_retries(self) -> int:
+        """Return how often since the last call device memory was full.
+
+        The allocator then waits for the device, gives back the memory that it keeps for later, and tries again. This
+        takes much longer than other allocations do. It is 0 on CPU.
+        """
+
     def set_memory_of_replays(self, size: int) -> None:  # noqa: B027
         """Say how many bytes replays of CUDA graphs use from now on that the allocator takes to be free."""
 

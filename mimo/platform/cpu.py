@@ -500,6 +500,9 @@ class CpuPlatform(Platform):
     def reset_peak_memory(self) -> None:
         reset_peak_resident()
 
+    def drain_allocation_retries(self) -> int:
+        return 0
+
     def device_memory(self) -> tuple[int, int]:
         """Free and total bytes of the host's memory."""
         memory = psutil.virtual_memory()

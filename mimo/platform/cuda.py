@@ -63,6 +63,7 @@ class CudaPlatform(Platform):
         self.backend = "nccl"
         # Bytes that replays use, and the high-water mark of the time when they used another number.
         self._memory_of_replays = self._earlier_peak = 0
+        self._earlier_retries = 0
 
     def install(self) -> None:
         """Set what libraries read when they start: records of NCCL, folders of compilers, how memory is pinned."""
@@ -118,6 +119,11 @@ class CudaPlatform(Platform):
     def reset_peak_memory(self) -> None:
         torch.cuda.reset_peak_memory_stats()
         self._earlier_peak = 0
+
+    def drain_allocation_retries(self) -> int:
+        total = int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+        since, self._earlier_retries = total - self._earlier_retries, total
+        return since
 
     def set_memory_of_replays(self, size: int) -> None:
         peak = self.peak_memory_bytes()

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+import numpy as np
+
 from mimo.config.cli import parse
 from mimo.config.validate import may_have_graphs
 from mimo.observability.spans import Kind
@@ -32,6 +34,8 @@ LEAST_GAIN = 1.05
 # Shares of a step, of tokens and of prompts from which on something is worth a change.
 BRIDGE_SHARE, DATA_SHARE, SYNC_SHARE, PIPELINE_SHARE, HOST_SHARE = 0.1, 0.1, 0.05, 0.15, 0.2
 PADDING_SHARE, UNEVEN, EQUAL_SHARE, CUT_SHARE = 0.4, 1.2, 0.5, 0.2
+# Share of iterations in which memory was full.
+FULL_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ def advice(run: Run) -> list[Advice]:
     times = module_times(run)
     if not flags or not len(run.steps):
         return []
-    found = [*_from_timeline(run, times, flags), *_from_data(run, flags)]
+    found = [*_from_memory(run, flags), *_from_timeline(run, times, flags), *_from_data(run, flags)]
     if run.learns_from_rewards:
         found += _from_rollouts(run, flags)
     best = learning(run)
@@ -66,6 +70,20 @@ def advice(run: Run) -> list[Advice]:
 
 
 # Time.
+
+
+def _from_memory(run: Run, flags: Mapping[str, Any]) -> Iterator[Advice]:
+    table = steady(run.steps)
+    full = np.zeros(len(table), dtype=bool)
+    for key, column in table.columns.items():
+        if key.startswith("allocation-retries/"):
+            full |= column > 0
+    if full.mean() < FULL_SHARE:
+        return
+    kept = flags.get("encoder-activation-gib")
+    change = f"--encoder-activation-gib {max(kept - 4, 0):g}" if kept else ""
+    yield Advice(f"GPU memory was full in {percent(float(full.mean()))} of the iterations. The allocator then waits "
+                 "for the GPU and gives back what it kept for later. Recompute more, or keep fewer activations.", change)
 
 
 def _from_timeline(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[str, Any]) -> Iterator[Advice]:

@@ -302,7 +302,7 @@ class TrainingLoop:
         # and the timeline's numbers. A module's numbers count only on its own ranks.
         names = list(self.grids.layout.grids)
         own = (float(self.platform.peak_memory_bytes()), self.parts.schedule_timer.drain_s(),
-               self.parts.optimizer_timer.drain_s())
+               self.parts.optimizer_timer.drain_s(), float(self.platform.drain_allocation_retries()))
         prefetch = self.parts.prefetch
         maxima = [data_wait_s, sum(timer.drain_s() for timer in timers), prefetch.drain_s() if prefetch else 0.0]
         maxima += [value if name in self.grids.modules else 0.0 for value in own for name in names]
@@ -316,7 +316,8 @@ class TrainingLoop:
         largest, lanes = agreed.tolist(), self.grids.layout.num_lanes
         largest, largest_row = largest[: -len(row)], largest[-len(row) :]
         data_wait_s, bridge_wait_s, prefetch_s, *by_module, writing = largest[: len(maxima)]
-        peaks, schedules, updates = (dict(zip(names, part, strict=True)) for part in batched(by_module, len(names)))
+        peaks, schedules, updates, retries = (dict(zip(names, part, strict=True))
+                                              for part in batched(by_module, len(names)))
         most_encoded, most_unbalanced = largest[len(maxima) : -len(unbalanced)], largest[-len(unbalanced) :]
         self.session.continue_saving(bool(writing))
         uneven = (imbalance(most_encoded, sum(images.tokens for images in result.work.images.values()), lanes),
@@ -353,6 +354,7 @@ class TrainingLoop:
             optimizer_s=updates,
             timeline=observer.figures(largest_row, summed.tolist()),
             peak_memory_bytes={name: int(peak) for name, peak in peaks.items()},
+            allocation_retries={name: int(count) for name, count in retries.items() if count},
             moe_losses=self.moe_losses.take(num_microbatches(self.config)),
             mtp_losses=mtp_losses(self.parts.built.model.mtp, self.grids.collections.get(LANGUAGE)),
             **({} if self.meter is None else self.meter.figures(result.work, seconds)),

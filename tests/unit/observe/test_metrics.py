@@ -55,6 +55,12 @@ def test_console_line():
         " | 12.3k tokens/s/gpu | data 1 ms | bridge 3 ms")
 
 
+def test_full_memory_is_said():
+    full = replace(RECORD, allocation_retries={"language": 3})
+    assert full.to_dict().items() - RECORD.to_dict().items() == {("allocation-retries/language", 3)}
+    assert format_steps([full, RECORD, full], 200).endswith(" | memory full 6x")
+
+
 def test_console_line_with_a_known_peak():
     fast, slow = (replace(RECORD, tflops=tflops, mfu=tflops / 1000) for tflops in (300.0, 201.0))
     assert "tokens/s/gpu | 250.5 TFLOP/s/gpu, MFU 25.1% | data 1 ms" in format_steps([fast, slow], 200)
