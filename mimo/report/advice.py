@@ -83,7 +83,8 @@ def _from_memory(run: Run, flags: Mapping[str, Any]) -> Iterator[Advice]:
     kept = flags.get("encoder-activation-gib")
     change = f"--encoder-activation-gib {max(kept - 4, 0):g}" if kept else ""
     yield Advice(f"GPU memory was full in {percent(float(full.mean()))} of the iterations. The allocator then waits "
-                 "for the GPU and gives back what it kept for later. Recompute more, or keep fewer activations.", change)
+                 "for the GPU and gives back what it kept for later. Recompute more, or keep fewer activations.",
+                 change)
 
 
 def _from_timeline(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[str, Any]) -> Iterator[Advice]:
