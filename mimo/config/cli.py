@@ -26,6 +26,7 @@ from mimo.config import toml_file
 from mimo.config.flag_hints import hint_for, refuse_foreign_flags
 from mimo.config.trainer import RunConfig
 from mimo.protocols import (
+    ComparableProvider,
     ImageDataProvider,
     ImageProcessing,
     ImageProcessingProvider,
@@ -127,7 +128,29 @@ def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, descriptio
         if _prints():
             print(to_toml(config), end="")
         raise SystemExit(0)
-    return with_media_processing(with_tokenizer(with_training_stage(with_local_folders(config))))
+    config = with_local_folders(config)
+    _refuse_replaced_flags(config, argv)
+    return with_media_processing(with_tokenizer(with_training_stage(config)))
+
+
+def _refuse_replaced_flags(config: RunConfig, argv: list[str]) -> None:
+    """Raise ValueError if --hf-config would replace the value of a flag of the command line.
+
+    It may replace values of --config files, so that a recipe can have sizes that stand in for those of a real model.
+    """
+    provider, family = registry.model_provider(config.model.model_provider), config.model_family
+    source = vars(family).get("hf_config")
+    if not source or not isinstance(provider, ComparableProvider):
+        return
+    typed = {word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in argv}
+    names = [name for name in vars(family) if name != "hf_config" and toml_file.flag_name(name) in typed]
+    if not names:
+        return
+    given, resolved = vars(family), vars(provider.resolved(family))
+    replaced = [f"{toml_file.flag_name(name)} ({resolved[name]})" for name in names if resolved[name] != given[name]]
+    if replaced:
+        raise ValueError(f"--hf-config {source} has another value for {', '.join(replaced)}: leave these flags out, or "
+                         "change a copy of config.json")
 
 
 def with_local_folders[C: RunConfig](config: C) -> C:

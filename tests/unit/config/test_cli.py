@@ -96,6 +96,22 @@ def test_the_model_of_hf_config_decides_the_family_unless_a_flag_does(tmp_path):
     assert parse(["--hf-config", str(tmp_path), "--model-provider", "causal_lm", "--dataset-provider", "mock"])
 
 
+def test_hf_config_replaces_sizes_of_files_and_refuses_those_of_the_command_line(tmp_path):
+    provider = registry.model_provider("causal_lm")
+    own = provider.Config(num_layers=3, qk_layernorm=True)
+    (tmp_path / "config.json").write_text(json.dumps(provider.hf_config(own)))
+    recipe = write(tmp_path / "a.toml", "num-layers = 5\n")
+    words = ["--model-provider", "causal_lm", "--dataset-provider", "mock", "--hf-config", str(tmp_path)]
+    kept = parse([*words, "--config", recipe, "--num-layers=3", "--qk-layernorm", "--hidden-dropout", "0.1"])
+    assert provider.resolved(kept.model_family).num_layers == 3 and kept.model_family.hidden_dropout == 0.1
+    assert provider.resolved(parse([*words, "--config", recipe]).model_family).num_layers == 3
+    for flags, expected in ((["--num_layers", "2"], "--num-layers (3)"),
+                            (["--num-layers=4", "--no-qk-layernorm"], "--num-layers (3), --qk-layernorm (True)")):
+        message = f"--hf-config {tmp_path} has another value for {expected}: leave these flags out"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            parse([*words, *flags])
+
+
 def test_a_file_cannot_choose_the_family_by_values_that_are_no_names(tmp_path):
     for line, expected in (("hf-config = 5", "hf-config = 5: "), ('model-provider = ""', "--model-provider : unknown")):
         path = write(tmp_path / "a.toml", f"{line}\n")
