@@ -198,6 +198,13 @@ check_flags() {
         die "the flags (>) are not those of the job's first attempt (<): undo the change, or submit a new job"
 }
 
+# Whether the trainer, with logs in $1, has come to the end of the run. Its own summary decides: a run that went on with
+# another global batch size has more or fewer iterations than TRAIN_ITERS.
+is_finished() {
+    if grep -Eqs '^stopped by .* after iteration [0-9]+/' "$1"/*.log; then return 1; fi
+    grep -Eqs '^finished iteration [0-9]+/' "$1"/*.log || (($(saved_iterations) >= TRAIN_ITERS))
+}
+
 # End the job after a training step with exit code $1 and logs in $2: with an error, by requeueing, or as finished.
 conclude() {
     # A stopped node returns 0. After an error, srun stops the other nodes, too, so the exit code comes first.
@@ -205,10 +212,10 @@ conclude() {
     if [[ -e "$2/stopped" ]]; then stopped=SIGTERM; fi
     if [[ -n "$stopped" ]]; then
         requeue "$stopped"
-    elif (($(saved_iterations) < TRAIN_ITERS)); then
-        requeue "--exit-duration-in-mins"
+    elif is_finished "$2"; then
+        say "finished: $(saved_iterations) iterations"
     else
-        say "finished: $TRAIN_ITERS iterations"
+        requeue "--exit-duration-in-mins"
     fi
 }
 

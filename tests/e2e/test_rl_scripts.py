@@ -147,7 +147,7 @@ def start(place: Path, *arguments: str, values: dict[str, str] | None = None,
 def test_a_job_has_its_engine_and_its_trainer_on_nodes_of_their_own(place, monkeypatch):
     job = start(place, "--gsm8k-instruction", INSTRUCTION)
     output = end(job)
-    assert job.returncode == 0 and "finished: 200 iterations" in output, output
+    assert job.returncode == 0 and "finished: 999999 iterations" in output, output
     started = (place / "ray").read_text().splitlines()
     assert sum("--head --port 6379 --num-cpus 0 --num-gpus 0" in line for line in started) == 2, "twice each"
     assert sum("--address n1:6379 --num-gpus 8" in line for line in started) == 4 and len(started) == 6

@@ -210,7 +210,7 @@ def test_a_run_that_comes_to_its_end_is_not_requeued(cluster):
     job = submit(cluster, 2)
     output = end(job)
     assert job.returncode == 0, output
-    assert "finished: 158946 iterations" in output and not requeued(cluster)
+    assert "finished: 999999 iterations" in output and not requeued(cluster)
     assert sorted((cluster / "ranks").read_text().split()) == ["0", "1"]
     command = (cluster / "command").read_text().replace("\0", " ")
     assert "--nnodes 2 --nproc-per-node 8 --master-addr n1 --master-port 20042 " in command
@@ -228,6 +228,19 @@ def test_a_run_that_stops_by_the_clock_is_requeued_and_goes_on_in_logs_of_its_ow
     output = end(submit(cluster, 2, SLURM_RESTART_COUNT="1"))
     assert "attempt 1 " in output and "from iteration 500 of 158946" in output
     assert sorted(path.name for path in (cluster / "run" / "logs").iterdir()) == ["42-attempt-000", "42-attempt-001"]
+
+
+@pytest.mark.parametrize(("summary", "samples", "ends"), [
+    ("finished iteration 999/999", 122_070_313, True),
+    ("stopped by --exit-duration-in-mins after iteration 999/2000", 768 * 900, False),
+])
+def test_the_trainer_says_whether_a_run_is_at_its_end(cluster, summary, samples, ends):
+    """A run that goes on with another global batch size has other iterations than TRAIN_SAMPLES / GBS."""
+    set_value(cluster, "TRAIN_SAMPLES", samples)
+    set_value(cluster, "LR_WARMUP_SAMPLES", 768)
+    (cluster / "mode").write_text(f"says {summary}\n")
+    output = end(submit(cluster, 2))
+    assert ("finished: 999 iterations" in output, requeued(cluster)) == (ends, not ends), output
 
 
 def test_flags_do_not_change_between_the_attempts_of_a_job(cluster):

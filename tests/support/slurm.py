@@ -17,14 +17,20 @@ BASH = shutil.which("bash") or "/bin/bash"
 # Notes its words and the processes of the trainer's step, and has the exit code of the step.
 SRUN = """
 echo "$*" >>"$STATE/srun"
-nodes="${SLURM_JOB_NUM_NODES:-1}"
+nodes="${SLURM_JOB_NUM_NODES:-1}" output=/dev/stdout
 while [[ "$1" == --* ]]; do
-    case "$1" in --nodes=*) nodes="${1#*=}" ;; esac
+    case "$1" in
+        --nodes=*) nodes="${1#*=}" ;;
+        --output=*) output="${1#*=}" ;;
+    esac
     shift
 done
 export SLURM_STEP_ID=7
 pids=()
-for ((node = 0; node < nodes; node++)); do SLURM_NODEID=$node "$@" & pids+=($!); done
+for ((node = 0; node < nodes; node++)); do
+    SLURM_NODEID=$node "$@" >>"${output//%N/n$((node + 1))}" &
+    pids+=($!)
+done
 [[ "$*" != *torch.distributed.run* ]] || echo "${pids[@]}" >"$STATE/step"
 code=0
 for pid in "${pids[@]}"; do
@@ -50,6 +56,10 @@ if [[ -n "$stopping" ]]; then echo saved >"$STATE/saved$SLURM_NODEID"; exit 1; f
 case "$(<"$STATE/mode")" in
     finish) echo -n 999999 >"$STATE/run/checkpoints/latest_checkpointed_iteration.txt" ;;
     duration) echo -n 500 >"$STATE/run/checkpoints/latest_checkpointed_iteration.txt" ;;
+    says*)
+        [[ "$SLURM_NODEID" != 1 ]] || { read -r _ said <"$STATE/mode" && echo "$said | samples 7"; }
+        echo -n 999 >"$STATE/run/checkpoints/latest_checkpointed_iteration.txt"
+        ;;
     crash) [[ "$SLURM_NODEID" == 0 ]] || exit 1 ;;
 esac
 """
