@@ -155,15 +155,19 @@ pass_stop_on() {
 
 # Run a step in the background, so that SIGTERM is handled meanwhile, and return its exit code.
 run_step() {
-    local step code
+    local step code last=0
     srun --kill-on-bad-exit=1 --cpu-bind=none "${SRUN_FLAGS[@]}" "$@" &
     step=$!
     while true; do
         code=0
         wait "$step" || code=$?
         # wait also returns when a signal comes.
-        kill -0 "$step" 2>/dev/null || return "$code"
+        kill -0 "$step" 2>/dev/null || break
     done
+    # A step that ended while the signal was handled has another exit code, which the next wait returns.
+    wait "$step" 2>/dev/null || last=$?
+    ((last == 127)) || code=$last
+    return "$code"
 }
 
 # Print the iteration of the newest checkpoint; 0 before the first.
@@ -175,17 +179,27 @@ saved_iterations() {
     say "$saved"
 }
 
+# Run a command of Slurm, and again if it fails: the controller of a busy cluster does not always answer.
+insist() {
+    local pause
+    for pause in 2 10 30; do
+        if "$@"; then return 0; fi
+        sleep "$pause"
+    done
+    "$@"
+}
+
 # Put the job back into the queue. A cancelled job is no longer RUNNING, and Slurm itself requeues a preempted one.
 requeue() {
     local state
-    state="$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)"
+    state="$(insist squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)"
     if [[ "$state" != RUNNING ]]; then
         say "not requeued from here: the job is $state"
     elif ((ATTEMPT >= MAX_REQUEUES)); then
         die "requeued $ATTEMPT times, which is the most (MAX_REQUEUES): not requeued again"
     else
         say "requeued: $1, at iteration $(saved_iterations) of $TRAIN_ITERS"
-        scontrol requeue "$SLURM_JOB_ID"
+        insist scontrol requeue "$SLURM_JOB_ID"
     fi
 }
 

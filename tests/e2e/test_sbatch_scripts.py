@@ -266,6 +266,28 @@ def test_sigterm_lets_the_run_save_and_requeues_it(cluster, whom):
     assert "requeued: SIGTERM" in output and requeued(cluster)
 
 
+def test_a_run_that_has_saved_before_scancel_returns_is_requeued(cluster):
+    with (cluster / "bin" / "scancel").open("a") as scancel:
+        scancel.write('while kill -0 "${pids[@]}" 2>/dev/null; do sleep 0.1; done; sleep 1\n')
+    (cluster / "mode").write_text("train")
+    job = submit(cluster, 2)
+    output = stop_training(cluster, job)
+    assert job.returncode == 0 and "requeued: SIGTERM" in output and requeued(cluster), output
+
+
+def test_a_controller_that_is_busy_for_a_moment_does_not_end_a_run(cluster):
+    fails = 'if [[ "$1" != show ]] && mkdir "$STATE/failed_${0##*/}" 2>/dev/null; then exit 1; fi'
+    for name in ("squeue", "scontrol"):
+        command = cluster / "bin" / name
+        shell, state, body = command.read_text().split("\n", 2)
+        command.write_text("\n".join([shell, state, fails, body]))
+    (cluster / "mode").write_text("duration")
+    job = submit(cluster, 2)
+    output = end(job)
+    assert job.returncode == 0 and requeued(cluster), output
+    assert (cluster / "failed_squeue").exists() and (cluster / "failed_scontrol").exists()
+
+
 def test_a_job_that_was_cancelled_is_not_requeued(cluster):
     (cluster / "mode").write_text("train")
     job = submit(cluster, 2)
