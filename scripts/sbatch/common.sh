@@ -132,6 +132,8 @@ stage_files() {
 
 # Set variables for NCCL and the libraries around it, which are the same in every run.
 set_communication() {
+    # Steps get these variables also in a job that was submitted with --export=NONE.
+    export SLURM_EXPORT_ENV=ALL
     # Warnings name the peer and the device of a failed connection. INFO would print megabytes on every node.
     export NCCL_DEBUG=WARN
     # Kernels of one stream start in the order in which they were issued, as Megatron's overlap of tensor-parallel

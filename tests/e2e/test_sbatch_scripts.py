@@ -288,6 +288,15 @@ def test_a_controller_that_is_busy_for_a_moment_does_not_end_a_run(cluster):
     assert (cluster / "failed_squeue").exists() and (cluster / "failed_scontrol").exists()
 
 
+def test_a_job_that_exports_nothing_gives_its_steps_what_they_need(cluster):
+    python = cluster / "bin" / "python"
+    python.write_text(python.read_text().replace('echo "$*" >"$STATE/preflight"',
+                                                 'echo "$JOB_HOSTS $MASTER_PORT $OMP_NUM_THREADS" >"$STATE/preflight"'))
+    output = end(submit(cluster, 2, SLURM_EXPORT_ENV="NONE"))
+    assert "finished: " in output, output
+    assert (cluster / "preflight").read_text() == "n1 n2 20042 1\n"
+
+
 def test_a_job_that_was_cancelled_is_not_requeued(cluster):
     (cluster / "mode").write_text("train")
     job = submit(cluster, 2)
