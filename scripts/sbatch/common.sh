@@ -111,7 +111,10 @@ check_paths() {
 is_staged() {
     local source
     for source in "${STAGE_FROM[@]}"; do
-        if [[ "$1/" == "$STAGE_TO/${source##*/}"/* ]]; then return 0; fi
+        source="${source%/}"
+        # The name of a copy from the Hugging Face Hub has no @revision.
+        [[ "$source" != hf://* ]] || source="${source%@*}"
+        if [[ "$1/" == "${STAGE_TO%/}/${source##*/}"/* ]]; then return 0; fi
     done
     return 1
 }

@@ -339,6 +339,19 @@ def test_files_are_staged_on_every_node_before_the_preflight(cluster):
     assert "--data-path /nowhere/disk/all data/blend.yaml" in (cluster / "preflight").read_text()
 
 
+@pytest.mark.parametrize(("source", "folder", "path", "there"), [
+    ("/shared/data/", "/nowhere/disk/", "/nowhere/disk/data/blend.yaml", True),
+    ("/shared/data/", "/nowhere/disk", "/nowhere/disk/other/blend.yaml", False),
+    ("hf://organisation/data@refs/pr/1", "/nowhere/disk", "/nowhere/disk/data", True),
+])
+def test_a_path_is_where_its_source_is_staged(cluster, source, folder, path, there):
+    for name, value in (("STAGE_FROM", f"({source})"), ("STAGE_TO", folder), ("DATA_PATH", path)):
+        set_value(cluster, name, value)
+    job = submit(cluster, 2)
+    output = end(job)
+    assert ("finished: " in output) == there and ("there is no such file or folder" in output) != there, output
+
+
 def test_nothing_starts_where_staging_failed(cluster):
     stage_first(cluster)
     (cluster / "stage_code").write_text("1")
