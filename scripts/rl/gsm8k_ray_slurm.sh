@@ -85,7 +85,8 @@ refuse_flags --train-iters TRAIN_ITERS --save RUN_DIR --run-dir RUN_DIR -- "$@"
 SITE_PATHS=(PYTHON MODEL DATA RUN_DIR)
 require_set "${SITE_PATHS[@]}" GPUS_PER_NODE TRAINER_NODES ENGINE_NODES LLM_TP LLM_PP LLM_EP ENGINE_TP ENGINE_PP RAY_PORT TRAIN_ITERS
 check_paths
-[[ -x "$(dirname "$PYTHON")/ray" ]] || die "PYTHON=$PYTHON: has no ray beside it; scripts/setup.sh rl-gpu sets it up"
+[[ -x "$(dirname "$PYTHON")/ray" ]] || is_in_container ||
+    die "PYTHON=$PYTHON: has no ray beside it; scripts/setup.sh rl-gpu sets it up"
 ((SLURM_JOB_NUM_NODES == TRAINER_NODES + ENGINE_NODES)) ||
     die "the job has $SLURM_JOB_NUM_NODES nodes, the script uses TRAINER_NODES $TRAINER_NODES + ENGINE_NODES \
 $ENGINE_NODES: change #SBATCH --nodes"

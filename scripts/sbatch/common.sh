@@ -101,11 +101,14 @@ check_paths() {
     for name in "${SITE_PATHS[@]}"; do
         [[ "${!name}" == /* ]] || die "$name=${!name}: must be an absolute path"
         [[ "${!name}" != /path/to/* ]] || die "$name=${!name}: edit this path"
-        [[ "$name" == RUN_DIR || -e "${!name}" ]] || is_staged "${!name}" ||
+        [[ "$name" == RUN_DIR || -e "${!name}" ]] || is_staged "${!name}" || is_in_container ||
             die "$name=${!name}: there is no such file or folder"
     done
-    [[ -x "$PYTHON" ]] || die "PYTHON=$PYTHON: is not a program"
+    [[ -x "$PYTHON" ]] || is_in_container || die "PYTHON=$PYTHON: is not a program"
 }
+
+# Whether steps run in a container, whose paths this host does not have.
+is_in_container() { [[ " ${SRUN_FLAGS[*]}" == *" --container-"* ]]; }
 
 # Whether the nodes get a path from STAGE_FROM.
 is_staged() {

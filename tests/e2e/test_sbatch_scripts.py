@@ -376,6 +376,14 @@ def test_a_job_checks_its_paths_and_nodes_first(cluster, name, value, expected):
     assert not (cluster / "preflight").exists()
 
 
+def test_paths_of_a_container_are_left_to_the_preflight(cluster):
+    for name, value in (("SRUN_FLAGS", "(--container-image=mimo.sqsh)"), ("PYTHON", "/nowhere/in/image/python")):
+        set_value(cluster, name, value)
+    job = submit(cluster, 2)
+    output = end(job)
+    assert job.returncode == 2 and "preflight failed with exit code 127" in output, output
+
+
 def test_flags_behind_a_name_that_nothing_would_read_are_refused(cluster):
     job = submit(cluster, 2, "--lr", "1e-4")
     output = end(job)
