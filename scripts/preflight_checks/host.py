@@ -62,6 +62,9 @@ def check_gpus(expected: int, findings: Findings) -> None:
     if count < expected:
         limit = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
         findings.problems.append(f"GPUs: {count} visible{limit}, {expected} are needed")
+    # A GPU that does not answer has a message in place of its row.
+    findings.problems += [f"GPUs: nvidia-smi: {', '.join(row)}" for row in rows if len(row) != len(QUERY)]
+    rows = [row for row in rows if len(row) == len(QUERY)]
     for index, name, total, used, errors in rows:
         if used.isdecimal() and int(used) > MAX_USED_MIB:
             findings.problems.append(f"GPU {index}: {used} MiB of {total} are in use, more than {MAX_USED_MIB}; "

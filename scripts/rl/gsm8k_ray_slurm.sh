@@ -148,6 +148,8 @@ FLAGS=(
     "${layout[@]}"
     --data-path "$DATA"
     --train-iters "$TRAIN_ITERS"
+    # A node without a working GPU is an error. By default it would train on its CPUs.
+    --device cuda
     --engine-placement "$placement"
     "${restarts[@]}"
     --ray-address "${trainers[0]}:$RAY_PORT"

@@ -84,6 +84,8 @@ train_nemotron() {
         --eval-interval 0
         --eval-iters 0
         --seed 1234
+        # A node without a working GPU is an error. By default it would train on its CPUs.
+        --device cuda
         # data
         --dataset-provider energon
         --data-path "$DATA_PATH"

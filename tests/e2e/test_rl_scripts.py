@@ -165,6 +165,7 @@ def test_a_job_has_its_engine_and_its_trainer_on_nodes_of_their_own(place, monke
     assert (layout.world_size, config.rollout.engine_tp, config.rollout.engine_dp) == (16, 4, 4)
     assert (config.rollout.engine_placement, config.rollout.ray_address) == ("ray", "n1:6379")
     assert config.dataset.gsm8k_instruction == INSTRUCTION and config.checkpoint.exit_duration_in_mins == 220
+    assert config.train.device == "cuda", "a node without a GPU is an error"
     words = (place / "preflight").read_text().splitlines()
     checked = parse(words[words.index("--") + 1:])
     assert (checked.checkpoint.save_interval, checked.checkpoint.load_hf) == (20, f"{place}/my model")

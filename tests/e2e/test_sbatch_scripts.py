@@ -94,6 +94,7 @@ def test_the_layout_fits_and_is_that_of_the_table(path):
     assert schedule.lr_decay_samples == samples - schedule.lr_warmup_samples
     assert schedule.lr_wsd_decay_samples == round(0.15 * samples)
     assert (config.checkpoint.save_interval, config.observe.log_interval, config.train.seed) == (1000, 100, 1234)
+    assert config.train.device == "cuda", "a node without a GPU is an error"
     assert config.checkpoint.save == config.checkpoint.load
     row = next(line for line in (SBATCH / "README.md").read_text().splitlines() if line.startswith(f"| `{path.name}`"))
     assert f"| {nodes} = " in row and f"| TP{encoder_tp} DP{encoder_dp} | TP2 DP{llm_dp} EP{ep} |" in row

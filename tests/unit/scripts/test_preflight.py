@@ -105,6 +105,8 @@ GPU = "NVIDIA H100 80GB HBM3, 81559, {used}, {ecc}"
     (["0, " + GPU.format(used=4, ecc=0), "1, " + GPU.format(used=4, ecc=0)], "1", ["(CUDA_VISIBLE_DEVICES=1)"]),
     (["0, " + GPU.format(used=4, ecc=0), "1, " + GPU.format(used=70000, ecc=0)], None, ["GPU 1: 70000 MiB of 81559"]),
     (["0, " + GPU.format(used=4, ecc=3), "1, " + GPU.format(used=4, ecc=0)], None, ["GPU 0", "3 uncorrected ECC"]),
+    (["0, " + GPU.format(used=4, ecc=0), "Unable to determine the device handle for GPU 0000:81:00.0: Unknown Error"],
+     None, ["GPUs: nvidia-smi: Unable to determine the device handle"]),
 ])
 def test_gpus_are_counted_and_looked_at(tmp_path, monkeypatch, rows, visible, expected):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\ncat <<END\n" + "\n".join(rows) + "\nEND\n")
@@ -174,6 +176,18 @@ def test_packages_are_asked_for_by_the_flags(monkeypatch, flags, device, asked):
     config = parse([*MOCK[:-2], *flags])
     nodes.check_host(config, device, 1, 60.0)
     assert seen == asked and has_mamba_layers(config) == ("nemotron" in "".join(flags) and "*E*E" not in flags)
+
+
+@pytest.mark.parametrize(("flags", "expected"), [(["--device", "cpu"], "gloo in each node"),
+                                                 ([], "there is no nvidia-smi; 2 GPUs are needed")])
+def test_only_a_run_on_cpus_needs_no_gpus(tmp_path, monkeypatch, capsys, flags, expected):
+    """With --device auto, a run on nodes whose GPUs do not work would go on without them."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(nodes, "run_check", lambda board, topic, group, device, timeout_s: board.post(
+        topic, {"failed": {}, "bytes_per_s": 1e9}))
+    config = parse([*MOCK[:-2], *flags, "--run-dir", str(tmp_path / "run")])
+    code = nodes.check_nodes(MessageBoard(place(0, 1), 5.0), config, 5.0)
+    assert expected in capsys.readouterr().out and code == int(not flags)
 
 
 def test_paths_and_sizes_come_from_the_flags_of_the_run(tmp_path):
