@@ -110,7 +110,7 @@ def check_space(save: Path, wanted: Checkpoints, findings: Findings) -> None:
     free, there = shutil.disk_usage(save).free, len(saved_iterations(save))
     size = f"a checkpoint of about {format_size(wanted.bytes_each)}"
     # An older checkpoint is deleted only when the new one is complete.
-    to_come = max(wanted.kept - there, 0) + 1 if wanted.kept > 1 else 1
+    to_come = min(wanted.saves, max(wanted.kept - there, 0) + 1)
     soon = min(to_come, 2)
     findings.facts.append(f"--save {save}: {format_size(free)} free, {size}")
     if free < soon * wanted.bytes_each:

@@ -28,11 +28,13 @@ class Checkpoints:
 
     Attributes:
         bytes_each: estimated size of one: weights, and for trained modules two moments and, in bf16, a float32 copy.
+        saves: number of times that the run saves.
         kept: number of checkpoints that are kept.
         interval: iterations between two checkpoints; None for one at the end.
     """
 
     bytes_each: int
+    saves: int
     kept: int
     interval: int | None
 
@@ -91,7 +93,7 @@ def checkpoints(config: RunConfig) -> Checkpoints | None:
         size += total_parameters(provider.parameter_shapes(config.model_family, module)) * (weight + state * trains)
     interval = config.checkpoint.save_interval
     saves = -(-train_iterations(config) // interval) if interval else 1
-    return Checkpoints(size, min(saves, config.checkpoint.keep_last or saves), interval)
+    return Checkpoints(size, saves, min(saves, config.checkpoint.keep_last or saves), interval)
 
 
 def _paths(config: RunConfig, names: tuple[str, ...]) -> dict[str, Path]:

@@ -66,16 +66,19 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     assert list((tmp_path / "new" / "run").iterdir()) == [], "what was tried is removed"
 
 
-@pytest.mark.parametrize(("free", "kept", "problems", "warnings"), [
-    (2500, 10, [], ["11 checkpoints to come need"]),
-    (15000, 10, [], []),
-    (1999, 10, ["2.0 GiB free", "2 times a checkpoint of about 1,000.0 MiB need 2.0 GiB"], []),
-    (1999, 1, [], []),
+@pytest.mark.parametrize(("free", "saves", "kept", "problems", "warnings"), [
+    (2500, 20, 10, [], ["11 checkpoints to come need"]),
+    (2500, 3, 3, [], ["3 checkpoints to come need"]),
+    (15000, 20, 10, [], []),
+    (1999, 20, 10, ["2.0 GiB free", "2 times a checkpoint of about 1,000.0 MiB need 2.0 GiB"], []),
+    # The only one is deleted when the next one is complete.
+    (1999, 20, 1, ["2.0 GiB free", "2 times a checkpoint of about 1,000.0 MiB need 2.0 GiB"], []),
+    (1999, 1, 1, [], []),
 ])
-def test_space_is_compared_with_the_checkpoints(tmp_path, monkeypatch, free, kept, problems, warnings):
+def test_space_is_compared_with_the_checkpoints(tmp_path, monkeypatch, free, saves, kept, problems, warnings):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 0, free * 1024**2))
     findings = Findings()
-    check_space(tmp_path, Checkpoints(1000 * 1024**2, kept, 50), findings)
+    check_space(tmp_path, Checkpoints(1000 * 1024**2, saves, kept, 50), findings)
     for found, words in ((findings.problems, problems), (findings.warnings, warnings)):
         assert len(found) == bool(words)
         assert [word for word in words if word not in found[0]] == []
@@ -87,7 +90,7 @@ def test_checkpoints_that_are_there_need_no_space(tmp_path, monkeypatch):
         (tmp_path / f"iter_{step:07d}" / "metadata.json").write_text("{}")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 0, 1200 * 1024**2))
     findings = Findings()
-    check_space(tmp_path, Checkpoints(1000 * 1024**2, 3, 50), findings)
+    check_space(tmp_path, Checkpoints(1000 * 1024**2, 20, 3, 50), findings)
     assert (findings.problems, findings.warnings) == ([], []), "one is written before the oldest is deleted"
 
 
@@ -197,7 +200,7 @@ def test_paths_and_sizes_come_from_the_flags_of_the_run(tmp_path):
     assert written_paths(config) == {"--save": Path("d"), "--run-dir": Path("runs")}
     assert "--load" not in read_paths(parse([*MOCK, "--load", "d", "--save", "d"])), "it may be empty still"
     saved = checkpoints(config)
-    assert saved is not None and (saved.kept, saved.interval) == (3, 10)
+    assert saved is not None and (saved.saves, saved.kept, saved.interval) == (10, 3, 10)
     weights = checkpoints(parse([*MOCK, "--save", "d", "--no-save-optim"]))
     frozen = checkpoints(parse([*MOCK, "--save", "d", "--freeze", "vision,language"]))
     assert weights is not None and frozen is not None
