@@ -14,6 +14,7 @@ ENTRY = "train_hetero.py"
 PLACEHOLDER = "/path/to/"
 SLURM_COMMANDS = ("sbatch", "scancel", "scontrol", "squeue", "srun")
 LIMIT_S = 60.0
+PATH_VARIABLES = ("HOME", "LOGNAME", "SCRATCH", "USER", "WORK")
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ def _gpus_per_node(directives: dict[str, str], script: Path) -> int:
 def _launch_command(script: Path) -> tuple[list[str], str]:
     """Return the command that the script would start on each node, and the output of the script.
 
-    The script runs in a folder of its own without the caller's environment. Slurm's commands fail.
+    The script runs in a folder of its own. Of the caller's environment it has what paths are often made of. Slurm's
+    commands fail.
     """
     with tempfile.TemporaryDirectory() as folder:
         commands = Path(folder) / "bin"
@@ -106,8 +108,9 @@ def _launch_command(script: Path) -> tuple[list[str], str]:
             (commands / name).write_text(f"#!/bin/sh\necho 'error: called {name} in a dry run' >&2\nexit 97\n")
             (commands / name).chmod(0o755)
         wanted = Path(folder) / "command"
-        environment = {"PATH": f"{commands}:{os.environ.get('PATH', os.defpath)}", "SLURM_SUBMIT_DIR": str(ROOT),
-                       "PRINT_COMMAND": str(wanted)}
+        environment = {name: os.environ[name] for name in PATH_VARIABLES if name in os.environ}
+        environment |= {"PATH": f"{commands}:{os.environ.get('PATH', os.defpath)}", "SLURM_SUBMIT_DIR": str(ROOT),
+                        "PRINT_COMMAND": str(wanted)}
         try:
             done = subprocess.run(["bash", str(script.resolve())], cwd=folder, env=environment, text=True, check=False,
                                   stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S)

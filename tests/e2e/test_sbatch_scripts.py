@@ -173,6 +173,12 @@ def test_a_script_takes_nothing_from_the_environment(monkeypatch):
     assert isinstance(before, Job)
 
 
+def test_a_path_may_have_the_home_folder_in_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    job = read_job(changed(tmp_path, "prod_33n_gbs768_ep8.sh", "", "RUNS=$HOME/runs"))
+    assert parse(job.flags).checkpoint.save == "/home/me/runs/nemotron-54l-33n-gbs768-ep8/checkpoints"
+
+
 # ---- a job: Slurm's commands and the trainer replaced, on two "nodes" of this host ----
 
 PYTHON = r"""
