@@ -21,8 +21,8 @@
 #
 # From the top of the checkout, after editing the paths. PYTHON is one with the extra rl-gpu (scripts/setup.sh rl-gpu).
 # Flags behind the script's name win over its own, but for --train-iters, --save and --run-dir: edit TRAIN_ITERS and
-# RUN_DIR. The job goes back into the queue as those of scripts/sbatch do (README.md there), and goes on from its last
-# checkpoint.
+# RUN_DIR. --ckpt-step and --no-load-* need a --load of another folder. The job goes back into the queue as those of
+# scripts/sbatch do (README.md there), and goes on from its last checkpoint.
 set -euo pipefail
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     sed -n '/^#SBATCH/d;2,/^set /s/^# \{0,1\}//p' "$0"
@@ -82,6 +82,7 @@ fi
 # shellcheck source=scripts/sbatch/common.sh
 source "${SLURM_SUBMIT_DIR:?submit this file with sbatch, from the top of the checkout}/scripts/sbatch/common.sh"
 refuse_flags --train-iters TRAIN_ITERS --save RUN_DIR --run-dir RUN_DIR -- "$@"
+refuse_partial_loads "$@"
 SITE_PATHS=(PYTHON MODEL DATA RUN_DIR)
 require_set "${SITE_PATHS[@]}" GPUS_PER_NODE TRAINER_NODES ENGINE_NODES LLM_TP LLM_PP LLM_EP ENGINE_TP ENGINE_PP RAY_PORT TRAIN_ITERS
 check_paths

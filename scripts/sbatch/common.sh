@@ -53,6 +53,22 @@ refuse_flags() {
     done
 }
 
+# Refuse words that take an earlier checkpoint or only a part of one. The job loads what it has saved, so every attempt
+# would do that again. With a --load of the user's own, only the first attempt does.
+refuse_partial_loads() {
+    local word flag found=
+    for word in "$@"; do
+        flag="${word%%=*}"
+        flag="${flag//_/-}"
+        case "$flag" in
+            --load) return 0 ;;
+            --ckpt-step | --no-load-optim | --no-load-scheduler | --no-load-rng | --no-load-data) found="$flag" ;;
+        esac
+    done
+    [[ -z "$found" ]] || die "$found: every attempt of the job would do this again; give it with a --load of another \
+folder, or write the iteration into $RUN_DIR/checkpoints/latest_checkpointed_iteration.txt"
+}
+
 # Refuse variables that are not set, or empty.
 require_set() {
     local name

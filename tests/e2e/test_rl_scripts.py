@@ -234,6 +234,20 @@ def test_flags_that_requeueing_depends_on_are_refused(place, arguments, flag, va
     assert not (place / "srun").exists() and not (place / "scontrol").exists()
 
 
+@pytest.mark.parametrize("flag", ["--ckpt-step=40", "--no_load_optim", "--no-load-data"])
+def test_flags_that_each_attempt_would_obey_again_are_refused(place, flag):
+    job = start(place, flag)
+    output = end(job)
+    name = flag.partition("=")[0].replace("_", "-")
+    assert job.returncode == 2 and output.startswith(f"error: {name}: every attempt of the job would do this again")
+    assert not (place / "srun").exists()
+
+
+def test_such_flags_are_for_the_first_attempt_where_load_is_another_folder(place):
+    output = end(start(place, "--load", "/elsewhere", "--ckpt-step", "40"))
+    assert "finished: " in output, output
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "expected"), [
     ("preflight_code", "preflight failed with exit code 1"), ("ray_code", "Ray did not come up; see"),
