@@ -6,8 +6,8 @@
 MODEL is the folder, or the id on the hub, of a model that a built-in provider knows, such as Qwen3 or Nemotron-H. The
 trainer is data-parallel over all ranks that --tp and --pp leave. The experts of a mixture are divided among as many
 ranks of a stage as divide both, or among --ep. A dense model has an engine replica on each GPU; a mixture of experts,
-whose weights need more memory, has one on up to four GPUs. --engine-tp and --engine-pp choose other replicas; one of
-more GPUs than a node has spreads over several nodes.
+whose weights need more memory, has one on up to four GPUs of a node. --engine-tp and --engine-pp choose other replicas;
+one of more GPUs than a node has spreads over several nodes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def flags_of(model: str, ranks: int, engine_gpus: int, sizes: Sizes = ONE_RANK) 
     if sizes.pp > 1:
         flags += ["--llm-pp", str(sizes.pp)]
     experts = provider.num_experts(parse_as(RlRunConfig, ["--dataset-provider", "gsm8k", *flags], "").model_family)
-    tp = sizes.engine_tp or (math.gcd(MAX_ENGINE_TP, engine_gpus) if experts else 1)
+    node_gpus = min(sizes.gpus_per_node, engine_gpus)
+    tp = sizes.engine_tp or (math.gcd(MAX_ENGINE_TP, engine_gpus, node_gpus) if experts else 1)
     if experts:
         flags += ["--llm-ep", str(sizes.ep or math.gcd(experts, ranks // sizes.pp))]
     elif (sizes.ep or 1) > 1:
@@ -81,6 +82,9 @@ def flags_of(model: str, ranks: int, engine_gpus: int, sizes: Sizes = ONE_RANK) 
     if engine_gpus % workers:
         raise ValueError(f"--engine-gpus {engine_gpus} is not divisible by --engine-tp {tp} * --engine-pp "
                          f"{sizes.engine_pp}")
+    if workers < node_gpus and node_gpus % workers:
+        raise ValueError(f"--engine-tp {tp} * --engine-pp {sizes.engine_pp} is {workers} GPUs of a replica, no divisor "
+                         f"of the {node_gpus} of a node: {engine_gpus // workers} replicas do not fit whole nodes")
     flags += ["--engine-tp", str(tp)] + (["--engine-pp", str(sizes.engine_pp)] if sizes.engine_pp > 1 else [])
     if workers > sizes.gpus_per_node:
         if workers % sizes.gpus_per_node:

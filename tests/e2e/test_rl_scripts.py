@@ -272,6 +272,12 @@ def test_a_model_of_any_built_in_family_has_its_flags(tmp_path):
         hf_model.flags_of(str(tmp_path), 1, 1)
 
 
+def test_replicas_fit_nodes_of_six_gpus(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["tiny"]))
+    flags = hf_model.flags_of(str(tmp_path), 12, 12, hf_model.Sizes(gpus_per_node=6))
+    assert flags[-4:] == ["--engine-tp", "2", "--engine-dp", "6"]
+
+
 def test_a_hybrid_has_tensor_pipeline_and_expert_parallelism_and_a_replica_over_nodes(tmp_path):
     provider = registry.model_provider("nemotron_h")
     (tmp_path / "config.json").write_text(json.dumps(provider.hf_config(provider.Config())))
@@ -282,7 +288,8 @@ def test_a_hybrid_has_tensor_pipeline_and_expert_parallelism_and_a_replica_over_
     for ranks, gpus, wrong, expected in (
             (6, 32, sizes, r"--ranks 6 is not divisible by --tp 2 \* --pp 2"),
             (16, 24, sizes, r"--engine-gpus 24 is not divisible by --engine-tp 8 \* --engine-pp 2"),
-            (16, 12, hf_model.Sizes(engine_tp=12), "is 12 GPUs of a replica, no multiple of --gpus-per-node 8")):
+            (16, 12, hf_model.Sizes(engine_tp=12), "is 12 GPUs of a replica, no multiple of --gpus-per-node 8"),
+            (16, 24, hf_model.Sizes(engine_tp=6), "4 replicas do not fit whole nodes")):
         with pytest.raises(ValueError, match=expected):
             hf_model.flags_of(str(tmp_path), ranks, gpus, wrong)
 
