@@ -6,6 +6,8 @@
 
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
 answer_help "$@"
+# The scripts go to the top of the checkout, and a relative folder is one of the folder in which they were called.
+[[ -z "${RUNS:-}" ]] || RUNS="$(realpath -m "$RUNS")"
 
 # Set up .venv with a set if no Python is given. A given Python must have one of these packages: without vLLM, the recipe
 # would fail only after its supervised run, which is long.

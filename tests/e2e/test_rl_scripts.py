@@ -352,6 +352,19 @@ def test_a_recipe_on_gpus_trains_and_goes_on_from_there(name, tmp_path):
     assert policy.train.train_iters == 3 and policy.observe.run_dir == f"{tmp_path}/separate"
 
 
+def test_runs_of_a_recipe_are_in_the_folder_in_which_it_was_called(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!{BASH}\n[[ "$1" == -c ]] || printf "%s\\n" "$@" >"{tmp_path}/noted"\n')
+    python.chmod(0o755)
+    (tmp_path / "my runs" / "supervised").mkdir(parents=True)
+    (tmp_path / "my runs" / "supervised" / "done").touch()
+    done = subprocess.run([BASH, RL / "arithmetic_gpu.sh", "separate"], capture_output=True, text=True, timeout=60,
+                          cwd=tmp_path, env=os.environ | {"PYTHON": str(python), "RUNS": "my runs"}, check=False)
+    assert done.returncode == 0, done.stderr
+    words = (tmp_path / "noted").read_text().splitlines()
+    assert words[words.index("--load") + 1] == f"{tmp_path}/my runs/checkpoints"
+
+
 def test_a_qwen3_vl_on_gpus_shows_its_plan_and_trains(tmp_path):
     script, environment = [BASH, RL / "qwen3_vl_gpu.sh"], os.environ | {"RUNS": str(tmp_path)}
     done = subprocess.run([*script, "--nproc", "4", "--dry-run"], capture_output=True, text=True, timeout=100,
