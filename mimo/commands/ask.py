@@ -24,7 +24,7 @@ from mimo.checkpoint.state import RunState
 from mimo.commands.convert import check_hf_config, config_of_checkpoint, tensor_bar
 from mimo.commands.flags import AskFlags, checkpoint_folder, is_hf_model, provider_name, takes_hf_config
 from mimo.config.cli import parse
-from mimo.config.trainer import LayoutConfig, RunConfig
+from mimo.config.trainer import LayoutConfig, ModelConfig, RunConfig
 from mimo.config.validate import validate_without_data
 from mimo.data.loader import StepLoader
 from mimo.data.sources import GivenSource
@@ -134,7 +134,11 @@ def _config_of_hf(folder: Path, run_flags: Sequence[str]) -> RunConfig:
     dtype = values.get("dtype") or values.get("torch_dtype")
     words = ["--model-provider", name, "--hf-config", str(folder), "--load-hf", str(folder), "--dataset-provider",
              "conversations", *(["--no-bf16"] if dtype == "float32" else [])]
-    return parse([*words, *run_flags])
+    config = parse([*words, *run_flags])
+    if not isinstance(config.find_dataset(config.data.dataset_provider), QuestionDataProvider):
+        raise ValueError(f"--dataset-provider {config.data.dataset_provider} does not say how a question is written; "
+                         "leave it out, or give --dataset-provider conversations")
+    return config
 
 
 def _config_of_checkpoint(common: Mapping[str, Any], folder: Path, run_flags: Sequence[str]) -> RunConfig:
@@ -154,10 +158,14 @@ def _config_of_checkpoint(common: Mapping[str, Any], folder: Path, run_flags: Se
 
 def _for_one_process(config: RunConfig, platform: Platform, max_tokens: int) -> RunConfig:
     """Return the configuration for one process, whatever the layout of the run was."""
-    model = dataclasses.replace(config.model, freeze="")
+    # Other ways to launch kernels and to exchange tokens give the same answer, and some are refused in one process.
+    model = dataclasses.replace(config.model, freeze="", cuda_graphs=False, moe_static_rows=False,
+                                moe_token_dispatcher_type=ModelConfig().moe_token_dispatcher_type)
     if platform.name == "cpu" and model.transformer_impl == "transformer_engine":
         model = dataclasses.replace(model, transformer_impl="local")
-    layout = LayoutConfig(layout="homogeneous", llm_only=config.layout.llm_only)
+    is_text = config.layout.llm_only or not registry.model_provider(model.model_provider).encoders(config.model_family)
+    # Kinds of layouts differ in the place of the encoder, and without one they are refused.
+    layout = LayoutConfig(layout="disjoint" if is_text else "homogeneous", llm_only=config.layout.llm_only)
     # The length of the question is not known yet, and is checked when it is.
     train = dataclasses.replace(config.train, device=platform.name, micro_batch_size=1, global_batch_size=1,
                                 train_iters=1, seq_length=max_tokens)
