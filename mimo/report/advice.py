@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
 import numpy as np
 
-from mimo.config.cli import parse
 from mimo.config.validate import may_have_graphs
 from mimo.observability.spans import Kind
 from mimo.protocols import LANGUAGE
 from mimo.report.charts import run_name
 from mimo.report.html import section
-from mimo.report.run_reader import FLAGS, Run
+from mimo.report.rules import Rules
+from mimo.report.run_reader import Run
 from mimo.report.summary import (
     ModuleTime,
     learning,
@@ -54,19 +53,29 @@ class Advice:
 
 
 def advice(run: Run) -> list[Advice]:
-    """Return what the run's own figures support, the largest gain in time first, then data and learning."""
+    """Return what the run's own figures support, the largest gain in time first, then data and learning.
+
+    No flags are among it that the trainer would refuse.
+    """
     flags = {name: value for each in run.flags.values() for name, value in each.items()}
     times = module_times(run)
     if not flags or not len(run.steps):
         return []
-    found = [*_from_memory(run, flags), *_from_timeline(run, times, flags), *_from_data(run, flags)]
+    rules = Rules(run)
+    found = [*_from_memory(run, flags), *_from_timeline(run, times, flags, rules), *_from_data(run, flags)]
     if run.learns_from_rewards:
-        found += _from_rollouts(run, flags)
+        found += _from_rollouts(run, flags, rules)
     best = learning(run)
     if best is not None and best.best is not None and best.key != "reward":
-        found.append(Advice(f"The held-out loss was best at iteration {best.best[0]:,} ({rounded(best.best[1])}) and "
-                            "has risen since.", f"--train-iters {best.best[0]}"))
-    return found
+        at, batch = best.best[0], flags.get("global-batch-size")
+        shorter = f"--train-iters {at}"
+        if "train-samples" in flags:
+            shorter = f"--train-samples {at * batch}" if isinstance(batch, int) else ""
+        found.append(Advice(f"The held-out loss was best at iteration {at:,} ({rounded(best.best[1])}) and has risen "
+                            "since.", shorter))
+    # What was found is worth knowing, even if there are no flags for it.
+    return [each if not each.flags or rules.accept(each.flags) else replace(each, flags="", gain="")
+            for each in found]
 
 
 # Time.
@@ -87,8 +96,9 @@ def _from_memory(run: Run, flags: Mapping[str, Any]) -> Iterator[Advice]:
                  change)
 
 
-def _from_timeline(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[str, Any]) -> Iterator[Advice]:
-    yield from _other_division(run, times, flags)
+def _from_timeline(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[str, Any], rules: Rules
+                   ) -> Iterator[Advice]:
+    yield from _other_division(run, times, flags, rules)
     for name, each in times.items():
         sync = each.share(Kind.GRADIENT_SYNC)
         if name == LANGUAGE and sync >= SYNC_SHARE and flags.get("overlap-grad-reduce") is False and (
@@ -105,7 +115,7 @@ def _from_timeline(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[str
         if late >= HOST_SHARE:
             yield Advice(
                 f"In passes of {name} that take {percent(late)} of a step, the GPU waits for its host, which launches "
-                "short kernels too slowly.", _fewer_launches(run, name, flags))
+                "short kernels too slowly.", _fewer_launches(run, name, flags, rules))
     waits = [each.share(Kind.DATA_WAIT) for each in times.values()]
     # In reinforcement learning the wait for completions is counted as one for data.
     if waits and max(waits) >= DATA_SHARE and not run.learns_from_rewards:
@@ -115,14 +125,13 @@ def _from_timeline(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[str
                      f"At most {rounded(1 / (1 - max(waits)))} times as fast.")
 
 
-def _fewer_launches(run: Run, module: str, flags: Mapping[str, Any]) -> str:
+def _fewer_launches(run: Run, module: str, flags: Mapping[str, Any], rules: Rules) -> str:
     """Return the flags with which the host launches less for a module; empty if none are known."""
     if run.learns_from_rewards:
         return ""
-    if module == LANGUAGE and flags.get("cuda-graphs") is False:
-        with suppress(ImportError, OSError, ValueError):  # a provider of the run need not be installed here
-            if may_have_graphs(parse(["--config", str(run.path / FLAGS)])):
-                return "--cuda-graphs"
+    if module == LANGUAGE and flags.get("cuda-graphs") is False and (
+            rules.config is not None and may_have_graphs(rules.config)):
+        return "--cuda-graphs"
     rows, lanes = flags.get("micro-batch-size", 1), flags.get("llm-dp", 1)
     fits = flags.get("global-batch-size", 1) % (2 * rows * lanes) == 0
     return f"--micro-batch-size {2 * rows}" if fits and not flags.get("packing-buffer-size") else ""
@@ -130,12 +139,16 @@ def _fewer_launches(run: Run, module: str, flags: Mapping[str, Any]) -> str:
 
 def _has_rows(flags: Mapping[str, Any], micro_batch_size: int) -> bool:
     """Whether every encoder replica gets a row of each microbatch of its lane, as the trainer demands."""
-    if flags.get("layout") != "disjoint":
+    # Encoder windows divide images, and a homogeneous layout has a replica for each lane.
+    has_windows = flags.get("layout") == "colocated" and (
+        "encoder-window" in flags or flags.get("llm-pp", 1) > 1 or flags.get("llm-cp", 1) > 1)
+    if has_windows or flags.get("layout") == "homogeneous":
         return True
     return bool(flags.get("encoder-dp", 1) <= flags.get("llm-dp", 1) * micro_batch_size)
 
 
-def _other_division(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[str, Any]) -> Iterator[Advice]:
+def _other_division(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[str, Any], rules: Rules
+                    ) -> Iterator[Advice]:
     """Advise to divide the ranks of disjoint grids in another way, if that balances their work."""
     encoders = [name for name in times if name != LANGUAGE]
     if flags.get("layout") != "disjoint" or len(times) != 2 or len(encoders) != 1 or any(
@@ -169,12 +182,15 @@ def _other_division(run: Run, times: Mapping[str, ModuleTime], flags: Mapping[st
         shared = encoder_dp <= llm_dp * rows[1]
         if divides and shared and rows[0] % (rows[1] * llm_dp) == 0 and (encoder_dp, llm_dp) != now:
             slower_s = max(predicted_s(encoders[0], now[0], encoder_dp), predicted_s(LANGUAGE, now[1], llm_dp))
-            options.append((slower_s, encoder_dp, llm_dp))
+            offset = f" --llm-offset {encoder_dp * sizes['encoder']}" if "llm-offset" in flags else ""
+            options.append((slower_s, f"--encoder-dp {encoder_dp} --llm-dp {llm_dp}{offset}"))
     found = f"The {escape(waiting)} grid waited for the other grid for {percent(share)} of its step"
-    if options and not run.learns_from_rewards and step_s / min(options)[0] >= LEAST_GAIN:
-        best_s, encoder_dp, llm_dp = min(options)
-        yield Advice(f"{found}.", f"--encoder-dp {encoder_dp} --llm-dp {llm_dp}",
-                     f"It should be {rounded(step_s / best_s)} times as fast, if passes shrink with the replicas.")
+    faster = [option for option in sorted(options) if step_s / option[0] >= LEAST_GAIN and not run.learns_from_rewards]
+    # Experts, for example, may not divide over as many ranks.
+    best = next((option for option in faster if rules.accept(option[1])), None)
+    if best is not None:
+        yield Advice(f"{found}.", best[1],
+                     f"It should be {rounded(step_s / best[0])} times as fast, if passes shrink with the replicas.")
     else:
         yield Advice(f"{found}. No other division of the {world} ranks with the same splits should gain "
                      f"{100 * (LEAST_GAIN - 1):.0f} %. In colocated and homogeneous layouts no grid waits for another "
@@ -206,7 +222,7 @@ def _from_data(run: Run, flags: Mapping[str, Any]) -> Iterator[Advice]:
 # Reinforcement learning.
 
 
-def _from_rollouts(run: Run, flags: Mapping[str, Any]) -> Iterator[Advice]:
+def _from_rollouts(run: Run, flags: Mapping[str, Any], rules: Rules) -> Iterator[Advice]:
     parts, total, waited = rl_parts(run)
     rollout, rest = parts.get("rollout", 0.0), total - parts.get("rollout", 0.0)
     if total and flags.get("rollout-mode") == "sync" and flags.get("engine-placement") in ("separate", "ray"):
@@ -218,12 +234,17 @@ def _from_rollouts(run: Run, flags: Mapping[str, Any]) -> Iterator[Advice]:
                          f"It should be {rounded(gain)} times as fast.")
     equal, cut = (mean(steady(run.steps).get(key)) for key in ("equal-reward-prompts", "truncated-completions"))
     if equal is not None and equal >= EQUAL_SHARE and isinstance(flags.get("completions-per-prompt"), int):
+        more = f"--completions-per-prompt {2 * flags['completions-per-prompt']}"
+        # A batch counts completions, and has whole prompts.
+        if not rules.accept(more) and isinstance(flags.get("global-batch-size"), int):
+            more += f" --global-batch-size {2 * flags['global-batch-size']}"
         yield Advice(f"All completions of {percent(equal)} of the prompts have the same reward, so these prompts teach "
-                     "nothing. Use prompts of another difficulty, or more completions.",
-                     f"--completions-per-prompt {2 * flags['completions-per-prompt']}")
+                     "nothing. Use prompts of another difficulty, or more completions.", more)
     if cut is not None and cut >= CUT_SHARE and isinstance(flags.get("max-completion-tokens"), int):
         limit, length = flags["max-completion-tokens"], flags.get("seq-length", 0)
         longer = f" --seq-length {length + limit}" if 2 * limit >= length else ""
+        if longer and flags.get("max-tokens-per-microbatch", length + limit) < length + limit:
+            longer += f" --max-tokens-per-microbatch {length + limit}"
         yield Advice(f"{percent(cut)} of the completions are cut off by the limit.",
                      f"--max-completion-tokens {2 * limit}{longer}")
 

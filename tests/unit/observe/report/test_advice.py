@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from mimo.config.cli import parse, to_toml
+from mimo.config.cli import parse, parse_as, to_toml
+from mimo.config.rl_run import RlRunConfig
 from mimo.report.advice import advice, advice_section
 from mimo.report.run_reader import Run, read_run
 from tests.support.report_runs import evaluation, policy_record, step_record, write_run
@@ -96,3 +97,74 @@ def test_rollouts_run_beside_updates_where_the_engine_has_its_own_devices(tmp_pa
     beside, more = advice(run)
     assert beside.flags == "--rollout-mode one-step-off" and f"{2 / 1.4:.3g} times" in beside.gain
     assert more.flags == "--completions-per-prompt 16" and "70 %" in more.found
+
+
+QUIET = {f"timeline/{name}/bridge-wait-s": 0.01 for name in ("vision", "language")}
+RUN = """--model-provider llava --dataset-provider mock --train-iters 30 --micro-batch-size 1"""
+
+
+@pytest.mark.parametrize(("figures", "flags", "advised"), [
+    # Graphs leave the last microbatch of a step, whose gradients are reduced, without any.
+    ({"timeline/language/gradient-sync-s": 0.2}, "--encoder-dp 2 --llm-dp 2 --global-batch-size 4 --cuda-graphs",
+     "--overlap-grad-reduce"),
+    ({"timeline/language/gradient-sync-s": 0.2}, "--encoder-dp 2 --llm-dp 2 --global-batch-size 2 --cuda-graphs", ""),
+    ({"timeline/vision/host-bound-s": 0.5}, "--global-batch-size 4", "--micro-batch-size 2"),
+    ({"timeline/vision/host-bound-s": 0.5}, "--global-batch-size 4 --logits-chunk-size 1", ""),
+    # Of six ranks, the language model should have five, over which its experts do not divide.
+    ({"timeline/vision/bridge-wait-s": 0.6}, "--encoder-dp 2 --llm-dp 4 --global-batch-size 20",
+     "--encoder-dp 1 --llm-dp 5"),
+    ({"timeline/vision/bridge-wait-s": 0.6}, "--encoder-dp 2 --llm-dp 4 --global-batch-size 20 --llm-offset 2",
+     "--encoder-dp 1 --llm-dp 5 --llm-offset 1"),
+    ({"timeline/vision/bridge-wait-s": 0.6},
+     "--encoder-dp 2 --llm-dp 4 --global-batch-size 20 --num-experts 8 --llm-ep 4", ""),
+])
+def test_flags_that_the_trainer_refuses_are_not_advised(figures, flags, advised, tmp_path):
+    write_run(tmp_path, steps(**QUIET | figures))
+    (tmp_path / "run_config.toml").write_text(to_toml(parse([*RUN.split(), *flags.split()])))
+    (found,) = advice(read_run(tmp_path))
+    assert found.flags == advised and found.found and (advised or not found.gain)
+
+
+@pytest.mark.parametrize(("flags", "advised"), [
+    ("--train-iters 30 --lr-warmup-iters 5", "--train-iters 10"), ("--train-iters 30 --lr-warmup-iters 20", ""),
+    ("--train-samples 240", "--train-samples 80")])
+def test_a_shorter_run_is_counted_as_the_run_is(flags: str, advised: str, tmp_path: Path) -> None:
+    write_run(tmp_path, [*steps(**QUIET), evaluation(10, 2.0, 0.5), evaluation(30, 2.5, 0.5)])
+    given = f"--model-provider llava --dataset-provider mock --eval-iters 1 {flags}".split()
+    (tmp_path / "run_config.toml").write_text(to_toml(parse(given)))
+    (found,) = advice(read_run(tmp_path))
+    assert found.flags == advised and "best at iteration 10" in found.found
+
+
+def test_packing_leaves_a_row_to_every_encoder_replica(tmp_path: Path) -> None:
+    colocated = 'encoder-dp = 2\nllm-tp = 2\nmicro-batch-size = 2\npacking-buffer-size = 0\n'
+    for more, advised in (("", []), ("encoder-window = 1\n", ["--packing-buffer-size 64 --micro-batch-size 1"])):
+        write_run(tmp_path, steps(**QUIET, **{"packing-utilisation": 0.5}), layout="colocated")
+        with (tmp_path / "run_config.toml").open("a") as file:
+            file.write(f"\n[more]\n{colocated}{more}")
+        assert [each.flags for each in advice(read_run(tmp_path))] == advised
+
+
+@pytest.mark.parametrize(("flags", "advised"), [
+    ("--global-batch-size 16", "--completions-per-prompt 16"),
+    ("--global-batch-size 8", "--completions-per-prompt 16 --global-batch-size 16"),
+    ("--global-batch-size 24", "--completions-per-prompt 16 --global-batch-size 48")])
+def test_more_completions_of_a_prompt_fit_into_the_batch(flags: str, advised: str, tmp_path: Path) -> None:
+    records = [policy_record(iteration, 0.5, **{"equal-reward-prompts": 0.7}) for iteration in range(1, 31)]
+    write_run(tmp_path, records)
+    given = f"--model-provider causal_lm --device cpu --no-bf16 --train-iters 30 --rollout-mode one-step-off {flags}"
+    (tmp_path / "run_config.toml").write_text(to_toml(parse_as(RlRunConfig, given.split(), "")))
+    (found,) = advice(read_run(tmp_path))
+    assert found.flags == advised
+
+
+def test_longer_completions_get_room(tmp_path: Path) -> None:
+    records = [policy_record(iteration, 0.5, **{"truncated-completions": 0.7}) for iteration in range(1, 31)]
+    for tokens, advised in ((300, "--max-completion-tokens 800 --seq-length 1000 --max-tokens-per-microbatch 1000"),
+                            (2000, "--max-completion-tokens 800 --seq-length 1000")):
+        write_run(tmp_path, records)
+        given = ("--model-provider causal_lm --device cpu --no-bf16 --train-iters 30 --rollout-mode one-step-off "
+                 f"--seq-length 600 --max-completion-tokens 400 --max-tokens-per-microbatch {max(tokens, 600)}")
+        (tmp_path / "run_config.toml").write_text(to_toml(parse_as(RlRunConfig, given.split(), "")))
+        (found,) = advice(read_run(tmp_path))
+        assert found.flags == advised
