@@ -407,7 +407,8 @@ class ParameterShape:
         shape: global shape.
         count: number of equal parameters in the module (layers, times experts).
         split: axis of parallelism that divides it: `tp`, `expert` (ep and expert tp) or `none`.
-        stage: `first`, `last` or `layer` (divided over the pipeline stages).
+        stage: `first`, `last`, `ends` (both of them; one copy if they are one stage) or `layer` (divided over the
+            pipeline stages).
     """
 
     name: str

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from typing import Any
 
 from mimo import registry
 from mimo.config.checks import refuse
@@ -23,6 +24,7 @@ from mimo.grid.spec import Layout
 from mimo.protocols import (
     LANGUAGE,
     CheckedDataProvider,
+    ComparableProvider,
     DataProvider,
     Lane,
     MegatronSourceProvider,
@@ -283,12 +285,18 @@ def num_microbatches(config: RunConfig) -> int:
     return config.train.global_batch_size // (config.train.micro_batch_size * config.layout.llm_dp)
 
 
+def resolved_family(config: RunConfig) -> Any:
+    """Return the model family's flags with the sizes of --hf-config, if it is given."""
+    provider = registry.model_provider(config.model.model_provider)
+    return provider.resolved(config.model_family) if isinstance(provider, ComparableProvider) else config.model_family
+
+
 def num_layers(config: RunConfig) -> int:
     """Number of layers of the language model.
 
     A provider without a field or property of this name may have one kind of layer only.
     """
-    family = config.model_family
+    family = resolved_family(config)
     if hasattr(family, "num_layers"):
         return int(family.num_layers)
     shapes = registry.model_provider(config.model.model_provider).parameter_shapes(family, LANGUAGE)

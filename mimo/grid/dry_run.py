@@ -40,9 +40,18 @@ def parameters_per_rank(shapes: Iterable[ParameterShape], grid: GridSpec, stage:
         if shape.stage == "layer":
             count = starts[stage + 1] * shape.count // starts[-1] - starts[stage] * shape.count // starts[-1]
         else:
-            count = shape.count if stage == {"first": 0, "last": grid.pp - 1}[shape.stage] else 0
+            places = {"first": (0,), "last": (grid.pp - 1,), "ends": (0, grid.pp - 1)}[shape.stage]
+            count = shape.count if stage in places else 0
         total += -(-math.prod(shape.shape) * count // ways[shape.split])
     return total
+
+
+def trained_shapes(config: RunConfig, module: str, shapes: Iterable[ParameterShape]) -> list[ParameterShape]:
+    """Return the parameters of a module that train. Encoder and projector are in one module and frozen separately."""
+    def part(shape: ParameterShape) -> str:
+        return PROJECTOR if module != LANGUAGE and shape.name.split(".")[0] in PROJECTOR_NAMES else module
+
+    return [shape for shape in shapes if part(shape) not in config.model.frozen]
 
 
 def num_levels(provider: ModelProvider, config: Any, module: str) -> int:
@@ -161,12 +170,7 @@ def _optimizer_lines(config: RunConfig, layout: Layout, provider: ModelProvider)
     usual, own = replace(optim, use_precision_aware_optimizer=False), optim.bytes_per_parameter(config.model.bf16)
     before = usual.bytes_per_parameter(config.model.bf16)
     for name, grid in layout.grids.items():
-        shapes = []
-        for shape in provider.parameter_shapes(config.model_family, name):
-            # Encoder and projector are in one module and can be frozen separately.
-            is_projector = name != LANGUAGE and shape.name.split(".")[0] in PROJECTOR_NAMES
-            if (PROJECTOR if is_projector else name) not in config.model.frozen:
-                shapes.append(shape)
+        shapes = trained_shapes(config, name, provider.parameter_shapes(config.model_family, name))
         if shapes:
             most = max(optimizer_shards(config, shapes, grid, stage) for stage in range(grid.pp))
             lines.append(f"optimizer state of {name}: {own} bytes a parameter instead of {before}, "

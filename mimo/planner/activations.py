@@ -194,7 +194,10 @@ def _row_bytes(step: Step, stage: int, length: int) -> tuple[float, float]:
     if not cost.backward_s:
         return 0.0, 0.0
     # The layer that is being recomputed has all its activations.
-    further = (cost.layer_bytes if again else 0.0) + (cost.ends_bytes if stage == len(step.layers) - 1 else 0.0)
+    further = cost.layer_bytes if again else 0.0
+    if stage == len(step.layers) - 1:
+        # Layers of multi-token prediction are recomputed with the decoder's.
+        further += cost.ends_bytes + (0.0 if step.config.model.recompute == "full" else cost.mtp_bytes)
     return (step.layers[stage] - again) * cost.layer_bytes + again * cost.recomputed_bytes, further
 
 

@@ -17,9 +17,20 @@ from typing import Any
 
 from mimo import registry
 from mimo.config.trainer import RunConfig
-from mimo.config.validate import num_layers
+from mimo.config.validate import num_layers, resolved_family
+from mimo.grid.dry_run import trained_shapes
 from mimo.observability.flops import FlopsCounter, FlopsProvider, SequenceSums
-from mimo.planner.shapes import is_in, key_value_channels, layers_with_experts, parameters, parts_of_layers
+from mimo.planner.passes import EncoderCost, LanguageCost, PassCost
+from mimo.planner.shapes import (
+    MTP,
+    is_in,
+    kept_channels,
+    key_value_channels,
+    layers_with_experts,
+    mtp_layers,
+    parameters,
+    parts_of_layers,
+)
 from mimo.planner.shapes import num_layers as num_layers_of
 from mimo.protocols import LANGUAGE, ModelProvider, ParameterShape
 
@@ -203,59 +214,6 @@ class Profile:
         return min(self.modules.get(module, (Ratios(),)), key=distance)
 
 
-@dataclass(frozen=True)
-class LanguageCost:
-    """Costs of one microbatch on ranks of one tensor-parallel group.
-
-    Attributes:
-        forward_s, backward_s: seconds of the passes of one layer, the mean over the layers.
-        ends_forward_s, ends_backward_s: seconds of the output layer and the loss.
-        layer_bytes: activations that a layer keeps for its backward pass.
-        recomputed_bytes: activations that it keeps if it is recomputed.
-        ends_bytes: activations that the output layer and the loss keep.
-        launch_s: seconds in which the host launches the passes of one layer; 0 with CUDA graphs.
-    """
-
-    forward_s: float
-    backward_s: float
-    ends_forward_s: float
-    ends_backward_s: float
-    layer_bytes: float
-    recomputed_bytes: float
-    ends_bytes: float
-    launch_s: tuple[float, float]
-
-
-@dataclass(frozen=True)
-class PassCost:
-    """Seconds of an encoder's pass: for each call, each FLOP and each patch."""
-
-    call_s: float
-    flop_s: float
-    patch_s: float
-
-    def image_s(self, flops: float, patches: float) -> float:
-        return flops * self.flop_s + patches * self.patch_s
-
-
-@dataclass(frozen=True)
-class EncoderCost:
-    """Costs of encoder passes on ranks of one tensor-parallel group.
-
-    Attributes:
-        forward, backward: costs of the passes.
-        again: costs of a forward pass that is repeated because of recomputation.
-        layer_bytes: bytes that all layers together keep for one patch.
-        recomputed_bytes: the same if all of them are recomputed.
-    """
-
-    forward: PassCost
-    again: PassCost
-    backward: PassCost
-    layer_bytes: float
-    recomputed_bytes: float
-
-
 class Costs:
     """Costs of one model.
 
@@ -288,18 +246,19 @@ class Costs:
         for compute in (self.language, self.encoder, self.image_s, self.image_flops, self.image_patches):
             setattr(self, compute.__name__, cache(compute))
         # Number of experts that each token is sent to, if the provider has such a field.
-        self.top_k = int(vars(family).get("moe_router_topk") or 1) if self.num_experts else 1
+        self.top_k = int(vars(resolved_family(config)).get("moe_router_topk") or 1) if self.num_experts else 1
 
     def language(self, tp: int, micro_batch_size: int, ep: int = 1, cp: int = 1, length: int | None = None,
-                 *, graphs: float = 0.0, exchange: str = "alltoall") -> LanguageCost:
+                 *, graphs: float = 0.0, exchange: str = "alltoall", splits_rows: bool = True) -> LanguageCost:
         """Return the costs of a microbatch of the language model on a context-parallel rank.
 
         Its rows have `length` tokens; None: --seq-length. `graphs` is the share of microbatches whose layers have CUDA
-        graphs. `exchange` is the dispatcher of tokens, or `STATIC`.
+        graphs. `exchange` is the dispatcher of tokens, or `STATIC`. `splits_rows` is whether tensor-parallel ranks have
+        sequence parallelism.
         """
         if 0 < graphs < 1:
-            plain, replayed = (self.language(tp, micro_batch_size, ep, cp, length, graphs=each, exchange=exchange)
-                               for each in (0.0, 1.0))
+            plain, replayed = (self.language(tp, micro_batch_size, ep, cp, length, graphs=each, exchange=exchange,
+                                             splits_rows=splits_rows) for each in (0.0, 1.0))
             return replace(plain, forward_s=plain.forward_s + graphs * (replayed.forward_s - plain.forward_s),
                            backward_s=plain.backward_s + graphs * (replayed.backward_s - plain.backward_s),
                            launch_s=((1 - graphs) * plain.launch_s[0], (1 - graphs) * plain.launch_s[1]))
@@ -322,16 +281,21 @@ class Costs:
                 launch_s = min(launch_s[0], whole.forward_s), min(launch_s[1], whole.backward_s)
         # With --moe-static-rows, the experts of a rank have room for all tokens of all ranks.
         room = ep * min(self.top_k, self.num_experts / ep) / self.top_k if exchange == STATIC else 1.0
-        kept = tokens * sum(self._kept_bytes(LANGUAGE, self.hidden_size, room)) / self.num_layers / tp
+        ways = tp if splits_rows else 1
+        whole_bytes, split_bytes = self._kept_bytes(LANGUAGE, self.hidden_size, room)
+        kept = tokens * (whole_bytes / ways + split_bytes / tp) / self.num_layers
         vocabulary = max((shape.shape[0] for shape in self.shapes[LANGUAGE] if shape.stage != "layer"), default=0)
         chunk = self.config.model.logits_chunk_size
-        logits = min(tokens, chunk or tokens) * vocabulary / tp
+        # Every depth of multi-token prediction has logits of its own.
+        heads = 1 if chunk else sum(each.makes_logits for each in self.counter.components)
+        logits = heads * min(tokens, chunk or tokens) * vocabulary / tp
         # The gradient of the output layer is summed over the chunks, see `mimo.grid.dry_run.logits_lines`.
         summed = 8.0 * vocabulary * self.hidden_size / tp if chunk is not None and layer_s[1] else 0.0
         return LanguageCost(
             layer_s[0] * ratios.forward, layer_s[1] * ratios.backward,
             ends_s[0] * ratios.ends_forward, ends_s[1] * ratios.ends_backward,
-            kept * ratios.bytes, tokens * self.hidden_size * 2 / tp, 4.0 * logits * ratios.ends_bytes + summed,
+            kept * ratios.bytes, tokens * self.hidden_size * 2 / ways, 4.0 * logits * ratios.ends_bytes + summed,
+            tokens * sum(each / split for each, split in zip(self._mtp_bytes(room), (ways, tp), strict=True)),
             launch_s)
 
     def _passes_s(self, tp: int, micro_batch_size: int, ep: int, cp: int, length: int, *, graphs: bool, exchange: str
@@ -508,6 +472,10 @@ class Costs:
         """Return whether the module's own weights train. A projector may train while its encoder does not."""
         return module not in self._frozen
 
+    def trained(self, module: str) -> list[ParameterShape]:
+        """Return the parameters of a module that train, those of its projector included."""
+        return trained_shapes(self.config, module, self.shapes[module])
+
     def optimizer_s(self, parameters: float, expert_weights: float = 0.0) -> float:
         """Return the seconds of an optimizer step on a rank.
 
@@ -546,32 +514,29 @@ class Costs:
         return shape.count * (self.top_k / self.num_experts if shape.split == "expert" else 1)
 
     def _kept_bytes(self, module: str, width: int, expert_room: float = 1.0) -> tuple[float, float]:
-        """Return the bytes that all layers of a module keep for one token, without full recomputation.
+        """Return the bytes that all layers of a module keep for one token; `kept_channels` says what they are.
 
-        Only sequence parallelism divides the first figure, and tensor parallelism the second one. The activations of
-        experts have room for `expert_room` times their rows.
-
-        Each product keeps its input, and a layer keeps the outputs of its products until they have been used. Norms and
-        residuals keep four times the width. For a Llama layer this is 34 bytes per token and channel. Norms of queries
-        and keys keep their inputs, and attention then gets copies. Recomputed parts keep nothing of their own, and
-        neither does the core of attention, which is taken as fused.
+        The activations of experts have room for `expert_room` times their rows.
         """
-        parts = self.config.model.recomputed_modules(module)
         layers = self.num_layers if module == LANGUAGE else num_layers_of(self.shapes[module])
-        whole, per_token = 4.0 * width * layers, 0.0
-        has_norms = any(shape.name == "self_attention.q_layernorm.weight" for shape in self.shapes[module])
-        for shape in self.shapes[module]:
-            if has_norms and shape.name == "self_attention.linear_qkv.weight":
-                per_token += shape.count * shape.shape[0]
-            if shape.stage == "layer" and len(shape.shape) == 2:
-                kept = 0.0 if is_in(shape, parts) else float(max(shape.shape))
-                if "moe_act" in parts and shape.name == "mlp.experts.linear_fc2.weight":
-                    kept -= shape.shape[1]
-                per_token += self._uses(shape) * max(kept, 0.0) * (expert_room if shape.split == "expert" else 1.0)
-            elif "layernorm" in parts and shape.name in ("input_layernorm.weight", "pre_mlp_layernorm.weight"):
-                whole -= shape.count * width  # the output of a norm that stands alone
+        return self._bytes_of(self.shapes[module], layers, width, module, expert_room)
+
+    def _mtp_bytes(self, expert_room: float) -> tuple[float, float]:
+        """Return the same of the layers of multi-token prediction, and of the projections before them."""
+        layers = mtp_layers(self.shapes[LANGUAGE])
+        if not layers:
+            return 0.0, 0.0
+        projections = [shape for shape in self.shapes[LANGUAGE] if shape.name == f"{MTP}eh_proj.weight"]
+        count = parts_of_layers(layers, self.hidden_size, self.num_experts)
+        shapes = [*layers, *(replace(shape, stage="layer") for shape in projections)]
+        return self._bytes_of(shapes, count, self.hidden_size, LANGUAGE, expert_room)
+
+    def _bytes_of(self, shapes: Sequence[ParameterShape], layers: float, width: int, module: str, expert_room: float
+                  ) -> tuple[float, float]:
+        experts = expert_room * self.top_k / self.num_experts if self.num_experts else 0.0
         floats = 2.0 if self.config.model.bf16 else 4.0
-        return floats * whole, floats * per_token
+        whole, split = kept_channels(shapes, layers, width, self.config.model.recomputed_modules(module), experts)
+        return floats * whole, floats * split
 
 
 def check_supported(config: RunConfig) -> None:

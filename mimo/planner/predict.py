@@ -24,7 +24,7 @@ from mimo.planner.activations import Windows, peak
 from mimo.planner.costs import GIB, GPUS, LATENCY_S, STATIC, Costs, Profile
 from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, Work, links_of, simulate
 from mimo.planner.workload import Microbatches, SampleSize, draw_samples, iterations, longest_in_windows
-from mimo.protocols import LANGUAGE, RoutedDataProvider
+from mimo.protocols import LANGUAGE, ParameterShape, RoutedDataProvider
 
 # Samples of a run whose sizes `memory_line` takes into account.
 PLANNED_SAMPLES = 64
@@ -127,7 +127,8 @@ class Step:
         self.language_cost = cache(partial(
             costs.language, language.tp, config.train.micro_batch_size, language.ep, language.cp,
             graphs=share_with_graphs(config),
-            exchange=STATIC if config.model.moe_static_rows else config.model.moe_token_dispatcher_type))
+            exchange=STATIC if config.model.moe_static_rows else config.model.moe_token_dispatcher_type,
+            splits_rows=config.layout.sequence_parallel))
         self.pass_cost = self.language_cost()
         self.layers = layers_of_stages(config, layout)
         self._windows_of: dict[int, Windows] = {}  # by the identity of the iteration, which `Windows` keeps alive
@@ -444,9 +445,9 @@ class Step:
 
         def seconds(module: str, grid: GridSpec, stage: int) -> float:
             dense, experts = ((count / (replicas if is_sharded else 1), replicas)
-                              for count, replicas in self.parameters(module, grid, stage))
+                              for count, replicas in self.trained(module, grid, stage))
             weights = parameters_per_rank(
-                [replace(shape, shape=(1,)) for shape in self.costs.shapes[module] if shape.split == "expert"],
+                [replace(shape, shape=(1,)) for shape in self.costs.trained(module) if shape.split == "expert"],
                 grid, stage) / (experts[1] if is_sharded else 1)
             return self.costs.optimizer_s(dense[0] + experts[0], weights)
 
@@ -458,7 +459,7 @@ class Step:
 
         def seconds(module: str, grid: GridSpec, stage: int) -> float:
             total = sum(self.costs.reduction_s(count, replicas, grid.tp * grid.dp * grid.cp)
-                        for count, replicas in self.parameters(module, grid, stage))
+                        for count, replicas in self.trained(module, grid, stage))
             overlaps = ddp.overlap_grad_reduce if module == LANGUAGE else ddp.encoder_ddp_overlap
             # The last bucket and the gather of parameters remain.
             return total / 2 if overlaps else total
@@ -467,8 +468,7 @@ class Step:
 
     def _most_of_a_rank(self, seconds: Callable[[str, GridSpec, int], float]) -> float:
         """Return the most seconds that any rank needs for all of its modules that train."""
-        return max(sum(seconds(*module) for module in modules if self.costs.trains(module[0]))
-                   for _, modules in self.places())
+        return max(sum(seconds(*module) for module in modules) for _, modules in self.places())
 
     # Memory.
 
@@ -498,22 +498,28 @@ class Step:
 
     def parameters(self, module: str, grid: GridSpec, stage: int) -> list[tuple[int, int]]:
         """Count a rank's dense and expert parameters, each with the number of ranks that have the same ones."""
-        shapes = self.costs.shapes[module]
-        experts = [shape for shape in shapes if shape.split == "expert"]
-        others = [shape for shape in shapes if shape.split != "expert"]
-        return [(parameters_per_rank(others, grid, stage), grid.dp * grid.cp),
-                (parameters_per_rank(experts, grid, stage), grid.expt_dp)]
+        return _by_replicas(self.costs.shapes[module], grid, stage)
+
+    def trained(self, module: str, grid: GridSpec, stage: int) -> list[tuple[int, int]]:
+        """Count the parameters that train, as `parameters` does; a projector may train while its encoder does not."""
+        return _by_replicas(self.costs.trained(module), grid, stage)
 
     def state_bytes(self, module: str, grid: GridSpec, stage: int) -> float:
         """Return the bytes of weights, gradients and optimizer state of one module on a rank."""
-        bf16, total = self.config.model.bf16, 0.0
-        for count, replicas in self.parameters(module, grid, stage):
-            total += count * (2 if bf16 else 4)
-            if self.costs.trains(module):
-                gradients = 4 if self.config.ddp.grad_reduce_in_fp32 or not bf16 else 2
-                shards = max(replicas, 1) if self.config.optim.use_distributed_optimizer else 1
-                total += count * (gradients + self.config.optim.bytes_per_parameter(bf16) / shards)
+        bf16 = self.config.model.bf16
+        total = float(sum(count for count, _ in self.parameters(module, grid, stage)) * (2 if bf16 else 4))
+        gradients = 4 if self.config.ddp.grad_reduce_in_fp32 or not bf16 else 2
+        for count, replicas in self.trained(module, grid, stage):
+            shards = max(replicas, 1) if self.config.optim.use_distributed_optimizer else 1
+            total += count * (gradients + self.config.optim.bytes_per_parameter(bf16) / shards)
         return total
+
+
+def _by_replicas(shapes: Sequence[ParameterShape], grid: GridSpec, stage: int) -> list[tuple[int, int]]:
+    experts = [shape for shape in shapes if shape.split == "expert"]
+    others = [shape for shape in shapes if shape.split != "expert"]
+    return [(parameters_per_rank(others, grid, stage), grid.dp * grid.cp),
+            (parameters_per_rank(experts, grid, stage), grid.expt_dp)]
 
 
 def memory_line(config: RunConfig, layout: Layout) -> str:

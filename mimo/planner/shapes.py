@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mimo.protocols import ParameterShape
 
@@ -40,6 +41,48 @@ def parts_of_layers(shapes: Sequence[ParameterShape], hidden_size: int, num_expe
             if shape.stage == "layer" and shape.split == "tp" and shape.shape[0] == hidden_size]
     shared = any("shared_expert" in shape.name for shape in ends)
     return sum(shape.count for shape in ends) + (0.0 if shared else layers_with_experts(shapes, num_experts))
+
+
+MTP, MTP_LAYER = "mtp.layers.", "mtp.layers.mtp_model_layer."
+
+
+def kept_channels(shapes: Sequence[ParameterShape], layers: float, width: int, parts: Sequence[str], experts: float,
+                  ) -> tuple[float, float]:
+    """Return how many numbers all layers of a module keep for one token, without full recomputation.
+
+    Only sequence parallelism divides the first figure, and tensor parallelism the second one.
+
+    Each product keeps its input, and a layer keeps the outputs of its products until they have been used. Norms and
+    residuals keep four times the width. For a Llama layer this is 17 numbers per token and channel. Norms of queries
+    and keys keep their inputs, and attention then gets copies. Recomputed parts keep nothing of their own, and neither
+    does the core of attention, which is taken as fused.
+
+    Args:
+        shapes: parameters of the module; those of its layers count.
+        layers: number of layers.
+        width: width of the hidden states.
+        parts: parts of the layers that are recomputed.
+        experts: share of the experts of a layer for whose inputs and outputs a token takes room.
+    """
+    whole, per_token = 4.0 * width * layers, 0.0
+    has_norms = any(shape.name == "self_attention.q_layernorm.weight" for shape in shapes)
+    for shape in shapes:
+        if has_norms and shape.name == "self_attention.linear_qkv.weight":
+            per_token += shape.count * shape.shape[0]
+        if shape.stage == "layer" and len(shape.shape) == 2:
+            kept = 0.0 if is_in(shape, parts) else float(max(shape.shape))
+            if "moe_act" in parts and shape.name == "mlp.experts.linear_fc2.weight":
+                kept -= shape.shape[1]
+            per_token += shape.count * max(kept, 0.0) * (experts if shape.split == "expert" else 1.0)
+        elif "layernorm" in parts and shape.name in ("input_layernorm.weight", "pre_mlp_layernorm.weight"):
+            whole -= shape.count * width  # the output of a norm that stands alone
+    return whole, per_token
+
+
+def mtp_layers(shapes: Sequence[ParameterShape]) -> list[ParameterShape]:
+    """Return the parameters of the layers of multi-token prediction under the names that a decoder's layers have."""
+    return [replace(shape, name=shape.name.removeprefix(MTP_LAYER), stage="layer") for shape in shapes
+            if shape.name.startswith(MTP_LAYER)]
 
 
 def is_in(shape: ParameterShape, parts: Sequence[str]) -> bool:

@@ -217,7 +217,9 @@ def decoder_shapes(config: DecoderConfig) -> list[ParameterShape]:
     """Return every parameter of the decoder. The vocabulary has its padding rows, and tied embeddings count once."""
     layers, hidden, rows = config.num_layers, config.hidden_size, config.padded_vocab_size()
     shapes = [
-        ParameterShape("embedding.word_embeddings.weight", (rows, hidden), 1, "tp", "first"),
+        ParameterShape("embedding.word_embeddings.weight", (rows, hidden), 1, "tp",
+                       # The last stage has a copy of a tied embedding for the logits.
+                       "first" if config.untie_embeddings_and_output_weights else "ends"),
         ParameterShape("input_layernorm.weight", (hidden,), layers),
         ParameterShape("self_attention.linear_qkv.weight", (config.qkv_size, hidden), layers, "tp"),
         ParameterShape("self_attention.linear_proj.weight", (hidden, config.num_attention_heads * config.head_dim),

@@ -213,7 +213,10 @@ def check_hybrid_grid(config: HybridConfig, grid: GridSpec, seq_length: int, pro
 def hybrid_shapes(config: HybridConfig) -> list[ParameterShape]:
     """Return every parameter of the decoder. The vocabulary has its padding rows, and tied embeddings count once."""
     hidden, rows = config.hidden_size, config.padded_vocab_size()
-    shapes = [ParameterShape("embedding.word_embeddings.weight", (rows, hidden), 1, "tp", "first"),
+    # The last stage has a copy of a tied embedding for the logits, and of any embedding for multi-token prediction.
+    is_copied = config.num_mtp_depths > 0 or not config.untie_embeddings_and_output_weights
+    shapes = [ParameterShape("embedding.word_embeddings.weight", (rows, hidden), 1, "tp",
+                             "ends" if is_copied else "first"),
               *layer_shapes(config),
               ParameterShape("decoder.final_norm.weight", (hidden,), 1, "none", "last")]
     if config.num_mtp_depths:
@@ -277,7 +280,7 @@ def _moe_shapes(config: HybridConfig, count: int) -> list[ParameterShape]:
 
 
 def _mtp_shapes(config: HybridConfig) -> list[ParameterShape]:
-    """Return the parameters of multi-token prediction, without the last stage's copy of the embedding."""
+    """Return the parameters of multi-token prediction."""
     hidden, depths = config.hidden_size, config.num_mtp_depths
     inner = layer_shapes(replace(config, hybrid_layer_pattern=config.mtp_layers))
     names = ("enorm", "hnorm", "final_layernorm")
