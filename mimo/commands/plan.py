@@ -75,6 +75,10 @@ def plan(flags: PlanFlags, run_flags: list[str]) -> int:
     what = "images" if costs.provider.token_spec(config.model_family).tiles is None else "tiles of images"
     for line in _head(config, profile, size, samples, what, measured=bool(flags.profile or flags.measure)):
         print(line)
+    needed = required_world_size(config.layout, search.encoders)
+    if own is None and needed != size and _has_layout(config):
+        print(f"The grids of the run's own flags need {counted(needed, 'GPU')}, so they are not predicted. Layouts "
+              "here have the flags in their rows.\n")
     for line in _table(found, flags.top, own):
         print(line)
     for line in _advice(found, search):
@@ -133,6 +137,12 @@ def _own(config: RunConfig, search: Search) -> Candidate | None:
     return search.candidate("yours", config, validate(config, search.size))
 
 
+def _has_layout(config: RunConfig) -> bool:
+    """Return whether the run's flags say more of a layout than what all layouts of a plan have from them."""
+    default = LayoutConfig()
+    return replace(config.layout, llm_only=False, llm_cp=default.llm_cp, cp_comm_type=default.cp_comm_type) != default
+
+
 def _head(config: RunConfig, profile: Profile, size: int, samples: list[SampleSize], what: str, *,
           measured: bool) -> list[str]:
     counts = [len(sample.images) for sample in samples]
@@ -153,6 +163,12 @@ def _head(config: RunConfig, profile: Profile, size: int, samples: list[SampleSi
             lines.append("  the GPU waited for its host, so what it gains by --cuda-graphs is an estimate")
     else:
         lines.append("costs: estimated from the data sheet; --measure on such GPUs makes them more certain")
+        if not config.model.bf16:
+            lines.append("  this is the speed of bfloat16, and products in float32 (--no-bf16) take several times as "
+                         "long")
+    if config.model.transformer_impl == "local":
+        lines.append("  attention is taken as fused, and --transformer-impl local needs more memory and time for long "
+                     "rows")
     return [*lines, ""]
 
 

@@ -102,19 +102,22 @@ def cuts(num_layers: int, stages: int, first: float, last: float) -> list[tuple[
 
 
 def flags_of(config: RunConfig, base: RunConfig) -> str:
-    """Return the flags by which a run's layout differs from the default, and its model and batch from `base`."""
-    words = _changed(config.layout, LayoutConfig()) or ["--encoder-dp", "1", "--llm-dp", "1"]
+    """Return the flags by which a run's layout differs from the default, and its model and batch from `base`.
+
+    They also undo the layout of `base`, whose flags may be in a file that the run reads.
+    """
+    words = _changed(config.layout, LayoutConfig(), base.layout) or ["--encoder-dp", "1", "--llm-dp", "1"]
     return shlex.join([*words, *_changed(config.model, base.model), *_changed(config.train, base.train)])
 
 
-def _changed(section: LayoutConfig | ModelConfig | TrainConfig, base: LayoutConfig | ModelConfig | TrainConfig
+def _changed(section: LayoutConfig | ModelConfig | TrainConfig, *others: LayoutConfig | ModelConfig | TrainConfig
              ) -> list[str]:
-    """Return the flags of a section whose values differ from another's."""
+    """Return the flags of a section whose values differ from those of any of the others."""
     words = []
     for name, value in vars(section).items():
-        if value != vars(base)[name]:
+        if any(value != vars(other)[name] for other in others):
             words += [flag_name(f"no_{name}")] if value is False else [flag_name(name)]
-            words += [] if isinstance(value, bool) else [str(value)]
+            words += [] if isinstance(value, bool) else ["none" if value is None else str(value)]
     return words
 
 

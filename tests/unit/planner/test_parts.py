@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from mimo.config.cli import parse, to_toml
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import layers_of_stages, validate
 from mimo.grid.spec import Layout
 from mimo.observability.flops import SequenceSums
+from mimo.planner.candidates import Search
 from mimo.planner.costs import Costs
 from mimo.planner.predict import Step
 from mimo.planner.workload import SampleSize
@@ -130,3 +132,16 @@ def test_a_share_of_recomputed_layers_is_one_of_the_layers_of_a_config_json(tmp_
     with pytest.raises(ValueError, match="--recompute-num-layers 5: a pipeline stage has 4 layers at most"):
         validate(config_of(f"""--model-provider causal_lm --dataset-provider mock --seq-length 1024 --llm-only
             --hf-config {tmp_path} --recompute full --recompute-num-layers 5"""), 1)
+
+
+def test_flags_of_a_plan_undo_the_layout_of_a_file(tmp_path: Path) -> None:
+    base = config_of("--no-bf16 --encoder-tp 2 --llm-pp 2 --encoder-run-ahead 1 --llm-offset 2", "smallest")
+    (tmp_path / "run.toml").write_text(to_toml(base))
+    found = searched(base, 4, [SampleSize(100, (4,))] * 16)
+    assert {each.kind for each in found} == {"homogeneous", "colocated", "disjoint"}
+    for each in found:
+        again = parse(["--config", str(tmp_path / "run.toml"), *each.flags.split()])
+        assert again.layout == each.config.layout, each.flags
+        validate(again, 4)
+    assert Search(base, Costs(base, H200), [SampleSize(100, (4,))], 4).candidate(
+        "yours", base, validate(base, 4)).flags == "--encoder-tp 2 --encoder-run-ahead 1 --llm-offset 2 --llm-pp 2"

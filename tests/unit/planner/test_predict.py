@@ -671,14 +671,16 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert main(["plan", "--gpus", "2", "--gpu", "H200", "--plan-steps", "2", *run]) == 0
     text = capsys.readouterr().out
     assert "2 GPUs: H200" in text and "estimated from the data sheet" in text and "Separate grids" in text
-    assert "yours" not in text
+    assert "yours" not in text and "own flags" not in text
+    assert "this is the speed of bfloat16, and products in float32 (--no-bf16) take" in text
     assert main(["plan", "--gpus", "2", *run, "--layout", "colocated", "--encoder-dp", "2", "--llm-pp", "2"]) == 0
     assert "yours" in capsys.readouterr().out
     assert main(["plan", "--gpus", "2", *run, "--encoder-dp", "1", "--llm-dp", "1", "--encoder-window", "2"]) == 2
     assert "--encoder-window 2" in capsys.readouterr().err
     # A layout of another size is not the run's.
     assert main(["plan", "--gpus", "2", *run, "--encoder-dp", "2", "--llm-dp", "2"]) == 0
-    assert "yours" not in capsys.readouterr().out
+    other = capsys.readouterr().out
+    assert "yours" not in other and "The grids of the run's own flags need 4 GPUs, so they are not predicted" in other
     tiled = ["--model-provider", "llava_next", "--dataset-provider", "mock", "--mock-image-size", "600",
              "--mock-images-mean", "1", "--mock-images-max", "1", "--seq-length", "4096"]
     assert main(["plan", "--gpus", "2", "--gpu", "H200", "--plan-steps", "1", *tiled]) == 0
