@@ -37,6 +37,9 @@ PROJECTOR = "projector"
 MAX_STEPS_AHEAD = 4
 # Parts of --recompute-modules that Megatron Core recomputes without keeping their output.
 NO_GRAPHS_IF_RECOMPUTED = frozenset({"layernorm", "moe_act", "mla_up_proj"})
+# Flags of the layers of a mixture of experts.
+FLAGS_OF_EXPERTS = ("moe_token_dispatcher_type", "moe_shared_expert_overlap", "moe_gemm", "moe_permute_fusion",
+                    "moe_router_fusion")
 # Default of --row-lengths.
 ROW_LENGTHS = 16
 # Samples that are searched for images before a run without an encoder.
@@ -369,11 +372,12 @@ def _check_model(config: RunConfig, layout: Layout) -> None:
     refuse(model.transformer_impl == "transformer_engine" and config.train.device == "cpu",
            "--transformer-impl transformer_engine needs CUDA, and --device is cpu; use --transformer-impl local")
     provider = registry.model_provider(model.model_provider)
-    for name in ("moe_token_dispatcher_type", "moe_shared_expert_overlap"):
-        given = vars(model)[name]
-        refuse(given != vars(ModelConfig())[name] and not provider.num_experts(config.model_family),
-               f"{flag_name(name)} is for mixtures of experts, and --model-provider {model.model_provider} has no "
-               "experts here; leave it out")
+    if not provider.num_experts(config.model_family):
+        given = [_given(name, vars(model)[name]) for name in FLAGS_OF_EXPERTS
+                 if vars(model)[name] != vars(ModelConfig())[name]]
+        given += ["--moe-per-layer-logging"] if config.observe.moe_per_layer_logging else []
+        refuse(bool(given), f"{', '.join(given)} is for mixtures of experts, and --model-provider "
+               f"{model.model_provider} has no experts here; leave it out")
     if model.moe_static_rows:
         refuse(not exchanges_tokens(config.layout), "--moe-static-rows is for experts on several ranks (--llm-ep, "
                "--llm-expt-tp); leave it out")
@@ -399,9 +403,18 @@ def _check_model(config: RunConfig, layout: Layout) -> None:
         given = [f"{flag_name(name)} {getattr(config.optim, name)}"
                  for name in ("encoder_lr", "projector_lr", "encoder_weight_decay")
                  if getattr(config.optim, name) is not None]
-        if config.ddp.encoder_ddp_overlap:
-            given.append("--encoder-ddp-overlap")
+        given += [_given(name, True) for name, is_given in (
+            ("encoder_ddp_overlap", config.ddp.encoder_ddp_overlap),
+            ("correct_encoder_grad_for_partial_participation",
+             config.optim.correct_encoder_grad_for_partial_participation)) if is_given]
         refuse(bool(given), f"a run without an encoder would ignore {', '.join(given)}: leave it out")
+
+
+def _given(name: str, value: bool | str) -> str:
+    """Return how a flag of a section is given: `--name`, `--no-name` or `--name value`."""
+    if value is False:
+        return f"--no-{flag_name(name)[2:]}"
+    return flag_name(name) if value is True else f"{flag_name(name)} {value}"
 
 
 def _check_schedule(config: RunConfig) -> None:
