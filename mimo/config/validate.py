@@ -488,6 +488,16 @@ def _check_ddp(config: RunConfig, layout: Layout) -> None:
     ddp = config.ddp
     refuse(ddp.overlap_param_gather and not config.optim.use_distributed_optimizer,
            "--overlap-param-gather needs --use-distributed-optimizer, it is --no-use-distributed-optimizer")
+    refuse(ddp.ddp_pad_buckets_for_high_nccl_busbw and not config.optim.use_distributed_optimizer,
+           "--ddp-pad-buckets-for-high-nccl-busbw needs --use-distributed-optimizer, it is "
+           "--no-use-distributed-optimizer")
+    frozen, encoders = config.model.frozen, {encoder.name for encoder in layout.encoders}
+    for flag, is_given, is_useless in (
+            ("--overlap-grad-reduce", ddp.overlap_grad_reduce and not ddp.encoder_ddp_overlap, LANGUAGE in frozen),
+            ("--overlap-param-gather", ddp.overlap_param_gather, LANGUAGE in frozen),
+            ("--encoder-ddp-overlap", ddp.encoder_ddp_overlap, frozen >= {*encoders, PROJECTOR})):
+        refuse(is_given and is_useless, f"{flag} with --freeze {config.model.freeze}: frozen parts have nothing to "
+               "reduce or gather; leave it out")
     if layout.encoder_window is not None:
         where = f"encoder windows (--encoder-window {layout.encoder_window})"
         refuse(ddp.encoder_ddp_overlap,
