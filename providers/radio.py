@@ -9,7 +9,7 @@ from mimo.config.toml_file import flag_name
 from mimo.grid.spec import GridSpec
 from mimo.protocols import ParameterShape
 from providers.common.checks import Problems
-from providers.common.vision import ShuffledPatches, check_side, layer_shapes, norm_shapes
+from providers.common.vision import ShuffledPatches, check_shuffle, layer_shapes, norm_shapes
 
 NUM_CHANNELS = 3
 
@@ -92,7 +92,9 @@ def check_radio(config: RadioConfig, problems: Problems) -> None:
     if not config.vision_dynamic_resolution:
         for name in ("vision_image_size", *(("vision_image_width",) if config.vision_image_width else ())):
             pixels = getattr(config, name)
-            check_side(config, name, pixels, problems)
+            problems.divides(name, pixels, "vision_patch_size", config.vision_patch_size)
+            if pixels % config.vision_patch_size == 0:
+                check_shuffle(config, name, pixels, problems)
             if pixels > config.vision_max_image_size:
                 problems.add(f"{flag_name(name)} {pixels} is larger than --vision-max-image-size "
                              f"{config.vision_max_image_size}, the side of the position grid")

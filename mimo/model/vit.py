@@ -38,7 +38,7 @@ class ViT(MegatronModule):
         norm: norm class for the norms outside the layers, called as `norm(config=, hidden_size=, eps=)`.
         image_size: pixels a side of the (square) images; with dynamic resolution, of the image for which there is one
             position embedding for each patch.
-        patch_size: pixels a side of a patch; divides `image_size`.
+        patch_size: pixels a side of a patch. Pixels at the right and at the bottom that fill no patch are left out.
         num_channels: image channels.
         patch_bias: whether the patch embedding has a bias (SigLIP).
         class_token: whether a learned token goes before the patches; it is dropped from the output (CLIP).
@@ -57,7 +57,7 @@ class ViT(MegatronModule):
                  post_process: bool = True, dynamic_resolution: bool = False, pixel_shuffle: int = 1) -> None:
         super().__init__(config)
         side = image_size // patch_size
-        assert image_size % patch_size == 0, f"image size {image_size}, patch size {patch_size}"
+        assert side, f"image size {image_size}, patch size {patch_size}"
         assert not (dynamic_resolution and class_token), "packed images have no class token"
         assert dynamic_resolution or side % pixel_shuffle == 0, f"{side} patches a side, pixel shuffle {pixel_shuffle}"
         self.pg_collection = pg_collection

@@ -55,7 +55,8 @@ class VisionConfig(ShuffledPatches):
 
     vision_image_size: int = 336
     """Side length of the square images, in pixels. With dynamic resolution: of the image that the position embeddings
-    were made for."""
+    were made for. What is left over at the right and at the bottom, where the patch size does not divide it, belongs to
+    no patch (SigLIP's 384 pixels with patches of 14)."""
     vision_num_layers: int = 23
     """Layers that run. LLaVA uses the features of the second-to-last layer, so this is one fewer than CLIP's 24."""
     vision_num_unused_layers: int = 1
@@ -114,7 +115,10 @@ def check_vision(config: VisionConfig, problems: Problems) -> None:
     problems.least("projector_hidden_size", config.projector_hidden_size, 0)
     if problems.found:
         return
-    check_side(config, "vision_image_size", config.vision_image_size, problems)
+    if config.vision_image_size < config.vision_patch_size:
+        problems.add(f"--vision-image-size {config.vision_image_size} is smaller than a patch, --vision-patch-size "
+                     f"{config.vision_patch_size}")
+    check_shuffle(config, "vision_image_size", config.vision_image_size, problems)
     if config.vision_dynamic_resolution and config.vision_class_token:
         problems.add("--vision-dynamic-resolution cannot be used with --vision-class-token: "
                      "use --no-vision-class-token")
@@ -122,12 +126,14 @@ def check_vision(config: VisionConfig, problems: Problems) -> None:
                      config.vision_num_attention_heads)
 
 
-def check_side(config: VisionConfig | RadioConfig, name: str, pixels: int, problems: Problems) -> None:
-    """Note that the height or width of images, which is the field `name`, is no whole number of patches or tokens."""
+def check_shuffle(config: VisionConfig | RadioConfig, name: str, pixels: int, problems: Problems) -> None:
+    """Note that the patches along a side of images, whose length is the field `name`, make no whole number of tokens.
+
+    With dynamic resolution, this field is not the size of an image.
+    """
     patch, factor = config.vision_patch_size, config.vision_pixel_shuffle
-    problems.divides(name, pixels, "vision_patch_size", patch)
     side = pixels // patch
-    if not config.vision_dynamic_resolution and pixels % patch == 0 and side % factor:
+    if not config.vision_dynamic_resolution and side % factor:
         fits = ", ".join(str(divisor) for divisor in divisors(side))
         problems.add(f"--vision-pixel-shuffle {factor} does not divide the {side} patches a side of "
                      f"{flag_name(name)} {pixels} with --vision-patch-size {patch}; --vision-pixel-shuffle that fit: "

@@ -215,9 +215,9 @@ def test_models_that_a_run_refuses_are_neither_imported_nor_exported(tmp_path: P
     expect("deepseek", "--moe-router-topk 1 must lie between 2 and ", **deepseek, num_experts_per_tok=1)
     expect("groups", "--moe-router-topk 5 and --moe-router-group-topk 4: a group is scored", **deepseek,
            num_experts_per_tok=5)
-    expect("image", "--vision-image-size 17 is not divisible by --vision-patch-size 8", model_type="llava",
+    expect("image", "--vision-image-size 7 is smaller than a patch, --vision-patch-size 8", model_type="llava",
            architectures=["LlavaForConditionalGeneration"], vision_config={
-               "model_type": "clip_vision_model", "image_size": 17, "patch_size": 8})
+               "model_type": "clip_vision_model", "image_size": 7, "patch_size": 8})
     expect("nemotron", "norm_topk_prob = True with num_experts_per_tok = 1", model_type="nemotron_h",
            architectures=["NemotronHForCausalLM"], layers_block_type=["moe"], num_experts_per_tok=1)
     two = expect("two", "has model.safetensors and model.safetensors.index.json, which does not name it")

@@ -46,8 +46,9 @@ CLIP = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size
 SIGLIP = CLIP | {"model_type": "siglip_vision_model", "hidden_act": "gelu_pytorch_tanh"}
 LLAVA_MODELS: dict[str, dict[str, Any]] = {
     "clip-llama": {"vision_config": CLIP, "text_config": TEXT | {"model_type": "llama"}},
-    "clip-last-layer-qwen2-tied": {"vision_config": CLIP | {"num_hidden_layers": 2}, "vision_feature_layer": -1,
-                                   "text_config": TEXT_MODELS["qwen2-tied-one-key-head"]},
+    # Four pixels a side fill no patch.
+    "clip-last-layer-qwen2-tied": {"vision_config": CLIP | {"num_hidden_layers": 2, "image_size": 20},
+                                   "vision_feature_layer": -1, "text_config": TEXT_MODELS["qwen2-tied-one-key-head"]},
     "siglip-qwen3": {"vision_config": SIGLIP, "vision_feature_select_strategy": "full",
                      "text_config": TEXT_MODELS["qwen3"]},
     "clip-gelu-qwen3-moe-unnormalized": {
@@ -59,9 +60,9 @@ LLAVA_NEXT_MODELS: dict[str, dict[str, Any]] = {
     "llava-next": {"vision_config": CLIP, "text_config": TEXT | {"model_type": "llama", "max_position_embeddings": 128},
                    "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32], [48, 16]]},
     "llava-next-siglip-qwen2-tied": {
-        "vision_config": SIGLIP | {"image_size": 24}, "vision_feature_select_strategy": "full",
+        "vision_config": SIGLIP | {"image_size": 28}, "vision_feature_select_strategy": "full",
         "text_config": TEXT_MODELS["qwen2-tied-one-key-head"] | {"max_position_embeddings": 128},
-        "image_grid_pinpoints": [[24, 48], [48, 24]], "tie_word_embeddings": True},
+        "image_grid_pinpoints": [[28, 56], [56, 28]], "tie_word_embeddings": True},
     "llava-next-tied-inside": {
         "vision_config": CLIP, "image_grid_pinpoints": [[16, 32]],
         "text_config": TEXT_MODELS["qwen2-tied-one-key-head"] | {"max_position_embeddings": 128}},

@@ -75,6 +75,20 @@ def test_qwen3_moe_sizes() -> None:
     assert (config.vision_num_layers, config.vision_image_size, config.vision_hidden_act) == (3, 64, "gelu")
 
 
+def test_a_tower_whose_patches_do_not_fill_its_images() -> None:
+    # The published siglip-so400m-patch14-384, in models such as llava-interleave-qwen-7b-hf.
+    config = llava.from_hf({
+        "vision_feature_layer": -1, "vision_feature_select_strategy": "full", "image_token_index": 151646,
+        "text_config": {"model_type": "qwen2", "vocab_size": 152000},
+        "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152, "image_size": 384,
+                          "intermediate_size": 4304, "num_attention_heads": 16, "num_hidden_layers": 26,
+                          "patch_size": 14}})
+    LLAVA.validate(config, layout(), 2048)
+    assert LLAVA.num_image_tokens(config, VISION, 384, 384) == 27**2
+    positions = {shape.name: shape.shape for shape in LLAVA.parameter_shapes(config, VISION)}
+    assert positions["position_embeddings.weight"] == (27**2, 1152)
+
+
 @pytest.mark.parametrize(("change", "key"), [
     ({"model_type": "llava_next"}, "model_type = 'llava_next'"),
     ({"image_token_id": 5, "image_token_index": 6}, "image_token_id = 5 and image_token_index = 6 are two names"),
@@ -163,7 +177,7 @@ def test_unreadable_hf_config(tmp_path: Path, content: str | None, words: str) -
     ({"num_layers": 0}, layout(), "--num-layers 0 must be at least 1"),
     ({"image_token_id": 512}, layout(), "--image-token-id 512 must lie between 0 and --vocab-size 512"),
     ({"max_position_embeddings": 32}, layout(), "--seq-length 64 exceeds --max-position-embeddings 32"),
-    ({"vision_patch_size": 5}, layout(), "--vision-image-size 32 is not divisible by --vision-patch-size 5"),
+    ({"vision_patch_size": 33}, layout(), "--vision-image-size 32 is smaller than a patch, --vision-patch-size 33"),
     ({"vision_pixel_shuffle": 0}, layout(), "--vision-pixel-shuffle 0 must be at least 1"),
     ({"vision_pixel_shuffle": 3}, layout(), "--vision-pixel-shuffle 3 does not divide the 4 patches a side of "
      "--vision-image-size 32 with --vision-patch-size 8; --vision-pixel-shuffle that fit: 1, 2, 4"),
