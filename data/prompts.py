@@ -34,8 +34,7 @@ def check_characters(text: str) -> None:
         before = text[max(error.start - 20, 0) : error.start]
         raise ValueError(
             f"the text holds the lone surrogate U+{ord(text[error.start]):04X} after {before!r}, which is half a "
-            "character: the escape of the other half is missing"
-        ) from error
+            "character: the escape of the other half is missing") from error
 
 
 def content_parts(content: Any) -> list[str | Medium]:
@@ -494,7 +493,9 @@ def load_tokenizer(folder: str) -> Any:
         else:
             from transformers import AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            # Where vLLM is installed, transformers would read Mistral's own file, with a class that has no offsets.
+            own = {"mistral_format": False} if (Path(folder) / "tekken.json").is_file() else {}
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **own)
         template = Path(folder) / "chat_template.json"
         if template.is_file() and not template.with_suffix(".jinja").is_file():
             tokenizer.chat_template = json.loads(template.read_text())["chat_template"]
@@ -534,8 +535,7 @@ def _check_class(folder: str, tokenizer: Any, named: str) -> None:
         raise ValueError(
             f"--tokenizer {folder}: {text!r} has {len(wanted)} tokens in its tokenizer.json and other {len(given)} in "
             f"transformers' class {named}, which tokenizer_config.json names as tokenizer_class; name "
-            f"{GENERIC_CLASSES[0]} there to use tokenizer.json as it is"
-        )
+            f"{GENERIC_CLASSES[0]} there to use tokenizer.json as it is")
 
 
 def _checked_turn(position: int, message: Any, *, own_lines: bool) -> Turn:

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, CLIPImageProcessor, LlamaTokenizer, Llav
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.integrations.mistral.tokenizer import MistralConverter
 
-from data.prompts import Tokenizer
+from data.prompts import Tokenizer, load_tokenizer
 from mimo.protocols import TokenSpec
 from tests.support import chat_templates as templates
 
@@ -254,6 +254,19 @@ def test_a_document_is_what_the_tokenizer_makes_of_its_text(folder_of, name):
     assert tokens.tolist() == [*begin, *ids, hf.eos_token_id]
     image = hf.convert_tokens_to_ids("<image>")
     assert mask[1:].tolist() == (tokens[1:] != image).tolist() and not mask[0]
+
+
+@pytest.mark.parametrize("has_own_file", [True, False])
+def test_the_file_of_mistrals_own_tokenizer_does_not_decide_the_class(folder_of, tmp_path, has_own_file):
+    """As in Mistral-Small-24B-Instruct-2501. With mistral-common, transformers would read the other file alone."""
+    folder = shutil.copytree(folder_of("nemo", templates.MISTRAL, ["<image>"]), tmp_path / "model")
+    (folder / "config.json").write_text('{"model_type": "mistral"}')
+    named = json.loads((folder / "tokenizer_config.json").read_text()) | {"tokenizer_class": "LlamaTokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    if has_own_file:
+        shutil.copy(shipped("mistral_common", "data/tekken_240718.json"), folder / "tekken.json")
+    text = "Two words, 3.14 and\n  na\u00efve lines"
+    assert load_tokenizer(str(folder))(text)["input_ids"] == build("nemo")(text)["input_ids"]
 
 
 def test_a_class_that_does_not_fit_its_tokenizer_json_is_refused(folder_of, tmp_path):
