@@ -49,7 +49,7 @@ from mimo.watchdog.watchdog import open_watchdog
 from mimo.weights.configuration import CONFIG_JSON, read_config_json
 from mimo.weights.export import ExportOptions, export_checkpoint
 from mimo.weights.load import HfPaths, load_hf
-from mimo.weights.safetensors_io import INDEX, weight_files
+from mimo.weights.safetensors_io import INDEX, HfSource
 
 # Group that a single process forms with itself.
 GROUP_TIMEOUT_S = 600.0
@@ -311,9 +311,10 @@ def _folder_for_vllm(asked: Asked, folder: Path) -> Path:
     if asked.is_hf:
         folder.mkdir()
         (folder / CONFIG_JSON).write_bytes((asked.folder / CONFIG_JSON).read_bytes())
-        for path in [*weight_files(asked.folder), asked.folder / INDEX]:
-            if path.is_file():
-                (folder / path.name).symlink_to(path.resolve())
+        # Only the files that the trainer reads. vLLM would prefer Mistral's own consolidated.safetensors beside them.
+        for name in [*HfSource(asked.folder).catalog.file_bytes, INDEX]:
+            if (asked.folder / name).is_file():
+                (folder / name).symlink_to((asked.folder / name).resolve())
     else:
         with tensor_bar("exporting") as progress:
             export_checkpoint(asked.folder, folder, provider, family, ExportOptions(), progress)
