@@ -134,7 +134,7 @@ def gantt_section(runs: Sequence[Run]) -> str:
             continue
         every = list(run.timelines)
         # Fewer whole steps are better than a part of every step.
-        fitting = MAX_INTERVALS // len(runs) // max(num_intervals(run.timelines[step]) for step in every)
+        fitting = MAX_INTERVALS // len(runs) // max(1, *(num_intervals(run.timelines[step]) for step in every))
         chosen = [every[place] for place in evenly(len(every), min(max(fitting, 2), MAX_STEPS // len(runs)))]
         most = MAX_INTERVALS // (len(chosen) * len(runs))
         charts = "".join(f'<div data-step="{step}"{" hidden" * (place > 0)}>'

@@ -185,6 +185,12 @@ def test_very_many_intervals_leave_out_the_shortest() -> None:
     assert {name for name, *_ in bars_of(html)} == {"forward"}, "waits are shorter"
 
 
+def test_a_step_of_nothing_but_other_time_is_shown(tmp_path: Path) -> None:
+    step = timeline(1, {"vision": 1})
+    step["ranks"][0]["intervals"] = [interval("other", 0.0, 0.5, "vision")]
+    assert "One step, all ranks" in page([run_of(tmp_path, [policy_record(1, 0.5)], timelines=(step,))])
+
+
 def test_numbers_for_people() -> None:
     assert [number(value) for value in (12345.0, 12345.6, 0.04321, 4.3e-13, 3.5653)] == [
         "12,345", "12,346", "0.04321", "4.3e-13", "3.565"]
