@@ -105,7 +105,12 @@ def exported_configuration(provider: ModelProvider, family_config: Any, base: Pa
             value that cannot be written into its config.json.
     """
     if base is None:
-        return provider.hf_config(family_config)
+        own = provider.hf_config(family_config)
+        text = own.get("text_config") or own.get("llm_config") or own
+        # Without these keys, classes of transformers have ids of their own, at which servers would end an answer.
+        for key in ("bos_token_id", "eos_token_id"):
+            text.setdefault(key, None)
+        return own
     values = read_config_json(base)
     if values is None:
         return None

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig, GenerationConfig
 
 from mimo import registry
 from mimo.config.cli import parse
-from mimo.weights.configuration import compare_folder
+from mimo.weights.configuration import compare_folder, exported_configuration
 from tests.support.hf_families import CLIP, LLAVA_MODELS, NEMOTRON_MODELS, SIGLIP, TEXT_MODELS, VOCAB_SIZE
 
 LLAVA = {"model_type": "llava", "image_token_index": VOCAB_SIZE - 1, **LLAVA_MODELS["clip-llama"]}
@@ -41,6 +42,17 @@ def test_a_model_agrees_with_its_own_config(tmp_path: Path, name: str) -> None:
     provider, values = ALL[name]
     modules = ("vision", "language") if provider == "llava" else ("language",)
     assert found_in(tmp_path, provider, values, values, modules=modules) == ([], [])
+
+
+@pytest.mark.parametrize("name", [*ALL, "qwen3_vl"])
+def test_an_export_without_a_base_has_no_end_token_of_a_class_of_transformers(tmp_path: Path, name: str) -> None:
+    family, values = ALL.get(name, (name, None))
+    provider = registry.model_provider(family)
+    config = provider.Config() if values is None else provider.from_hf(values)
+    (tmp_path / "config.json").write_text(json.dumps(exported_configuration(provider, config, None, ("language",))))
+    found = GenerationConfig.from_model_config(AutoConfig.from_pretrained(tmp_path))
+    assert (found.bos_token_id, found.eos_token_id) == (None, None)
+    assert compare_folder(provider, config, tmp_path, ("language",), frozenset()) == ([], [])
 
 
 @pytest.mark.parametrize(("change", "field", "values"), [
