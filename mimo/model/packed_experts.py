@@ -172,6 +172,8 @@ def _weighted_activation(experts: TEGroupedMLP, *, has_rows_of_no_expert: bool) 
     is_gated = config.gated_linear_unit and experts.activation_func is F.silu and config.bias_activation_fusion
     if config.moe_apply_probs_on_input or config.fp8 and experts.activation_recompute:
         return None
+    if config.activation_func_clamp_value is not None or config.moe_mlp_glu_interleave_size is not None:
+        return None
     if not is_gated and not (experts.activation_func is squared_relu and config.use_fused_weighted_squared_relu):
         return None
     return lambda hidden, weights, sizes: weighted_activation(

@@ -299,9 +299,11 @@ def train_step(
     parts.built.residency.require("a training step", *KINDS)
     clear_gradients(parts)
     scale = mean_over_targets(parts, microbatches)
-    with parts.trace.wait("count of the targets of multi-token prediction"):
-        begin_mtp_step(
-            parts.built.model.mtp, microbatches, parts.grids.collections.get(LANGUAGE), parts.platform.device)
+    if parts.built.model.mtp is not None:
+        with parts.trace.wait("count of the targets of multi-token prediction", module=LANGUAGE,
+                              group=parts.grids.layout.language.ranks):
+            begin_mtp_step(
+                parts.built.model.mtp, microbatches, parts.grids.collections.get(LANGUAGE), parts.platform.device)
     # With prefetch, the encoder's input does not go to the device again: its features are or will be in a queue.
     scheduled = microbatches if parts.prefetch is None else parts.prefetch.begin_step(microbatches, coming)
     with parts.schedule_timer.measure():

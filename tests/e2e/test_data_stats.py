@@ -275,7 +275,7 @@ def test_tiles_of_any_resolution_are_shown(main, folder, capsys, tmp_path, famil
     ("tokenizer", (), "energon prepare"),
     ("blend.yaml", ("--tokenizer", ""), "--tokenizer"),
     ("blend.yaml", ("--tokenizer", "nowhere"), "--tokenizer nowhere"),
-    ("blend.yaml", ("--vision-image-size", "18"), "--vision-image-size 18"),
+    ("blend.yaml", ("--vision-image-size", "20"), "--vision-image-size 20"),
     ("blend.yaml", ("--seq-length", "4"), "leaves no room in --seq-length 4"),
     ("blend.yaml", ("--packing-balance",), "--packing-balance"),
     ("blend.yaml", ("--samples", "0"), "--samples 0"),
