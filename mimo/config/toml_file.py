@@ -27,6 +27,13 @@ def flag_name(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
+def flag_words(field: str, value: Any) -> list[str]:
+    """Return the words that give a field a value: `--name value`, `--name none`, `--name` or `--no-name`."""
+    if isinstance(value, bool):
+        return [flag_name(field if value else f"no_{field}")]
+    return [flag_name(field), "none" if value is None else str(value)]
+
+
 def read(path: str, sections: Collection[str]) -> dict[str, Any]:
     """Return the field names and raw values of one file. Tables only group keys: any key may be in any table.
 

@@ -16,7 +16,7 @@ from typing import Any
 from mimo import registry
 from mimo.config.checks import refuse
 from mimo.config.optim import ScheduleConfig
-from mimo.config.toml_file import field_name, flag_name
+from mimo.config.toml_file import field_name, flag_name, flag_words
 from mimo.config.trainer import LayoutConfig, ModelConfig, ObserveConfig, RunConfig
 from mimo.grid.lanes import data_request, lanes_read_by, sequence_multiple
 from mimo.grid.layout import build_layout, required_world_size, validate_layout
@@ -373,11 +373,11 @@ def _check_model(config: RunConfig, layout: Layout) -> None:
            "--transformer-impl transformer_engine needs CUDA, and --device is cpu; use --transformer-impl local")
     provider = registry.model_provider(model.model_provider)
     if not provider.num_experts(config.model_family):
-        given = [_given(name, vars(model)[name]) for name in FLAGS_OF_EXPERTS
+        given = [" ".join(flag_words(name, vars(model)[name])) for name in FLAGS_OF_EXPERTS
                  if vars(model)[name] != vars(ModelConfig())[name]]
         given += ["--moe-per-layer-logging"] if config.observe.moe_per_layer_logging else []
-        refuse(bool(given), f"{', '.join(given)} is for mixtures of experts, and --model-provider "
-               f"{model.model_provider} has no experts here; leave it out")
+        refuse(bool(given), f"--model-provider {model.model_provider} has no experts here and would ignore "
+               f"{', '.join(given)}: leave it out")
     if model.moe_static_rows:
         refuse(not exchanges_tokens(config.layout), "--moe-static-rows is for experts on several ranks (--llm-ep, "
                "--llm-expt-tp); leave it out")
@@ -403,18 +403,11 @@ def _check_model(config: RunConfig, layout: Layout) -> None:
         given = [f"{flag_name(name)} {getattr(config.optim, name)}"
                  for name in ("encoder_lr", "projector_lr", "encoder_weight_decay")
                  if getattr(config.optim, name) is not None]
-        given += [_given(name, True) for name, is_given in (
-            ("encoder_ddp_overlap", config.ddp.encoder_ddp_overlap),
-            ("correct_encoder_grad_for_partial_participation",
-             config.optim.correct_encoder_grad_for_partial_participation)) if is_given]
+        if config.ddp.encoder_ddp_overlap:
+            given.append("--encoder-ddp-overlap")
+        if config.optim.correct_encoder_grad_for_partial_participation:
+            given.append("--correct-encoder-grad-for-partial-participation")
         refuse(bool(given), f"a run without an encoder would ignore {', '.join(given)}: leave it out")
-
-
-def _given(name: str, value: bool | str) -> str:
-    """Return how a flag of a section is given: `--name`, `--no-name` or `--name value`."""
-    if value is False:
-        return f"--no-{flag_name(name)[2:]}"
-    return flag_name(name) if value is True else f"{flag_name(name)} {value}"
 
 
 def _check_schedule(config: RunConfig) -> None:

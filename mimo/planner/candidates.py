@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import batched, islice
 from statistics import fmean
 
-from mimo.config.toml_file import flag_name
+from mimo.config.toml_file import flag_words
 from mimo.config.trainer import LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from mimo.config.validate import (
     can_recompute_some_layers,
@@ -116,8 +116,7 @@ def _changed(section: LayoutConfig | ModelConfig | TrainConfig, *others: LayoutC
     words = []
     for name, value in vars(section).items():
         if any(value != vars(other)[name] for other in others):
-            words += [flag_name(f"no_{name}")] if value is False else [flag_name(name)]
-            words += [] if isinstance(value, bool) else ["none" if value is None else str(value)]
+            words += flag_words(name, value)
     return words
 
 

@@ -519,20 +519,21 @@ class Costs:
         The activations of experts have room for `expert_room` times their rows.
         """
         layers = self.num_layers if module == LANGUAGE else num_layers_of(self.shapes[module])
-        return self._bytes_of(self.shapes[module], layers, width, module, expert_room)
+        return self._bytes_of_layers(self.shapes[module], layers, width, module, expert_room)
 
     def _mtp_bytes(self, expert_room: float) -> tuple[float, float]:
-        """Return the same of the layers of multi-token prediction, and of the projections before them."""
+        """Return the bytes of `_kept_bytes` for multi-token prediction: its layers, and the projections before them."""
         layers = mtp_layers(self.shapes[LANGUAGE])
         if not layers:
             return 0.0, 0.0
         projections = [shape for shape in self.shapes[LANGUAGE] if shape.name == f"{MTP}eh_proj.weight"]
         count = parts_of_layers(layers, self.hidden_size, self.num_experts)
         shapes = [*layers, *(replace(shape, stage="layer") for shape in projections)]
-        return self._bytes_of(shapes, count, self.hidden_size, LANGUAGE, expert_room)
+        return self._bytes_of_layers(shapes, count, self.hidden_size, LANGUAGE, expert_room)
 
-    def _bytes_of(self, shapes: Sequence[ParameterShape], layers: float, width: int, module: str, expert_room: float
-                  ) -> tuple[float, float]:
+    def _bytes_of_layers(self, shapes: Sequence[ParameterShape], layers: float, width: int, module: str,
+                         expert_room: float) -> tuple[float, float]:
+        """Return the numbers of `kept_channels` in bytes of the run's precision."""
         experts = expert_room * self.top_k / self.num_experts if self.num_experts else 0.0
         floats = 2.0 if self.config.model.bf16 else 4.0
         whole, split = kept_channels(shapes, layers, width, self.config.model.recomputed_modules(module), experts)

@@ -16,12 +16,12 @@ from mimo.config.validate import validate_without_data
 from mimo.grid.layout import required_world_size
 from mimo.report.run_reader import FLAGS, Run
 
-# No such rank reads data, so what the data set would say about its flags is left out.
+# The first rank opens the prompts, which need not be on this machine.
 NO_READER = 1
 
 
 class Rules:
-    """What the trainer would say about the flags of a run, with further ones beside them."""
+    """Asks the trainer's own rules whether it would accept a run, with further flags beside its own."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

@@ -55,8 +55,8 @@ class VisionConfig(ShuffledPatches):
 
     vision_image_size: int = 336
     """Side length of the square images, in pixels. With dynamic resolution: of the image that the position embeddings
-    were made for. What is left over at the right and at the bottom, where the patch size does not divide it, belongs to
-    no patch (SigLIP's 384 pixels with patches of 14)."""
+    were made for. Pixels at the right and at the bottom that fill no patch are left out (SigLIP's 384 pixels with
+    patches of 14)."""
     vision_num_layers: int = 23
     """Layers that run. LLaVA uses the features of the second-to-last layer, so this is one fewer than CLIP's 24."""
     vision_num_unused_layers: int = 1

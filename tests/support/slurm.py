@@ -25,7 +25,7 @@ while [[ "$1" == --* ]]; do
     esac
     shift
 done
-# As for any srun in a job that was submitted with --export=NONE.
+# Slurm does so in a job that was submitted with --export=NONE.
 [[ "${SLURM_EXPORT_ENV:-ALL}" != NONE ]] || unset JOB_HOSTS MASTER_ADDR MASTER_PORT OMP_NUM_THREADS
 export SLURM_STEP_ID=7
 pids=()

@@ -1,4 +1,4 @@
-"""What a plan counts of parts that are frozen, copied or split in another way, and of models from a config.json."""
+"""Plans of models with parts that are frozen, copied or split in another way, and of models from a config.json."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_only_sequence_parallelism_divides_norms_and_residuals() -> None:
         ("", 1), ("--llm-tp 2 --sequence-parallel", 2), ("--llm-tp 2", 2)))
     assert rows.layer_bytes == pytest.approx(one.layer_bytes / 2)
     assert rows.recomputed_bytes == pytest.approx(one.recomputed_bytes / 2)
-    # Of each token, norms and residuals keep four times the width in two bytes.
+    # For each token, norms and residuals keep four times the width, in two bytes each.
     assert whole.layer_bytes - rows.layer_bytes == pytest.approx(1024 * 4 * 512 * 2 / 2)
     assert whole.recomputed_bytes == one.recomputed_bytes and whole.ends_bytes == rows.ends_bytes
 
