@@ -341,11 +341,13 @@ class Fp8:
         format: `e4m3`, or `hybrid` with e5m2 for gradients.
         recipe: `tensorwise` or `blockwise`.
         flag: the flag that asks for them.
+        output_proj: whether the output layer has them, too.
     """
 
     format: str
     recipe: str
     flag: str
+    output_proj: bool = False
 
     @property
     def multiple(self) -> int:

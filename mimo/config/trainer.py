@@ -302,8 +302,10 @@ class ModelConfig:
     alltoall."""
     fp8_format: Literal["none", "e4m3", "hybrid"] = "none"
     """Multiply in FP8 in the language model's layers: e4m3 for everything, or hybrid with e5m2 for gradients. Weights,
-    norms, routers, embeddings and the output layer keep their precision. Needs a Hopper GPU with Transformer Engine;
-    local layers emulate it by rounding, on any device."""
+    norms, routers and embeddings keep their precision. Needs a Hopper GPU with Transformer Engine; local layers
+    emulate it by rounding, on any device."""
+    fp8_output_proj: bool = False
+    """With --fp8-format, also compute logits in FP8, and the gradients of the output layer."""
     fp8_recipe: Literal["tensorwise", "blockwise", "delayed", "mxfp8"] = "tensorwise"
     """Scales of --fp8-format: tensorwise has one for each tensor, from its present values; blockwise one for each 128
     columns of a token and for each 128 x 128 block of a weight. delayed and mxfp8 are refused."""
@@ -334,7 +336,8 @@ class ModelConfig:
         chosen = vars(self)[f"{prefix}fp8_format"]
         if chosen == "none":
             return None
-        return Fp8(chosen, vars(self)[f"{prefix}fp8_recipe"], flag_name(f"{prefix}fp8_format"))
+        return Fp8(chosen, vars(self)[f"{prefix}fp8_recipe"], flag_name(f"{prefix}fp8_format"),
+                   self.fp8_output_proj and not prefix)
 
     def recomputed_modules(self, module: str) -> tuple[str, ...]:
         """Return the parts of a module's layers that selective recomputation computes again; empty without it."""

@@ -454,6 +454,13 @@ def _check_fp8(config: RunConfig, layout: Layout) -> None:
     refuse(model.encoder_fp8_format != "none" and not layout.encoders,
            f"a run without an encoder would ignore --encoder-fp8-format {model.encoder_fp8_format}: leave it out")
     language = model.fp8(LANGUAGE)
+    if model.fp8_output_proj:
+        refuse(language is None, "--fp8-output-proj needs --fp8-format e4m3 or hybrid")
+        refuse(model.logits_chunk_size is not None, "--fp8-output-proj with --logits-chunk-size "
+               f"{model.logits_chunk_size}: logits of parts of a row are computed in bfloat16; leave one of them out")
+        refuse(model.fp8_format == "e4m3" and model.fp8_recipe == "tensorwise", "--fp8-output-proj with --fp8-format "
+               "e4m3: with one scale, gradients of most logits would be rounded to zero; use hybrid, or --fp8-recipe "
+               "blockwise")
     if language is not None and config.layout.sequence_parallel:
         (tokens, flags), multiple = config.text_tokens, language.multiple
         ranks = config.layout.llm_tp * config.layout.llm_cp

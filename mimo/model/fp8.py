@@ -1,8 +1,8 @@
 """Matrix products of layers in FP8: which layers use it, which sizes fit, and an emulation in plain PyTorch.
 
 The products of a layer's linear parts with their weights are quantised: attention, MLPs, shared and routed experts, and
-Mamba's projections. Embeddings, norms, routers, the attention core, Mamba's scan, projectors and the output layer keep
-the model's precision, and so do the weights that are stored, saved and exported.
+Mamba's projections, and with --fp8-output-proj the output layer. Embeddings, norms, routers, the attention core,
+Mamba's scan and projectors keep the model's precision, and so do the weights that are stored, saved and exported.
 
 With Transformer Engine's layers, Megatron Core enters the recipe around each layer. Weights are quantised once for each
 optimizer step, which calls `forget_weights`. Passes without gradients, which include the first pass of recomputed
@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -30,6 +31,7 @@ from mimo.model import compat
 from mimo.model.compat import LASTING, WEIGHT
 from mimo.model.moe import DuplicatedLinear
 from mimo.model.packed_experts import PackedLinear
+from mimo.model.vocabulary import OutputLayer
 from mimo.protocols import Fp8
 
 logger = logging.getLogger(__name__)
@@ -115,8 +117,56 @@ def use_fp8(module: torch.nn.Module, fp8: Fp8, impl: str) -> None:
     else:
         for _, linear in linears:
             compat.replace_product(linear, partial(_emulated_product, fp8))
-    logger.info("%s: %d linear layers multiply in FP8%s", fp8, len(linears),
+    if fp8.output_proj:
+        _use_fp8_for_logits(module, fp8, impl)
+    logger.info("%s: %d linear layers%s multiply in FP8%s", fp8, len(linears),
+                " and the output layer" if fp8.output_proj else "",
                 "" if impl == "transformer_engine" else ", emulated by rounding the operands (slow)")
+
+
+def _use_fp8_for_logits(module: torch.nn.Module, fp8: Fp8, impl: str) -> None:
+    """Have the output layer of the last pipeline stage multiply in FP8; other stages have none."""
+    layers = [part for part in module.modules() if isinstance(part, OutputLayer)]
+    if not layers and any(getattr(part, "post_process", False) for part in module.modules()):
+        raise ValueError(f"--fp8-output-proj: {type(module).__name__} has no output layer of mimo.model.vocabulary; "
+                         "leave the flag out")
+    for layer in layers:
+        shape, multiple = (layer.output_size_per_partition, layer.input_size), fp8.multiple
+        if any(size % multiple for size in shape):
+            raise ValueError(f"--fp8-output-proj: rows and columns of a rank's output layer, {list(shape)}, are not "
+                             f"multiples of {multiple}; pad the vocabulary (--make-vocab-size-divisible-by) or leave "
+                             "the flag out")
+        compat.replace_product(layer, partial(_emulated_logits, fp8) if impl == "local" else
+                               partial(_logits, _borrowing_linear(layer), fp8))
+
+
+def _borrowing_linear(layer: OutputLayer) -> Any:
+    """Return a linear layer of Transformer Engine that is not part of the model and takes its weight for each call.
+
+    The output layer's own class stays, because tied embeddings give it a weight, and checkpoints and weight maps know
+    it.
+    """
+    from transformer_engine.pytorch import Linear
+
+    linear = Linear(layer.input_size, layer.output_size, bias=False, sequence_parallel=layer.sequence_parallel,
+                    tp_group=layer.tp_group, parallel_mode="column", params_dtype=torch.bfloat16, device="meta")
+    linear.config = layer.config
+    _HOLDERS.add(linear)
+    return linear
+
+
+def _logits(linear: Any, fp8: Fp8, _: Callable[..., torch.Tensor], input: torch.Tensor,  # noqa: A002
+            weight: torch.Tensor, *, gradient_accumulation_fusion: bool, **options: Any) -> torch.Tensor:
+    """Multiply hidden states `[s, b, h]` by the weight of an output layer with Transformer Engine."""
+    def multiply(rows: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # Without gradients, None makes Transformer Engine quantise the weight again.
+        with get_fp8_context(linear.config):
+            return linear(rows, is_first_microbatch=False if torch.is_grad_enabled() else None), None
+
+    linear.weight = weight
+    linear.fuse_wgrad_accumulation = gradient_accumulation_fusion
+    logits: torch.Tensor = _with_whole_rows(linear, fp8, multiply, input)[0]
+    return logits
 
 
 def _layers(module: torch.nn.Module) -> Iterator[Any]:
@@ -244,3 +294,8 @@ def _emulated_product(fp8: Fp8, product: Callable[..., torch.Tensor], input: tor
     output = product(_Round.apply(input, fp8.recipe, False), _Round.apply(weight, fp8.recipe, True), *args, **kwargs)
     rounded_output: torch.Tensor = _RoundGradient.apply(output, E5M2 if fp8.format == "hybrid" else E4M3, fp8.recipe)
     return rounded_output
+
+
+def _emulated_logits(fp8: Fp8, product: Callable[..., torch.Tensor], **kwargs: Any) -> torch.Tensor:
+    """Do the same in an output layer. A rounded weight has no `main_grad`, and losses may overwrite logits."""
+    return _emulated_product(fp8, product, **{**kwargs, "gradient_accumulation_fusion": False}).clone()

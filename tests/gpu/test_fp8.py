@@ -121,6 +121,52 @@ def test_packed_products_have_their_values(recipe: str) -> None:
         assert error < 5e-3, name
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_products_of_output_layers_have_their_values(recipe: str) -> None:
+    """Gradients of weights are added to `main_grad`; a number of tokens that does not fit is filled up."""
+    from megatron.core.transformer import TransformerConfig
+
+    from mimo.model.fp8 import _borrowing_linear, _emulated_product, _logits
+
+    torch.manual_seed(0)
+    fp8 = Fp8("hybrid", recipe, "--fp8-format", output_proj=True)
+    config = TransformerConfig(num_layers=1, hidden_size=256, num_attention_heads=2, fp8="hybrid", fp8_recipe=recipe,
+                               bf16=True, params_dtype=torch.bfloat16)
+    layer: Any = SimpleNamespace(input_size=256, output_size=1024, sequence_parallel=False, tp_group=None,
+                                 config=config)
+    linear = _borrowing_linear(layer)
+    weight = torch.nn.Parameter(torch.randn(1024, 256, device="cuda", dtype=torch.bfloat16))
+    weight.main_grad = torch.zeros(1024, 256, device="cuda")
+    copy = weight.detach().clone().requires_grad_()
+    for step in range(2):
+        hidden, theirs = (torch.randn(100, 3, 256, device="cuda", dtype=torch.bfloat16).requires_grad_()
+                          for _ in range(2))
+        theirs.data.copy_(hidden.data)
+        gradient = torch.randn(100, 3, 1024, device="cuda", dtype=torch.bfloat16)
+        logits = _logits(linear, fp8, torch.nn.functional.linear, hidden, weight, gradient_accumulation_fusion=True)
+        expected = _emulated_product(fp8, torch.nn.functional.linear, theirs, copy)
+        logits.backward(gradient)
+        expected.backward(gradient)
+        for name, ours, right in (("logits", logits, expected), ("gradient of rows", hidden.grad, theirs.grad),
+                                  ("gradient of the weight", weight.main_grad, copy.grad)):
+            error = ((ours.float() - right.float()).norm() / right.float().norm()).item()
+            print(recipe, step, name, error)
+            assert error < 2e-2, name
+
+
+@pytest.mark.parametrize("flags", ["", "--fp8-recipe blockwise", "--no-untie-embeddings-and-output-weights",
+                                   "--llm-tp 2 --sequence-parallel"])
+def test_logits_train_like_bfloat16(tmp_path: Path, flags: str) -> None:
+    gpus = 2 if "--llm-tp 2" in flags else 1
+    if torch.cuda.device_count() < gpus:
+        pytest.skip("needs two GPUs")
+    exact = run(tmp_path / "bf16", *EXPERTS, *flags.replace("--fp8-recipe blockwise", "").split(), gpus=gpus)
+    layers, found = (run(tmp_path / name, *EXPERTS, "--fp8-format", "hybrid", *flags.split(), *more, gpus=gpus)
+                     for name, more in (("layers", ()), ("logits", ("--fp8-output-proj",))))
+    assert found != layers
+    np.testing.assert_allclose(found, exact, rtol=3e-2)
+
+
 def test_images_whose_rows_do_not_fit(tmp_path: Path) -> None:
     """An image has 9 patches."""
     exact = run(tmp_path / "bf16", *IMAGES)
