@@ -298,8 +298,7 @@ class ModelConfig:
     --moe-token-dispatcher-type allgather, --moe-gemm packed and up to --llm-ep times the memory for the activations of
     experts. Local layers ignore it."""
     moe_shared_expert_overlap: bool = False
-    """Compute shared experts while tokens travel, on a stream of their own. Needs --moe-token-dispatcher-type
-    alltoall."""
+    """Compute shared experts while tokens travel, on another stream. Needs --moe-token-dispatcher-type alltoall."""
     fp8_format: Literal["none", "e4m3", "hybrid"] = "none"
     """Multiply in FP8 in the language model's layers: e4m3 for everything, or hybrid with e5m2 for gradients. Weights,
     norms, routers and embeddings keep their precision. Needs a Hopper GPU with Transformer Engine; local layers

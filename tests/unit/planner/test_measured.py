@@ -69,6 +69,7 @@ SHORT_ROWS = {
         5588, 132.8),
     ("10b-share35-uneven", f"{COLOCATED_TP2} {GRAPHS} --encoder-window 1 --encoder-activation-gib 25", 2): (
         4416, 129.8),
+    ("13b-even", f"{PP2} --llm-pp-layout 21,23 --encoder-window 2 --encoder-activation-gib 1", 3): (3269, 130.1),
     # These two ran in a later version. The peak of the colocated layout was 131.7 GiB in the other two of four rounds.
     ("10b-share35-uneven",
      "--layout homogeneous --llm-dp 2 --recompute full --recompute-num-layers 26 --encoder-recompute full", 2): (

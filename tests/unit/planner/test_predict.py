@@ -166,7 +166,9 @@ def test_mixtures_of_experts_that_were_measured(gemm, rows, graphs, step_ms, pea
 @pytest.mark.parametrize(("gpus", "rows", "flags", "step_ms", "peak_gib"), [
     (4, 4, "alltoall", 1028, 52.3), (4, 1, "alltoall", 2175, 34.0), (4, 1, "alltoall --cuda-graphs", 1550, None),
     (4, 1, "allgather --cuda-graphs", 1240, None), (4, 4, "allgather --cuda-graphs", 896, None),
-    (2, 1, "allgather --cuda-graphs --moe-static-rows", 949, 57.1)])
+    (2, 1, "allgather --cuda-graphs --moe-static-rows", 949, 57.1),
+    (4, 1, "allgather --cuda-graphs --moe-static-rows", 976, 39.5),
+    (4, 4, "allgather --cuda-graphs --moe-static-rows", 869, 75.1)])
 def test_experts_on_several_ranks_that_were_measured(gpus, rows, flags, step_ms, peak_gib):
     config = config_of(f"{QWEN_MOE} --global-batch-size {16 * gpus} --micro-batch-size {rows} {WHOLE_ROWS} "
                        f"--llm-dp {gpus} --llm-ep {gpus} --moe-token-dispatcher-type {flags}")
