@@ -62,9 +62,10 @@ class Outcome:
 
 
 def parse_config(*flags: str) -> RunConfig:
-    """The tests' small model with more flags; a model of other flags brings its own sizes."""
+    """The tests' small model with more flags; a model of other flags, or of a config.json, brings its own sizes."""
     named = flags[flags.index("--model-provider") + 1] if "--model-provider" in flags else "mock"
-    return parse([*BASE, *(() if named.startswith(("nemotron", "qwen")) else MODEL), *flags])
+    sizes = ["--model-provider", named, "--mock-image-size", "16"] if "--hf-config" in flags else MODEL
+    return parse([*BASE, *(() if named.startswith(("nemotron", "qwen")) else sizes), *flags])
 
 
 def make_loader(config: RunConfig, layout: Layout, rank: int, split: str = "train", *, whole_rows: bool = False) -> Any:
