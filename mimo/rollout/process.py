@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from mimo.platform import quieten_megatron
@@ -225,6 +226,9 @@ def _serve(options: EngineOptions, key: bytes, starter: Connection, setup: Calla
             calls.put((connection, *connection.recv()))
         except (EOFError, OSError, multiprocessing.AuthenticationError):
             connection.close()  # The caller has disconnected, or does not know the key.
+        except Exception:  # The request names something that this process cannot import.
+            with connection, contextlib.suppress(OSError):
+                connection.send((False, traceback.format_exc()))
 
     threading.Thread(target=accept, daemon=True).start()
     starter.send((listener.address, ""))
@@ -233,7 +237,7 @@ def _serve(options: EngineOptions, key: bytes, starter: Connection, setup: Calla
         with connection, contextlib.suppress(OSError):  # The caller has disconnected.
             # A caller sends nothing after its request, so that there is something to read only at its end.
             if not connection.poll():
-                connection.send(answer_of(engine, method, arguments))
+                connection.send_bytes(_pickled(method, answer_of(engine, method, arguments)))
 
 
 def make_engine(options: EngineOptions, setup: Callable[[], None] | None,
@@ -252,6 +256,14 @@ def answer_of(engine: RolloutEngine, method: str, arguments: Sequence[Any]) -> t
         return True, getattr(engine, method)(*arguments)
     except Exception as error:  # Any error is reported to the caller.
         return False, str(error) if isinstance(error, RefitError) else traceback.format_exc()
+
+
+def _pickled(method: str, answer: tuple[bool, Any]) -> bytes:
+    """Pickle an answer as `Connection.send` does, or an error in its place if it cannot be pickled."""
+    try:
+        return bytes(ForkingPickler.dumps(answer))
+    except Exception:  # Pickling calls methods of the object, which may raise anything.
+        return bytes(ForkingPickler.dumps((False, f"the result of {method} cannot be sent:\n{traceback.format_exc()}")))
 
 
 def _end_with(starter: Connection) -> None:

@@ -47,6 +47,22 @@ def test_an_error_of_the_engine_is_the_callers(process: EngineProcess) -> None:
         process.handle.update_weights({"name": "a", "error": ZeroDivisionError("by nothing")})
 
 
+class Unknown:
+    """A value whose class the engine's process cannot import, because there is no module of this name."""
+
+    __module__ = "nowhere"
+
+
+def test_what_cannot_be_sent_is_an_error_and_the_engine_goes_on(process: EngineProcess,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RefitError, match="^the result of own_lock cannot be sent:(.|\n)*cannot pickle"):
+        process.handle.call("own_lock")
+    monkeypatch.setitem(sys.modules, "nowhere", sys.modules[__name__])
+    with pytest.raises(RefitError, match="ModuleNotFoundError: No module named 'nowhere'"):
+        dataclasses.replace(process.handle, timeout_s=20).update_weights({"name": Unknown()})
+    done_so_far(process.handle)
+
+
 def test_one_call_at_a_time(process: EngineProcess) -> None:
     before = len(done_so_far(process.handle))
     with ThreadPoolExecutor(3) as threads:
