@@ -21,7 +21,7 @@ from mimo.grid.lanes import row_length
 from mimo.grid.spec import GridSpec, LaneShare, Layout, lane_shares
 from mimo.grid.windows import WindowSchedule
 from mimo.planner.activations import Windows, peak
-from mimo.planner.costs import GIB, GPUS, LATENCY_S, STATIC, Costs, Profile
+from mimo.planner.costs import FP8_COPY_BYTES, GIB, GPUS, LATENCY_S, STATIC, Costs, Profile
 from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, Work, links_of, simulate
 from mimo.planner.workload import Microbatches, SampleSize, draw_samples, iterations, longest_in_windows
 from mimo.protocols import LANGUAGE, ParameterShape, RoutedDataProvider
@@ -505,9 +505,10 @@ class Step:
         return _by_replicas(self.costs.trained(module), grid, stage)
 
     def state_bytes(self, module: str, grid: GridSpec, stage: int) -> float:
-        """Return the bytes of weights, gradients and optimizer state of one module on a rank."""
+        """Return the bytes of weights, their FP8 copies, gradients and optimizer state of one module on a rank."""
         bf16 = self.config.model.bf16
         total = float(sum(count for count, _ in self.parameters(module, grid, stage)) * (2 if bf16 else 4))
+        total += FP8_COPY_BYTES * parameters_per_rank(self.costs.fp8_copies(module), grid, stage)
         gradients = 4 if self.config.ddp.grad_reduce_in_fp32 or not bf16 else 2
         for count, replicas in self.trained(module, grid, stage):
             shards = max(replicas, 1) if self.config.optim.use_distributed_optimizer else 1

@@ -85,6 +85,11 @@ def mtp_layers(shapes: Sequence[ParameterShape]) -> list[ParameterShape]:
             if shape.name.startswith(MTP_LAYER)]
 
 
+def multiplies_in_fp8(shape: ParameterShape) -> bool:
+    """Return whether a parameter is a weight that --fp8-format quantises; routers keep their precision."""
+    return shape.stage == "layer" and len(shape.shape) == 2 and "router" not in shape.name
+
+
 def is_in(shape: ParameterShape, parts: Sequence[str]) -> bool:
     """Return whether a matrix belongs to a part of a layer that is recomputed; see --recompute-modules."""
     name = shape.name

@@ -162,6 +162,44 @@ def test_mixtures_of_experts_that_were_measured(gemm, rows, graphs, step_ms, pea
     assert found.parts_s["optimizer"] == pytest.approx(0.105, rel=0.1)
 
 
+# The same in FP8, and how much shorter the step of a dense model is.
+@pytest.mark.parametrize(("rows", "flags", "step_ms", "peak_gib"), [
+    (4, "", 760, 124.0), (1, "", 938, 110.0),
+    (4, "--fp8-output-proj", 697, 129.8), (1, "--fp8-output-proj", 871, 111.1)])
+def test_experts_in_fp8_that_were_measured(rows: int, flags: str, step_ms: float, peak_gib: float) -> None:
+    config = config_of(f"{QWEN_MOE} --micro-batch-size {rows} {WHOLE_ROWS} --cuda-graphs --fp8-format hybrid {flags}")
+    found = predicted(config, 1, [SampleSize(4096)] * 16)
+    assert found.step_s * 1000 == pytest.approx(step_ms, rel=0.06)
+    assert found.memory_gib == pytest.approx(peak_gib, rel=0.035)
+
+
+@pytest.mark.parametrize(("recipe", "ratio"), [("tensorwise", 2526 / 1955), ("blockwise", 2588 / 2214)])
+def test_a_dense_model_is_faster_in_fp8(recipe: str, ratio: float) -> None:
+    def step_s(flags: str) -> float:
+        config = config_of(f"""--model-provider causal_lm --num-layers 28 --hidden-size 3072 --ffn-hidden-size 8192
+            --num-attention-heads 24 --num-query-groups 8 --vocab-size 128256 --dataset-provider mock
+            --mock-text-only-fraction 1 --seq-length 4096 --global-batch-size 16 --micro-batch-size 2 --cuda-graphs
+            {WHOLE_ROWS} {flags}""")
+        return predicted(config, 1, [SampleSize(4096)] * 16).step_s
+
+    assert step_s("") / step_s(f"--fp8-format hybrid --fp8-recipe {recipe}") == pytest.approx(ratio, rel=0.03)
+
+
+def test_fp8_makes_layers_faster_where_it_is_and_needs_copies_of_what_trains() -> None:
+    flags = "--model-provider llava --encoder-dp 1 --llm-dp 1 --seq-length 4096"
+    plain, layers, images, frozen = (Costs(config_of(f"{flags} {more}"), H200) for more in (
+        "", "--fp8-format hybrid", "--encoder-fp8-format hybrid", "--fp8-format hybrid --freeze language"))
+    assert layers.language(1, 1).forward_s < 0.85 * plain.language(1, 1).forward_s
+    assert layers.language(1, 1).ends_forward_s == plain.language(1, 1).ends_forward_s
+    assert images.language(1, 1) == plain.language(1, 1)
+    for forward in (0, 2):
+        assert images.image_s("vision", 1, 577)[forward] < 0.9 * plain.image_s("vision", 1, 577)[forward]
+        assert layers.image_s("vision", 1, 577) == plain.image_s("vision", 1, 577)
+    assert layers.fp8_copies("language") and not layers.fp8_copies("vision") and not frozen.fp8_copies("language")
+    with pytest.raises(ValueError, match=r"--fp8-format hybrid \(tensorwise\): A100 has no FP8 products"):
+        Costs(config_of(f"{flags} --fp8-format hybrid"), Profile(GPUS["A100"]))
+
+
 # The same with its experts on four and two H200, and as many rows for each.
 @pytest.mark.parametrize(("gpus", "rows", "flags", "step_ms", "peak_gib"), [
     (4, 4, "alltoall", 1028, 52.3), (4, 1, "alltoall", 2175, 34.0), (4, 1, "alltoall --cuda-graphs", 1550, None),
