@@ -297,5 +297,5 @@ def _emulated_product(fp8: Fp8, product: Callable[..., torch.Tensor], input: tor
 
 
 def _emulated_logits(fp8: Fp8, product: Callable[..., torch.Tensor], **kwargs: Any) -> torch.Tensor:
-    """Do the same in an output layer. A rounded weight has no `main_grad`, and losses may overwrite logits."""
+    """Do the same for an output layer, whose rounded weight has no `main_grad`, and whose logits losses overwrite."""
     return _emulated_product(fp8, product, **{**kwargs, "gradient_accumulation_fusion": False}).clone()
