@@ -37,6 +37,19 @@ def pool() -> Iterator[WorkerPool]:
     _pool.close()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files whose tests take longest, so that at the end no process waits long for the other one.
+
+    A long test has a limit of its own. Files of a folder stay together, because they share the pool.
+    """
+    limits: dict[Path, float] = {}
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        limits[item.path] = max(limits.get(item.path, 0.0), marker.args[0] if marker is not None else 0.0)
+    items.sort(key=lambda item: (item.path.parent.name != "e2e", -limits[item.path]
+                                 if item.path.parent.name == "e2e" else 0.0))
+
+
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """End the processes behind each folder's last test; idle, their many groups would take time from what follows."""
     if nextitem is None or nextitem.path.parent != item.path.parent:
