@@ -100,8 +100,8 @@ class RlConfig:
     """Largest weight that is kept. Default: 5 with icepop, 1.002 with sequence."""
     max_gen_kl: float | None = None
     """Largest gen-kl, the KL divergence between engine and trainer on sampled tokens in nats, before a run is stopped;
-    0: no limit. Default: 0.05 in bfloat16 and 1e-4 in float32, and no limit with --rollout-mode one-step-off, --top-p
-    or --top-k, where the two distributions differ by design."""
+    0: no limit. Default: 0.05 in bfloat16 or with an FP8 cache, 1e-4 otherwise, and no limit with --rollout-mode
+    one-step-off, --top-p or --top-k, where the two distributions differ by design."""
     max_tokens_per_microbatch: int = 8192
     """Largest number of tokens in a microbatch of whole sequences, prompts included."""
     eval_prompts: int = 0
@@ -273,6 +273,12 @@ class RolloutConfig:
     """fp8_per_block: the engine on GPUs quantises each refit's weights to FP8, with a scale for each block, as it loads
     them; routers and norms stay in bfloat16. With --fp8-recipe blockwise, blocks and scales are those of the
     trainer's products."""
+    engine_kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """dtype of the keys and values that the engine keeps. auto: that of its weights; fp8: e4m3, half the memory of
+    bfloat16."""
+    engine_kv_scales: Literal["one", "calibrated"] = "one"
+    """Scales of an FP8 cache of keys and values. one: no scaling; calibrated: from the largest key and value of each
+    layer, which the trainer measures in every iteration and sends with the next refit."""
     engine_enforce_eager: bool = False
     """Run the engine on GPUs without CUDA graphs and compilation. It starts faster and generates more slowly."""
     engine_env: str = ""
@@ -328,6 +334,9 @@ class RolloutConfig:
                    f"{flag_name(name)} {value} is not above 0 and at most {MAX_TIMEOUT_S:g} (a week)")
         self._check_placement()
         self._check_nodes()
+        refuse(self.engine_kv_scales == "calibrated" and self.engine_kv_cache_dtype != "fp8",
+               f"--engine-kv-scales calibrated with --engine-kv-cache-dtype {self.engine_kv_cache_dtype}: only an FP8 "
+               "cache has scales; use --engine-kv-cache-dtype fp8, or leave it out")
         refuse(self.rollout_timeout_s < self.refit_timeout_s,
                f"--rollout-timeout-s {self.rollout_timeout_s}, which limits every call of the engine, is below "
                f"--refit-timeout-s {self.refit_timeout_s}")

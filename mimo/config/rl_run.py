@@ -159,7 +159,8 @@ class RlRunConfig(RunConfig):
             return self.rl.max_gen_kl or None
         if self.rollout.rollout_mode != "sync" or self.rl.truncates_sampling:
             return None
-        return MAX_GEN_KL_BF16 if self.model.bf16 else MAX_GEN_KL_FP32
+        is_coarse = self.model.bf16 or self.rollout.engine_kv_cache_dtype == "fp8"
+        return MAX_GEN_KL_BF16 if is_coarse else MAX_GEN_KL_FP32
 
     @property
     def lane_rows(self) -> int:
@@ -235,6 +236,9 @@ def _check_engine_sizes(flags: RolloutConfig, name: str, decoder: Mapping[str, A
            "model has no experts; leave it out, and the replicas run independently of each other")
     refuse(flags.engine_ep and not has_experts,
            f"--engine-ep with --model-provider {name}: this model has no experts; leave it out")
+    refuse(flags.engine_kv_scales == "calibrated" and "kv_lora_rank" in decoder,
+           f"--engine-kv-scales calibrated with --model-provider {name} is not supported: latent attention caches "
+           "latents instead of keys and values; use --engine-kv-scales one")
     tp = flags.engine_tp
     heads, groups = (decoder.get(key, tp) for key in ("num_attention_heads", "num_key_value_heads"))
     refuse(heads % tp != 0, f"--engine-tp {tp} does not divide --num-attention-heads {heads}")
@@ -296,6 +300,9 @@ def _check_mode(config: RlRunConfig) -> None:
     quantization = config.rollout.engine_quantization
     refuse(quantization != "none" and (config.train.device == "cpu" or not config.model.bf16),
            f"--engine-quantization {quantization} needs --device cuda and --bf16")
+    refuse(config.rollout.engine_kv_scales == "calibrated" and config.train.device == "cuda" and not config.model.bf16,
+           "--engine-kv-scales calibrated with --device cuda needs --bf16: vLLM's FLASH_ATTN, which reads the scales, "
+           "does not compute in float32")
     refuse(mode != "sync" and correction == "none",
            f"--rollout-mode {mode} with --importance-correction none: completions come from the policy before the "
            "last update, and the loss treats them as the current one's. Use --importance-correction token, icepop or "

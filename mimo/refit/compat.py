@@ -148,6 +148,22 @@ def forget_weight_update(worker: Any) -> None:
     unwrapped(worker)._weight_update_active = False
 
 
+# Tensors on the device, tensors in host memory, and numbers: an attention layer's scale of keys, then of values.
+CACHE_SCALES = (("_k_scale", "_k_scale_cpu", "_k_scale_float"), ("_v_scale", "_v_scale_cpu", "_v_scale_float"))
+
+
+def set_cache_scales(layer: Any, key_scale: float, value_scale: float) -> None:
+    """Set the scales of the FP8 cache of an attention layer of vLLM, in place, because CUDA graphs read these tensors.
+
+    `Attention._k_scale` and the others of `CACHE_SCALES`: vLLM sets them only from a checkpoint, and only if the
+    checkpoint's quantisation has a scheme for the cache. Backends differ in which of the three they read.
+    """
+    for (on_device, on_host, number), scale in zip(CACHE_SCALES, (key_scale, value_scale), strict=True):
+        getattr(layer, on_device).fill_(scale)
+        getattr(layer, on_host).fill_(scale)
+        setattr(layer, number, scale)
+
+
 def use_trainer_scales() -> None:
     """Have vLLM quantise blocks of weights with powers of two as scales, as Transformer Engine's blockwise products do.
 

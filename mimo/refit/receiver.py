@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from mimo.refit import compat, delta
+from mimo.refit import compat, delta, kv_scales
 from mimo.refit import plan as planning
 from mimo.refit.messages import (
     Part,
@@ -221,6 +221,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
         verify: compare checksums of what was sent, what arrived, and what the tensors then contain.
         is_changed: whether about half of every tensor's elements differ from the sync before, which was verified, too.
         is_delta: whether only what has changed since the sync before is sent.
+        kv_scales: see `mimo.refit.kv_scales`; None leaves the cache's scales at 1.
     """
 
     sync: int
@@ -228,6 +229,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     verify: bool = False
     is_changed: bool = False
     is_delta: bool = False
+    kv_scales: dict[int, list[float]] | None = None
 
 
 class MimoWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -444,6 +446,8 @@ class TrainerConnection:
         except BaseException:
             sync.loading.abandon()
             raise
+        if update_info.kv_scales is not None:
+            sync.report["kv_layers"] = kv_scales.set_scales(self._model, update_info.kv_scales)
         for sender, digest in running.items():
             theirs = rendezvous.read(f"{scope}/running/{sender}", scope, f"the end of trainer rank {sender}")
             if theirs[str(self._worker)] != digest.hexdigest():

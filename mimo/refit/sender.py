@@ -111,6 +111,9 @@ class WeightSender:
         verify: compare checksums at the next syncs; the same on every rank. The options give the first value.
         is_changed: whether workers refuse, at the next syncs, tensors that come with the values of the sync before,
             which was verified, too.
+        kv_scales: scales of the engine's FP8 cache for the next syncs, on the first rank: number of a layer -> scale of
+            its keys and of its values. Layers without scales get 1. None: the engine has no such cache, or one without
+            scales.
     """
 
     def __init__(self, weights: ModelWeights, trainer: Trainer, client: EngineClient | None, num_workers: int,
@@ -120,6 +123,7 @@ class WeightSender:
         self._everybody = participants(trainer.world_size, num_workers)
         self.verify = options.verify
         self.is_changed = False
+        self.kv_scales: Mapping[int, Sequence[float]] | None = None
         self._syncs = 0
         # Checksums of the boxes for each worker as they were last sent, for delta refits; None before the first sync.
         self._sums: dict[int, list[int]] | None = None
@@ -301,7 +305,8 @@ class WeightSender:
         if self.trainer.rank == 0:
             call = self._call(scope, self._update, scope, {
                 "sync": self._syncs, "workers": self._metadata, "verify": self.verify,
-                "is_changed": self.is_changed, "is_delta": report.is_delta})
+                "is_changed": self.is_changed, "is_delta": report.is_delta,
+                "kv_scales": None if self.kv_scales is None else dict(self.kv_scales)})
         before, sums, chunks = self._sums, self._block_sums(tensors), self._chunks
         if before is not None and sums is not None and report.is_delta:
             chunks = self._changed_chunks(scope, before, sums)
@@ -319,6 +324,10 @@ class WeightSender:
             report.wire_bytes = sum(each["wire_bytes"] for each in reports)
             report.direct_bytes = sum(each["direct_bytes"] for each in reports)
             report.seconds["install"] = max(each["install_s"] for each in reports)
+            taken = {layer for each in reports for layer in each.get("kv_layers", ())}
+            if self.kv_scales is not None and taken != self.kv_scales.keys():
+                raise RefitError(f"{scope}: the trainer has scales of keys and values for layers "
+                                 f"{sorted(self.kv_scales)}, and the engine has a cache for {sorted(taken)} of them")
             # With this call the engine serves again. The other ranks wait for it: none goes on after a failed sync.
             self._result(scope, self._call(scope, self._engine.finish_weight_update, version))
             self._rendezvous.arrive(scope, "finished")

@@ -16,6 +16,7 @@ from mimo.refit.options import RefitReport
 from mimo.refit.rendezvous import RefitError
 from mimo.refit.sender import WeightSender
 from mimo.rl.images import as_request
+from mimo.rl.kv_scales import KvScales
 from mimo.rl.offload import Devices
 from mimo.rl.rollouts import Answers, Rollouts, RolloutSource, rollout_metrics
 from mimo.rollout.engine import Rollout
@@ -57,14 +58,19 @@ class PromptCursor:
     Attributes:
         first: index of the next iteration's first prompt.
         pending: answers to that iteration's prompts, if they were prefetched (`--rollout-mode one-step-off`).
+        kv_scales: scales of the engine's cache for the next refit, see `mimo.rl.kv_scales`; None before the first
+            measurement. A checkpoint has them because a refit comes with those of the last update.
     """
 
     first: int = 0
     pending: Pending | None = None
+    kv_scales: KvScales | None = None
 
     def streams(self, *, is_first_rank: bool) -> dict[str, Any]:
         """Return the position as plain data for `RunState`."""
-        own = {STREAM: {"prompts": self.first, "pending": None if self.pending is None else asdict(self.pending)}}
+        scales = None if self.kv_scales is None else [[layer, *pair] for layer, pair in self.kv_scales.items()]
+        own = {STREAM: {"prompts": self.first, "kv_scales": scales,
+                        "pending": None if self.pending is None else asdict(self.pending)}}
         return {"consumed_samples": self.first, "streams": own if is_first_rank else {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -77,6 +83,9 @@ class PromptCursor:
         found = state["streams"].get(STREAM)
         if state["streams"] and (not isinstance(found, dict) or "prompts" not in found):
             raise ValueError("this checkpoint is from train_hetero.py; --finetune starts a new run with its weights")
+        # Checkpoints of older versions have no scales.
+        if found is not None and found.get("kv_scales") is not None:
+            self.kv_scales = {layer: (key, value) for layer, key, value in found["kv_scales"]}
         if found is not None and found["pending"] is not None:
             answers = [[Rollout(tuple(each["token_ids"]), tuple(each["logprobs"]), each["version"],
                                 each["finish_reason"]) for each in group] for group in found["pending"]["answers"]]
@@ -204,13 +213,13 @@ class Collector:
             # gets scrambled weights, with which every missed tensor shows.
             self.sender.verify, self.sender.is_changed = True, False
             with probe.scrambled() as with_scrambled:
-                self._send(iteration)
+                self._send(iteration, with_scrambled.kv_scales)
             self._ready_for_rollouts()
             self._compare(probe, with_scrambled, iteration, "scrambled weights")
             self._finish_rollouts()
         self.sender.verify = self.sender.is_changed = expected is not None
         before = time.perf_counter()
-        self.report = self._send(iteration)
+        self.report = self._send(iteration, self.cursor.kv_scales)
         self.refit_s += self.report.seconds["total"]
         self._ready_for_rollouts()
         after = time.perf_counter()
@@ -220,7 +229,9 @@ class Collector:
         self._version = iteration
         self._num_refits += 1
 
-    def _send(self, iteration: int) -> RefitReport:
+    def _send(self, iteration: int, kv_scales: KvScales | None) -> RefitReport:
+        if self.config.rollout.engine_kv_scales == "calibrated":
+            self.sender.kv_scales = kv_scales or {}
         with self.watchdog.waiting_up_to(self._refit_limit_s, "refit of the rollout engine", version=iteration):
             self.devices.for_refit()
             report: RefitReport = broadcast_object(self.grids, self.sender.send(str(iteration)))

@@ -206,6 +206,8 @@ def engine_options(config: RlRunConfig, folder: Path, replica: int = 0, gpus: Se
         "logprobs_mode": "processed_logprobs",
         # Workers are children of the replica's process. vLLM's executor for Ray would place them by itself.
         "distributed_executor_backend": "mp" if flags.engine_tp * flags.engine_pp > 1 else "uni"}
+    if flags.engine_kv_cache_dtype != "auto":
+        arguments["kv_cache_dtype"] = flags.engine_kv_cache_dtype
     if takes_images and not (folder / VIDEO_PROCESSOR).is_file():
         # Without videos in prompts, the engine keeps no memory for them.
         arguments["limit_mm_per_prompt"] = {"video": 0}
@@ -215,6 +217,9 @@ def engine_options(config: RlRunConfig, folder: Path, replica: int = 0, gpus: Se
         if flags.engine_quantization != "none":
             arguments["quantization"] = flags.engine_quantization
             arguments["quantization_config"] = {"ignore": list(UNQUANTIZED_LAYERS)}
+        if flags.engine_kv_scales == "calibrated":
+            # Other backends do not see that the scales change, see `mimo.refit.kv_scales`.
+            arguments["attention_config"] = {"backend": "FLASH_ATTN"}
     else:
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": flags.engine_kv_cache_mib << 20}
     return EngineOptions(

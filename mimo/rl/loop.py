@@ -28,6 +28,7 @@ from mimo.refit.sender import connect
 from mimo.refit.trainer_shards import ModelWeights
 from mimo.rl.collector import WATCHDOG_MARGIN_S, Collector, PromptCursor
 from mimo.rl.images import ImageTokens, needs_pixels
+from mimo.rl.kv_scales import KvRanges
 from mimo.rl.launch_engine import (
     CLOSING_S,
     Engine,
@@ -95,6 +96,7 @@ class RlLoop:
             self._connect()
             self._make_policy()
             self._add_probe()
+            self._calibrate()
             logger = session.open_records(format_policy_steps)
             for line in lines:
                 logger.message(line)
@@ -204,16 +206,31 @@ class RlLoop:
             # long ones already; if these are left out, this rank has to leave out the same.
             with self.watchdog.on_files("the prompts' measures", is_work=True):
                 pixel_prompts = self._prompts("train", measured=self.config.data.skip_long_prompts)
+        ranges = None
+        if self.config.rollout.engine_kv_scales == "calibrated":
+            ranges = KvRanges(self.parts.built, self.grids, self.platform.device)
         self.policy = PolicyTrainer(self.parts, self.config.rl, self._tokens.vocab_size, padding, self._images,
-                                    pixel_prompts, self._reference, self.config.max_gen_kl)
+                                    pixel_prompts, self._reference, self.config.max_gen_kl, ranges)
 
     def _add_probe(self) -> None:
         """Have refits verified, see `--refit-verify-interval`."""
-        source = self.collector.source
         if self.config.rollout.refit_verify_interval:
-            self.collector.probe = RefitProbe(self.config, self.policy, None if source is None else source.prompts,
-                                              None if self._engine is None else self._engine.client,
-                                              self._tokens.vocab_size)
+            self.collector.probe = self._make_probe()
+
+    def _make_probe(self) -> RefitProbe:
+        source = self.collector.source
+        return RefitProbe(self.config, self.policy, None if source is None else source.prompts,
+                          None if self._engine is None else self._engine.client, self._tokens.vocab_size)
+
+    def _calibrate(self) -> None:
+        """Measure scales of the engine's cache on training prompts, unless the run's checkpoint has some. Collective.
+
+        Without them, the first completions would come from a cache that clips every number above 448, which keys of
+        models with biases reach.
+        """
+        if self.config.rollout.engine_kv_scales == "calibrated" and broadcast_object(
+                self.grids, self.cursor.kv_scales is None):
+            self.cursor.kv_scales = (self.collector.probe or self._make_probe()).measure()
 
     def _with_engine[T](self, logger: RunLogger, part: Callable[[], T]) -> T:
         """Return the result of a part of the run. It begins again with a new engine if the engine is lost."""
@@ -375,6 +392,7 @@ class RlLoop:
         before = time.perf_counter()
         result = self.policy.update(rollouts.completions)
         update_s = time.perf_counter() - before
+        self.cursor.kv_scales = result.kv_scales or None  # for the next refit, which may be the one of `drain`
         if prefetches:
             with self.parts.spans.span(Kind.DATA_WAIT, "completions"):
                 self.collector.drain(version + 1)

@@ -25,6 +25,7 @@ from mimo.model.vocabulary import TokenFunction
 from mimo.protocols import LANGUAGE
 from mimo.rl.batching import aligned, plan_microbatches
 from mimo.rl.images import EncoderSide, ImageTokens
+from mimo.rl.kv_scales import KvRanges, KvScales
 from mimo.rl.logprobs import VocabShard, entropy, log_normaliser, log_probs
 from mimo.rl.losses import (
     IMPORTANCE_SUMS,
@@ -73,6 +74,7 @@ class PolicyResult:
         peak_memory_bytes: by module, the highest memory of any of its ranks so far.
         batches: this rank's microbatches.
         advantages: advantages of all completions.
+        kv_scales: scales of an engine's FP8 cache for the policy before the first update; empty unless it is measured.
     """
 
     metrics: dict[str, float]
@@ -88,6 +90,7 @@ class PolicyResult:
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     batches: Sequence[Microbatch] = ()
     advantages: Sequence[float] = ()
+    kv_scales: KvScales = field(default_factory=dict)
 
 
 @dataclass
@@ -98,12 +101,14 @@ class FixedLogProbs:
         old: log-probs of the policy before the first update.
         reference: log-probs of the reference policy; None without one.
         old_s, reference_s: seconds that they took.
+        kv_scales: scales that `KvRanges` has measured with the policy before the first update.
     """
 
     old: list[torch.Tensor]
     reference: list[torch.Tensor] | None
     old_s: float
     reference_s: float
+    kv_scales: KvScales = field(default_factory=dict)
 
     def part(self, first: int, last: int) -> FixedLogProbs:
         """Select the results of microbatches from `first` to before `last`."""
@@ -128,6 +133,7 @@ class PolicyMicrobatch:
         labels: int64 `[1, t]`.
         sampled: positions that predict tokens of completions.
         rollout_log_probs: the engine's log-probs, float32 `[t]`.
+        padding: bool `[t]`, True at padding.
     """
 
     keys: tuple[str, ...]
@@ -136,6 +142,7 @@ class PolicyMicrobatch:
     labels: torch.Tensor
     sampled: SampledTokens
     rollout_log_probs: torch.Tensor
+    padding: torch.Tensor
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """Select this microbatch's values of all completions and broadcast them over its tokens, `[t]`."""
@@ -156,14 +163,16 @@ class PolicyTrainer:
         prompts: the prompts of the completions, from which ranks that encode images take the pixels; None elsewhere.
         reference: the reference policy of --kl-coeff.
         max_gen_kl: nats by which engine and trainer may differ; None for no limit.
+        kv_ranges: measures the keys and values of each global batch, for an engine's FP8 cache; None without one.
     """
 
     def __init__(self, parts: TrainerParts, config: RlConfig, vocab_size: int, pad_token_id: int,
                  images: ImageTokens | None = None, prompts: PromptSet | None = None,
-                 reference: ReferencePolicy | None = None, max_gen_kl: float | None = None) -> None:
+                 reference: ReferencePolicy | None = None, max_gen_kl: float | None = None,
+                 kv_ranges: KvRanges | None = None) -> None:
         assert reference is not None or not config.kl_coeff, "--kl-coeff needs a reference policy"
         self.parts, self.config, self.pad_token_id, self.images = parts, config, pad_token_id, images
-        self.reference, self._max_gen_kl = reference, max_gen_kl
+        self.reference, self._max_gen_kl, self.kv_ranges = reference, max_gen_kl, kv_ranges
         groups, layout = parts.grids.collections.get(LANGUAGE), parts.grids.layout
         self._shard = VocabShard(vocab_size, groups.tp if groups is not None else None, config.temperature)
         self._cp_group = groups.cp if groups is not None else None
@@ -214,7 +223,7 @@ class PolicyTrainer:
             metrics, all(each.success for each in results), size * sum(each.success for each in results),
             sum(norms) / len(norms) if norms else None, results[-1].num_zeros, len(microbatches),
             sum(each.length for each in completions), fixed.old_s, fixed.reference_s, moe_losses, peaks,
-            [each.batch for each in microbatches], scores.tolist())
+            [each.batch for each in microbatches], scores.tolist(), fixed.kv_scales)
 
     def _step(self, completions: Sequence[Completion], microbatches: list[PolicyMicrobatch], fixed: FixedLogProbs,
               scores: torch.Tensor) -> tuple[Totals, UpdateResult]:
@@ -278,7 +287,7 @@ class PolicyTrainer:
         if self.parts.grids.rank not in language.ranks:
             nothing = torch.zeros(0, device=self.parts.platform.device)
             return [PolicyMicrobatch((), (), Microbatch(None, batches), nothing.long()[None],
-                                     SampledTokens(nothing.bool(), nothing.long(), 0), nothing)
+                                     SampledTokens(nothing.bool(), nothing.long(), 0), nothing, nothing.bool())
                     for batches in encoders]
         own = plan[language.coordinates(self.parts.grids.rank)["dp"]]
         return [self._pack([start + member for member in members], [completions[each] for each in members], batches)
@@ -307,16 +316,30 @@ class PolicyTrainer:
         set_training(model, True)
         return found
 
+    def measured_log_probs(self, microbatches: Sequence[PolicyMicrobatch], temperature: float | None = None
+                           ) -> tuple[list[torch.Tensor], KvScales]:
+        """Return `old_log_probs`, and the scales for the keys and values of these microbatches. Collective.
+
+        The scales are empty if no cache needs them.
+        """
+        if self.kv_ranges is None:
+            return self.old_log_probs(microbatches, temperature), {}
+        with self.kv_ranges.recording():
+            found = self.old_log_probs(microbatches, temperature)
+        with self.parts.watchdog.waiting("largest keys and values over the world"):
+            return found, self.kv_ranges.scales()
+
     def _fixed_log_probs(self, microbatches: Sequence[PolicyMicrobatch]) -> FixedLogProbs:
         """Compute the log-probs that the updates hold fixed. Collective."""
         began = time.perf_counter()
-        old, reference = self.old_log_probs(microbatches), None
+        reference = None
+        old, scales = self.measured_log_probs(microbatches)
         self.parts.platform.synchronize()
         between = time.perf_counter()
         if self.reference is not None:
             with self.reference.in_place():
                 reference = self.old_log_probs(microbatches)
-        return FixedLogProbs(old, reference, between - began, time.perf_counter() - between)
+        return FixedLogProbs(old, reference, between - began, time.perf_counter() - between, scales)
 
     def _advantages(self, completions: Sequence[Completion], microbatches: Sequence[PolicyMicrobatch],
                     fixed: FixedLogProbs) -> tuple[torch.Tensor, dict[str, float]]:
@@ -352,6 +375,8 @@ class PolicyTrainer:
 
         def step(batches: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
             index = next(numbers)
+            if self.kv_ranges is not None:
+                self.kv_ranges.next_row(microbatches[index].padding)
             function = TokenFunction(compute, (microbatches[index].labels,))
             return model(next(batches), function=lambda text: function), partial(consume, index)
 
@@ -380,7 +405,8 @@ class PolicyTrainer:
                                 self._cp_group)
         return PolicyMicrobatch(
             tuple(each.key for each in completions), tuple(members), Microbatch(text, encoders),
-            text.own(row.labels).to(device), sampled, text.own(row.to_predictors(rollout_log_probs)).to(device))
+            text.own(row.labels).to(device), sampled, text.own(row.to_predictors(rollout_log_probs)).to(device),
+            text.own(row.is_padding[0]).to(device))
 
     def whole_row(self, microbatch: PolicyMicrobatch, values: torch.Tensor) -> torch.Tensor:
         """Gather the values of all positions from those of this rank's, `[t]`. Collective over context-parallel ranks.

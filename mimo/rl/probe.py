@@ -23,7 +23,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ from mimo.model.build import BuiltModel, named_modules_of
 from mimo.protocols import LANGUAGE
 from mimo.refit.rendezvous import RefitError
 from mimo.rl.images import ImageTokens, as_request
+from mimo.rl.kv_scales import KvScales
 from mimo.rl.launch_engine import engine_dtype
 from mimo.rl.policy import PolicyTrainer
 from mimo.rl.prompts import Prompt, PromptSet
@@ -64,11 +65,13 @@ class Expected:
         rounded: the same with weights that are rounded differently, see `mimo.rl.probe.rounded`.
         noise_factor: the engine may differ by this many times the rounding noise on average, and by the square of it
             times the noise in k3.
+        kv_scales: scales for the keys and values of these tokens, see `mimo.rl.kv_scales`; empty without them.
     """
 
     logprobs: LogProbs
     rounded: LogProbs
     noise_factor: float
+    kv_scales: KvScales = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -218,10 +221,14 @@ class RefitProbe:
 
         `noise_factor` replaces that of the model's own weights.
         """
-        logprobs = self._logprobs()
+        logprobs, scales = self._logprobs()
         with rounded(self._policy.parts.built, self._grids, self._rounding.mantissa_bits):
-            return Expected(logprobs, self._logprobs(),
-                            self._rounding.noise_factor if noise_factor is None else noise_factor)
+            return Expected(logprobs, self._logprobs()[0],
+                            self._rounding.noise_factor if noise_factor is None else noise_factor, scales)
+
+    def measure(self) -> KvScales:
+        """Return the scales for the keys and values of the sequences with the trainer's weights. Collective."""
+        return self._logprobs()[1]
 
     @contextmanager
     def scrambled(self) -> Iterator[Expected]:
@@ -271,10 +278,13 @@ class RefitProbe:
             yield prompt, Completion(prompt.key, index, prompt.token_ids, tail, (0.0,) * len(tail), "length", 0.0,
                                      index, prompt.image_sizes, num_image_tokens)
 
-    def _logprobs(self) -> list[list[float | None]]:
-        """Compute log-probs of each sequence from its second token on, None for image tokens. Collective."""
+    def _logprobs(self) -> tuple[list[list[float | None]], KvScales]:
+        """Compute log-probs of each sequence from its second token on, None for image tokens. Collective.
+
+        The scales for keys and values come with them, see `PolicyTrainer.measured_log_probs`.
+        """
         microbatches = self._policy.microbatches(self._sequences)
-        values = self._policy.old_log_probs(microbatches, temperature=1.0)
+        values, scales = self._policy.measured_log_probs(microbatches, temperature=1.0)
         own: dict[int, list[float | None]] = {}
         if self._policy.parts.counts_losses:
             images = set() if self._policy.images is None else self._policy.images.ids
@@ -286,13 +296,13 @@ class RefitProbe:
                     if label >= 0:  # not the end of a sequence, and no padding
                         own[batch.members[row]].append(None if label in images else value)
         by_sequence = {index: row for each in gather(self._grids, own) for index, row in each.items()}
-        return [by_sequence[index] for index in range(len(self._sequences))]
+        return [by_sequence[index] for index in range(len(self._sequences))], scales
 
 
 def rounding(config: RlRunConfig, platform: str) -> Rounding:
     """Select the rounding of a run's engine and trainer on a platform."""
     fp8 = {config.model.fp8_format, config.model.encoder_fp8_format, config.rollout.engine_quantization}
-    if fp8 != {"none"}:
+    if fp8 != {"none"} or config.rollout.engine_kv_cache_dtype == "fp8":
         return ROUNDING["fp8"]
     dtype = engine_dtype(config)
     return ROUNDING["tf32" if (dtype, platform) == ("float32", "cuda") else dtype]
