@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,9 +11,11 @@ import numpy as np
 import pytest
 
 from mimo.model.build import OPTIMIZER, WEIGHTS
-from mimo.rl.collector import Collector, PromptCursor
+from mimo.refit.options import RefitReport
+from mimo.rl.collector import STREAM, Collector, PromptCursor
 from mimo.rl.images import ImageTokens
 from mimo.rl.offload import Devices, what_leaves
+from mimo.rl.probe import Expected
 from mimo.rl.prompts import Prompt
 from mimo.rl.rollouts import RolloutSource
 from mimo.rollout.engine import Rollout, Sampling
@@ -126,6 +130,33 @@ def test_other_ranks_know_the_place_alone(restored):
     after = PromptCursor()
     after.load_state_dict(PromptCursor(4, restored.pending).streams(is_first_rank=False))
     assert after == PromptCursor(4)
+
+
+def test_scales_of_the_cache_are_in_a_checkpoint_and_go_with_each_refit(monkeypatch):
+    monkeypatch.setattr("mimo.rl.collector.broadcast_object", lambda _, value: value)
+    before, after = PromptCursor(4, kv_scales={1: (0.5, 2.0), 7: (3.0, 4.0)}), PromptCursor()
+    after.load_state_dict(json.loads(json.dumps(before.streams(is_first_rank=True))))
+    assert after == before
+    after.load_state_dict({"consumed_samples": 4, "streams": {STREAM: {"prompts": 4, "pending": None}}})  # older
+    sent, made = [], collector(after)
+    made.sender = SimpleNamespace(kv_scales=None, verify=False, is_changed=False)
+
+    def send(version):
+        sent.append(made.sender.kv_scales)
+        return RefitReport(version, seconds={"total": 0.0})
+
+    made.sender.send = send
+    made.devices, made.report, made.refit_s, made._num_refits, made._refit_limit_s = Devices(), None, 0.0, 0, 60.0
+    made.config.rollout.engine_kv_scales, made.config.rollout.refit_verify_interval = "calibrated", 2
+    made.verify_s, made._compare = 0.0, lambda *_: None
+    scrambled = Expected([], [], 1.0, {1: (9.0, 9.0)})
+    made.probe = SimpleNamespace(expect=lambda: Expected([], [], 1.0, {1: (8.0, 8.0)}),
+                                 scrambled=lambda: nullcontext(scrambled))
+    for iteration in (4, 5):
+        made.refit(iteration)
+        after.kv_scales = {1: (0.25, 0.25)}
+    made.watchdog.close()
+    assert sent == [scrambled.kv_scales, before.kv_scales, {1: (0.25, 0.25)}]
 
 
 def test_streams_of_another_program_are_refused():

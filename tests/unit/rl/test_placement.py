@@ -268,6 +268,15 @@ def test_an_engine_that_quantizes_leaves_routers_as_they_are() -> None:
         assert environment.get("MIMO_FP8_TRAINER_SCALES") == expected
 
 
+def test_an_engine_with_scales_uses_attention_that_reads_them_in_every_step() -> None:
+    fp8 = ["--engine-kv-cache-dtype", "fp8"]
+    for flags, device, dtype, backend in (((), "cuda", None, None), (fp8, "cuda", "fp8", None),
+                                          ((*fp8, "--engine-kv-scales", "calibrated"), "cpu", "fp8", None),
+                                          ((*fp8, "--engine-kv-scales", "calibrated"), "cuda", "fp8", "FLASH_ATTN")):
+        extra = engine_options(parsed(*flags, device=device), Path("folder")).extra
+        assert extra.get("kv_cache_dtype") == dtype and extra.get("attention_config", {}).get("backend") == backend
+
+
 @pytest.mark.parametrize(("device", "flags", "backend"), [
     ("cuda", "", "nccl"), ("cpu", "", "gloo"), ("cuda", "--engine-placement ray", "nccl"),
     ("cuda", "--engine-placement colocated", "ipc")])
