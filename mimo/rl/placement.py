@@ -81,7 +81,10 @@ def check_placement(config: RlRunConfig, rank: int) -> None:
             other = "--engine-share-experts" if flags.engine_share_experts else f"--engine-tp {flags.engine_tp}"
             raise ValueError(f"--engine-ep with {other} is for GPUs: vLLM's experts on CPUs do not know on which "
                              "worker an expert is; leave out --engine-ep")
-        check_cpu_engine(model, registry.model_provider(model).hf_config(config.model_family))
+        described = registry.model_provider(model).hf_config(config.model_family)
+        check_cpu_engine(model, described)
+        if flags.engine_kv_cache_dtype != "auto":
+            _check_cpu_cache(flags.engine_kv_cache_dtype, model, described)
     elif rank == 0:
         replica_gpus(config)
     if rank == 0:
@@ -113,6 +116,18 @@ def check_cpu_engine(name: str, described: Mapping[str, Any]) -> None:
         raise ValueError(f"--model-provider {name} --hybrid-layer-pattern {pattern}: vLLM has no kernels for CPUs for "
                          f"layers of experts without a gate ({NEMOTRON_EXPERTS}); give a pattern without them, or use "
                          "GPUs")
+
+
+def _check_cpu_cache(dtype: str, name: str, described: Mapping[str, Any]) -> None:
+    """Raise ValueError for a cache of keys and values that vLLM does not have on CPUs; see `check_cpu_engine`."""
+    decoder = described.get("llm_config", described.get("text_config", described))
+    channels = decoder.get("head_dim") or decoder["hidden_size"] // decoder["num_attention_heads"]
+    if "kv_lora_rank" in decoder:
+        raise ValueError(f"--engine-kv-cache-dtype {dtype} with --model-provider {name}: vLLM on CPUs caches latents "
+                         "in the dtype of the weights only; leave it out")
+    if channels % 32:
+        raise ValueError(f"--engine-kv-cache-dtype {dtype} with heads of {channels} channels (--kv-channels): vLLM on "
+                         "CPUs needs a multiple of 32; leave it out")
 
 
 def replica_gpus(config: RlRunConfig) -> list[list[str]]:

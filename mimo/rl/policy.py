@@ -215,6 +215,8 @@ class PolicyTrainer:
         metrics = loss_metrics(totals) | mismatch_metrics(totals) | penalty
         if self.reference is None:
             del metrics["reference_kl"]
+        if fixed.kv_scales:
+            metrics["largest_kv_scale"] = max(map(max, fixed.kv_scales.values()))
         with parts.watchdog.waiting("load-balancing losses and memory of all ranks"):
             moe_losses = self._moe_losses.take(len(microbatches))
             peaks = peak_memory_bytes(parts.grids, parts.platform)

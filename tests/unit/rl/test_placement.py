@@ -164,6 +164,7 @@ def test_a_ray_cluster_knows_its_gpus_itself(host: pytest.MonkeyPatch) -> None:
     ("--engine-memory 0.5", "--engine-memory 0.5 is for GPUs"),
     ("--engine-enforce-eager", "--engine-enforce-eager True is for GPUs"),
     ("--engine-quantization fp8_per_block", "--engine-quantization fp8_per_block is for GPUs"),
+    ("--kv-channels 48 --engine-kv-cache-dtype fp8", "--engine-kv-cache-dtype fp8 with heads of 48 channels"),
     ("--engine-ep --engine-tp 2", "--engine-ep with --engine-tp 2 is for GPUs"),
     ("--engine-ep --engine-dp 2 --engine-share-experts --num-experts 4 --moe-router-topk 2",
      "--engine-ep with --engine-share-experts is for GPUs"),
@@ -188,6 +189,8 @@ def test_an_engine_that_is_data_parallel_by_itself_is_refused(monkeypatch: pytes
     ("cuda", "--rope-type rope --kv-lora-rank 256", ""),
     ("cpu", "--norm-epsilon 1e-5", ""),
     ("cpu", "--kv-lora-rank 256", "--kv-lora-rank 256 --qk-pos-emb-head-dim 64: .* for CPUs takes 512 and 64 only"),
+    ("cpu", "--engine-kv-cache-dtype fp8", "--engine-kv-cache-dtype fp8 with .* caches latents in the dtype of the we"),
+    ("cuda", "--engine-kv-cache-dtype fp8", ""),
     ("cpu", "--rope-type rope", "--rope-type rope: vLLM on CPUs applies plain rotary positions to the wrong numbers"),
 ])
 def test_latent_attention_that_vllm_computes_otherwise_is_refused(host, device, flags, expected):

@@ -49,9 +49,9 @@ def test_the_configuration_reads_back_from_its_file(tmp_path):
 
 
 @pytest.mark.parametrize(("flags", "limit"), [
-    ("", 1e-4), ("--bf16", 0.05), ("--updates-per-rollout 2", 1e-4), ("--max-gen-kl 0.3", 0.3),
-    ("--max-gen-kl 0", None), ("--rollout-mode one-step-off", None), ("--top-p 0.9", None), ("--top-k 5", None),
-    ("--top-k 5 --max-gen-kl 1", 1.0)])
+    ("", 1e-4), ("--bf16", 0.05), ("--engine-kv-cache-dtype fp8", 0.05), ("--updates-per-rollout 2", 1e-4),
+    ("--max-gen-kl 0.3", 0.3), ("--max-gen-kl 0", None), ("--rollout-mode one-step-off", None), ("--top-p 0.9", None),
+    ("--top-k 5", None), ("--top-k 5 --max-gen-kl 1", 1.0)])
 def test_gen_kl_has_a_limit_where_engine_and_trainer_should_agree(flags, limit):
     assert parsed(*flags.split()).max_gen_kl == limit
 
@@ -131,7 +131,8 @@ def test_help_says_which_flags_are_for_train_hetero_alone(capsys):
     ("--engine-quantization fp8_per_block", "--engine-quantization fp8_per_block needs --device cuda and --bf16"),
     ("--engine-kv-cache-mib 0", "--engine-kv-cache-mib 0 is below 1"),
     ("--engine-kv-scales calibrated", "--engine-kv-scales calibrated with --engine-kv-cache-dtype auto: only an FP8"),
-    ("--engine-kv-scales calibrated --engine-kv-cache-dtype fp8 --model-provider deepseek_v3",
+    ("--engine-kv-scales calibrated --engine-kv-cache-dtype fp8 --model-provider deepseek_v3 "
+     "--first-k-dense-replace 1",
      "--engine-kv-scales calibrated with --model-provider deepseek_v3 is not supported: latent attention caches"),
     ("--engine-kv-scales calibrated --engine-kv-cache-dtype fp8 --device cuda --no-bf16",
      "--engine-kv-scales calibrated with --device cuda needs --bf16: vLLM's FLASH_ATTN"),
