@@ -18,18 +18,20 @@ CALIBRATED = ["--engine-kv-cache-dtype", "fp8", "--engine-kv-scales", "calibrate
 KV_FLAGS = [*FLAGS, *CALIBRATED, "--reward", "tests.support.rl_rewards:digits"]
 
 
-@pytest.mark.parametrize("flags", [
-    "--llm-dp 1 --llm-ep 1 --llm-pp 2 --engine-pp 2", "--engine-dp 2 --engine-placement ray",
-    "--rollout-mode one-step-off --refit-delta"], ids=["stages", "ray-replicas", "one-step-off-delta"])
-def test_every_refit_of_a_run_brings_scales_and_is_verified(tmp_path: Path, flags: str) -> None:
-    done = torchrun(2, *KV_FLAGS, *flags.split(), "--refit-verify-interval", "1", "--run-dir", str(tmp_path),
+# Completions of --rollout-mode one-step-off come from the policy before, whatever the cache is.
+@pytest.mark.parametrize(("flags", "most"), [
+    ("--llm-dp 1 --llm-ep 1 --llm-pp 2 --engine-pp 2", 1e-2), ("--engine-dp 2 --engine-placement ray", 1e-2),
+    ("--refit-delta --refit-verify-interval 2", 1e-2), ("--rollout-mode one-step-off", 1.0)],
+    ids=["stages", "ray-replicas", "delta", "one-step-off"])
+def test_every_refit_of_a_run_brings_scales_and_is_verified(tmp_path: Path, flags: str, most: float) -> None:
+    done = torchrun(2, *KV_FLAGS, "--refit-verify-interval", "1", *flags.split(), "--run-dir", str(tmp_path),
                     script="train_rl.py", timeout_s=800)
     assert done.returncode == 0, done.stdout[-3000:]
     steps = records(tmp_path)
     assert len(steps) == 3
     for step in steps:
         # The engine rounds keys and values. What is left is this rounding, not another policy.
-        assert step["success"] and 1e-7 < step["gen-kl"] < 1e-2 and 1e-4 < step["largest-kv-scale"] < 1
+        assert step["success"] and 1e-7 < step["gen-kl"] < most and 1e-4 < step["largest-kv-scale"] < 1
 
 
 def test_a_resumed_run_sends_the_scales_of_the_run_before(tmp_path: Path) -> None:
