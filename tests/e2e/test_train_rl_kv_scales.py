@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_train_rl import FLAGS
+from tests.e2e.test_train_rl_images import MODELS, PROMPTS
 from tests.support.launch import broken_off_and_whole, records, torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -32,6 +33,17 @@ def test_every_refit_of_a_run_brings_scales_and_is_verified(tmp_path: Path, flag
     for step in steps:
         # The engine rounds keys and values. What is left is this rounding, not another policy.
         assert step["success"] and 1e-7 < step["gen-kl"] < most and 1e-4 < step["largest-kv-scale"] < 1
+
+
+@pytest.mark.parametrize("model", ["qwen3-vl", "nemotron"])
+def test_layers_of_a_model_with_images_get_scales(tmp_path: Path, model: str) -> None:
+    """The first rank, which sends the scales, has the encoder alone."""
+    done = torchrun(3, *MODELS[model], *PROMPTS["digits"].split(), "--llm-dp", "2", *CALIBRATED,
+                    "--refit-verify-interval", "1", "--eval-prompts", "0", "--run-dir", str(tmp_path),
+                    script="train_rl.py", timeout_s=800)
+    assert done.returncode == 0, done.stdout[-3000:]
+    for step in records(tmp_path):
+        assert step["success"] and 0 < step["gen-kl"] < 1e-2 and 1e-4 < step["largest-kv-scale"] < 1
 
 
 def test_a_resumed_run_sends_the_scales_of_the_run_before(tmp_path: Path) -> None:
