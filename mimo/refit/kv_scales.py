@@ -14,7 +14,7 @@ BACKENDS = ("FLASH_ATTN", "CPU_ATTN")
 FP8 = ("fp8", "fp8_e4m3")
 
 
-def set_scales(model: Any, scales: Mapping[int, Sequence[float]]) -> list[int]:
+def set_scales(model: Any, scales: Mapping[int, Sequence[float]] | None) -> list[int]:
     """Set the scales of all attention layers of a worker's model, in place. Layers that have none get 1.
 
     Loading weights sets all scales to 1, so this comes after it.
@@ -22,6 +22,7 @@ def set_scales(model: Any, scales: Mapping[int, Sequence[float]]) -> list[int]:
     Args:
         model: the worker's model.
         scales: number of a layer, from 0 and counted over all pipeline stages -> scale of its keys and of its values.
+            None leaves all layers as they are.
 
     Returns:
         The numbers of the layers that have got scales.
@@ -29,6 +30,8 @@ def set_scales(model: Any, scales: Mapping[int, Sequence[float]]) -> list[int]:
     Raises:
         RefitError: a layer has no cache of FP8 keys and values, or its backend does not read scales in every step.
     """
+    if scales is None:
+        return []
     from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.model_executor.models.utils import extract_layer_index
     from vllm.v1.attention.backend import AttentionType

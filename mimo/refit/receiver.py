@@ -446,8 +446,7 @@ class TrainerConnection:
         except BaseException:
             sync.loading.abandon()
             raise
-        if update_info.kv_scales is not None:
-            sync.report["kv_layers"] = kv_scales.set_scales(self._model, update_info.kv_scales)
+        sync.report["kv_layers"] = kv_scales.set_scales(self._model, update_info.kv_scales)
         for sender, digest in running.items():
             theirs = rendezvous.read(f"{scope}/running/{sender}", scope, f"the end of trainer rank {sender}")
             if theirs[str(self._worker)] != digest.hexdigest():

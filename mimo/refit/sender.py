@@ -324,7 +324,7 @@ class WeightSender:
             report.wire_bytes = sum(each["wire_bytes"] for each in reports)
             report.direct_bytes = sum(each["direct_bytes"] for each in reports)
             report.seconds["install"] = max(each["install_s"] for each in reports)
-            taken = {layer for each in reports for layer in each.get("kv_layers", ())}
+            taken = {layer for each in reports for layer in each["kv_layers"]}
             if self.kv_scales is not None and taken != self.kv_scales.keys():
                 raise RefitError(f"{scope}: the trainer has scales of keys and values for layers "
                                  f"{sorted(self.kv_scales)}, and the engine has a cache for {sorted(taken)} of them")
