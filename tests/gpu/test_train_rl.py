@@ -59,6 +59,18 @@ def test_fp8_policy_and_fp8_engine(tmp_path: Path) -> None:
     assert len(steps) == 3 and all(step["success"] and 0 <= step["gen-kl"] < 2e-2 for step in steps)
 
 
+@pytest.mark.parametrize("quantization", ["none", "fp8_per_block"])
+def test_an_fp8_cache_whose_scales_come_with_each_refit(quantization: str, tmp_path: Path) -> None:
+    """The engine replays CUDA graphs, which have to see the scales change."""
+    done = torchrun(1, *FLAGS, "--engine-kv-cache-dtype", "fp8", "--engine-kv-scales", "calibrated",
+                    "--engine-quantization", quantization, "--engine-placement", "colocated", "--run-dir",
+                    str(tmp_path), script="train_rl.py", timeout_s=500)
+    assert done.returncode == 0, done.stdout[-5000:]
+    steps = [each for each in records(tmp_path) if "loss" in each]
+    print([(step["gen-kl"], step["largest-kv-scale"]) for step in steps])
+    assert len(steps) == 3 and all(step["success"] and 0 <= step["gen-kl"] < 2e-2 for step in steps)
+
+
 @pytest.mark.parametrize("placement", ["colocated", "separate", "ray", "one-step-off"])
 def test_three_steps_on_completions_of_the_weights_as_they_are(placement: str, tmp_path: Path) -> None:
     if placement != "colocated" and torch.cuda.device_count() < 2:
