@@ -220,11 +220,17 @@ def _check_engine_model(config: RlRunConfig) -> None:
         provider.check_processor(config.model_family)
     check_engine_tiles(config, provider)
     described = provider.hf_config(config.model_family)
-    _check_engine_sizes(config.rollout, name, described.get("llm_config", described.get("text_config", described)))
+    _check_engine_sizes(config.rollout, name, decoder_part(described))
     depths = described.get("num_nextn_predict_layers")
     refuse(bool(depths), f"--model-provider {name}: its configuration has num_nextn_predict_layers {depths}, layers "
            "of multi-token prediction, which would get no gradient here; give --hf-config a copy of the config.json "
            "with num_nextn_predict_layers 0, and loading skips their weights")
+
+
+def decoder_part(described: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the decoder's part of a model's config.json."""
+    part: Mapping[str, Any] = described.get("llm_config", described.get("text_config", described))
+    return part
 
 
 def _check_engine_sizes(flags: RolloutConfig, name: str, decoder: Mapping[str, Any]) -> None:

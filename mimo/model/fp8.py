@@ -157,7 +157,10 @@ def _borrowing_linear(layer: OutputLayer) -> Any:
 
 def _logits(linear: Any, fp8: Fp8, _: Callable[..., torch.Tensor], input: torch.Tensor,  # noqa: A002
             weight: torch.Tensor, *, gradient_accumulation_fusion: bool, **options: Any) -> torch.Tensor:
-    """Multiply hidden states `[s, b, h]` by the weight of an output layer with Transformer Engine."""
+    """Multiply hidden states `[s, b, h]` by the weight of an output layer with Transformer Engine.
+
+    `options` say how tensor-parallel ranks exchange tokens and gradients, which `linear` knows.
+    """
     def multiply(rows: torch.Tensor) -> tuple[torch.Tensor, None]:
         # Without gradients, None makes Transformer Engine quantise the weight again.
         with get_fp8_context(linear.config):

@@ -547,7 +547,7 @@ class Costs:
             return []
         shapes = self.shapes[module]
         output = max((shape for shape in shapes if shape.stage in ("last", "ends")), default=None,
-                     key=lambda shape: shape.shape[0])
+                     key=lambda shape: (shape.shape[0], shape.stage == "last"))
         return [shape for shape in shapes
                 if multiplies_in_fp8(shape) or (shape is output and module == LANGUAGE and self._logits_in_fp8)]
 

@@ -21,9 +21,6 @@ from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
 from mimo.protocols import LANGUAGE
 
-# Largest number of e4m3.
-LARGEST = 448.0
-
 KvScales = dict[int, tuple[float, float]]
 """Number of a layer, from 0 and counted over all pipeline stages -> scales of its keys and of its values."""
 
@@ -62,15 +59,16 @@ class KvRanges:
             self._is_recording, self._padding = False, None
 
     def next_row(self, padding: torch.Tensor) -> None:
-        """Leave the padding of the row that comes next out.
+        """Leave out the padding of the next row, which an engine does not cache.
 
-        An engine caches no padding, and keys of the first tokens of a sequence, as padding at the end of a row is, may
-        be larger than all others.
+        Padding at the end of a row is a sequence of its own, and keys of the first tokens of a sequence may be larger
+        than all others.
 
         Args:
-            padding: bool `[t]`, True for this rank's tokens that are padding, on the device.
+            padding: bool `[t]`, True for this rank's tokens that are padding.
         """
-        self._padding = padding
+        if self._is_recording:
+            self._padding = padding.to(self._largest.device)
 
     @torch.no_grad()
     def _record(self, layer: int, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -90,6 +88,6 @@ class KvRanges:
         """
         # Ranks without the language model have zeros.
         dist.all_reduce(self._largest, op=dist.ReduceOp.MAX)
-        found = (self._largest / LARGEST).tolist()
+        found = (self._largest / torch.finfo(torch.float8_e4m3fn).max).tolist()
         return {layer: (key, value) for layer, (key, value) in enumerate(found)
                 if all(math.isfinite(each) and each > 0 for each in (key, value))}

@@ -9,7 +9,7 @@ from typing import Any
 
 from mimo import registry
 from mimo.config.rl import RolloutConfig
-from mimo.config.rl_run import RlRunConfig
+from mimo.config.rl_run import RlRunConfig, decoder_part
 from mimo.grid.dry_run import grid_parts, logits_lines, total_parameters
 from mimo.grid.lanes import sequence_multiple
 from mimo.grid.spec import Layout
@@ -120,7 +120,7 @@ def check_cpu_engine(name: str, described: Mapping[str, Any]) -> None:
 
 def _check_cpu_cache(dtype: str, name: str, described: Mapping[str, Any]) -> None:
     """Raise ValueError for a cache of keys and values that vLLM does not have on CPUs; see `check_cpu_engine`."""
-    decoder = described.get("llm_config", described.get("text_config", described))
+    decoder = decoder_part(described)
     channels = decoder.get("head_dim") or decoder["hidden_size"] // decoder["num_attention_heads"]
     if "kv_lora_rank" in decoder:
         raise ValueError(f"--engine-kv-cache-dtype {dtype} with --model-provider {name}: vLLM on CPUs caches latents "

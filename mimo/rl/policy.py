@@ -133,7 +133,7 @@ class PolicyMicrobatch:
         labels: int64 `[1, t]`.
         sampled: positions that predict tokens of completions.
         rollout_log_probs: the engine's log-probs, float32 `[t]`.
-        padding: bool `[t]`, True at padding.
+        padding: bool `[t]`, True at padding; in host memory.
     """
 
     keys: tuple[str, ...]
@@ -408,7 +408,7 @@ class PolicyTrainer:
         return PolicyMicrobatch(
             tuple(each.key for each in completions), tuple(members), Microbatch(text, encoders),
             text.own(row.labels).to(device), sampled, text.own(row.to_predictors(rollout_log_probs)).to(device),
-            text.own(row.is_padding[0]).to(device))
+            text.own(row.is_padding[0]))
 
     def whole_row(self, microbatch: PolicyMicrobatch, values: torch.Tensor) -> torch.Tensor:
         """Gather the values of all positions from those of this rank's, `[t]`. Collective over context-parallel ranks.

@@ -258,12 +258,12 @@ def answer_of(engine: RolloutEngine, method: str, arguments: Sequence[Any]) -> t
         return False, str(error) if isinstance(error, RefitError) else traceback.format_exc()
 
 
-def _pickled(method: str, answer: tuple[bool, Any]) -> bytes:
+def _pickled(method: str, answer: tuple[bool, Any]) -> memoryview:
     """Pickle an answer as `Connection.send` does, or an error in its place if it cannot be pickled."""
     try:
-        return bytes(ForkingPickler.dumps(answer))
+        return ForkingPickler.dumps(answer)
     except Exception:  # Pickling calls methods of the object, which may raise anything.
-        return bytes(ForkingPickler.dumps((False, f"the result of {method} cannot be sent:\n{traceback.format_exc()}")))
+        return ForkingPickler.dumps((False, f"the result of {method} cannot be sent:\n{traceback.format_exc()}"))
 
 
 def _end_with(starter: Connection) -> None:

@@ -155,7 +155,7 @@ def test_products_of_output_layers_have_their_values(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("flags", ["", "--fp8-recipe blockwise", "--no-untie-embeddings-and-output-weights",
-                                   "--llm-tp 2 --sequence-parallel"])
+                                   "--llm-tp 2", "--llm-tp 2 --sequence-parallel"])
 def test_logits_train_like_bfloat16(tmp_path: Path, flags: str) -> None:
     gpus = 2 if "--llm-tp 2" in flags else 1
     if torch.cuda.device_count() < gpus:
