@@ -50,8 +50,9 @@ def test_float32_steps_agree_with_unfused_kernels(tmp_path: Path, family: str) -
     fused = run(tmp_path / "fused", *FAMILIES[family], "--no-bf16", "--moe-router-fusion")
     assert_close({key: values[:5] for key, values in fused.items()},
                  {key: values[:5] for key, values in unfused.items()}, 1e-5, 1e-4)
-    # On an H200, a norm of the seventh step differed by 4e-4: rounding may send a token to another expert.
-    assert_close(fused, unfused, 1e-5, 1e-3)
+    # Later, rounding may send a token to another expert. On an H200, a norm of the seventh step of causal_lm differed
+    # by 4e-4, and a loss of the seventh step of nemotron_h by 3e-5.
+    assert_close(fused, unfused, 1e-4, 1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,116 @@
+"""Scales of an FP8 cache on a GPU: answers change as they do with the calibration of vLLM's own."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mimo.refit.kv_scales import set_scales
+from tests.support import kv_scales
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
+              pytest.mark.timeout(580)]
+
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+# vLLM divides the largest key by 200 and the largest value by 100.
+RANGES = (200.0, 100.0)
+
+
+def save(folder: Path) -> dict[int, tuple[float, float]]:
+    """Save a model whose largest keys and values do not fit into e4m3; gives these, for each layer."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(1)
+    config = Qwen3Config(vocab_size=512, hidden_size=512, intermediate_size=512, num_hidden_layers=3,
+                         num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=512,
+                         tie_word_embeddings=False, dtype="bfloat16")
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_norm.weight[3] *= 300.0
+            layer.self_attn.q_norm.weight[3] *= 0.01
+            layer.self_attn.v_proj.weight *= 2000.0
+            layer.self_attn.o_proj.weight /= 100.0
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return kv_scales.largest(model.bfloat16())
+
+
+def start(folder: Path, **settings: Any) -> Any:
+    from vllm import LLM
+
+    return LLM(str(folder), dtype="bfloat16", enforce_eager=True, max_model_len=64, max_num_seqs=8,
+               skip_tokenizer_init=True, gpu_memory_utilization=0.2, enable_prefix_caching=False, **settings)
+
+
+def logprobs(engine: Any) -> torch.Tensor:
+    """Log-probs of all tokens of `SEQUENCES` but the first of each."""
+    from vllm import SamplingParams
+
+    outputs = engine.generate([{"prompt_token_ids": tokens} for tokens in kv_scales.SEQUENCES],
+                              SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False))
+    return torch.tensor([found[token].logprob for output in outputs
+                         for token, found in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)])
+
+
+def layers_of(model: Any) -> list[Any]:
+    from vllm.model_executor.layers.attention import Attention
+
+    return [each for each in model.modules() if isinstance(each, Attention)]
+
+
+def calibrate(model: Any) -> None:
+    """Have vLLM take its scales from the next step. The first one, of invented tokens, was at the start."""
+    for layer in layers_of(model):
+        layer.calculate_kv_scales = True
+
+
+def scales_of(model: Any) -> list[tuple[float, ...]]:
+    return [(float(each._k_scale), float(each._v_scale), float(each._q_scale)) for each in layers_of(model)]
+
+
+def test_answers_change_as_with_the_calibration_of_vllm(tmp_path, monkeypatch):
+    from vllm.config import CacheConfig
+
+    if "calculate_kv_scales" not in {each.name for each in fields(CacheConfig)}:
+        pytest.skip("this vLLM has no calibration of its own")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    largest = save(tmp_path)
+    exact = start(tmp_path)
+    expected = logprobs(exact)
+    del exact
+    engine = start(tmp_path, kv_cache_dtype="fp8", calculate_kv_scales=True)
+    engine.apply_model(calibrate)
+    logprobs(engine)
+    (own,) = engine.apply_model(scales_of)
+    found = {"vllm": logprobs(engine)}
+
+    def bring(scales, query_scales):
+        def change(model):
+            set_scales(model, scales)
+            for layer, scale in zip(layers_of(model), query_scales, strict=True):
+                layer._q_scale.fill_(scale)
+
+        engine.apply_model(change)
+        return logprobs(engine)
+
+    query_scales = [query for _, _, query in own]
+    ours = {layer: (key / LARGEST, value / LARGEST) for layer, (key, value) in largest.items()}
+    found["ours"] = bring(ours, query_scales)
+    found["ours, queries with a scale of 1"] = bring(ours, [1.0] * len(own))
+    found["one"] = bring({}, [1.0] * len(own))
+    found["vllm again"] = bring({layer: (key, value) for layer, (key, value, _) in enumerate(own)}, query_scales)
+    errors = {name: (float((each - expected).abs().mean()), float((each - expected).abs().max()))
+              for name, each in found.items()}
+    print("largest", largest, "vLLM's scales", own, "errors", errors)
+    for layer, (key, value) in largest.items():  # in bfloat16, and by other kernels
+        assert own[layer][0] * RANGES[0] == pytest.approx(key, rel=0.1)
+        assert own[layer][1] * RANGES[1] == pytest.approx(value, rel=0.1)
+    assert torch.equal(found["vllm again"], found["vllm"])
+    assert errors["one"][0] > 3 * errors["vllm"][0]  # scales of 1 cut the largest keys and values off
+    assert errors["ours"][0] < 1.5 * errors["vllm"][0]
