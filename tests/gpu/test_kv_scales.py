@@ -1,4 +1,4 @@
-"""Scales of an FP8 cache on a GPU: answers change as they do with the calibration of vLLM's own."""
+"""Scales of an FP8 cache on a GPU: answers change as they do with vLLM's own calibration."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ RANGES = (200.0, 100.0)
 
 
 def save(folder: Path) -> dict[int, tuple[float, float]]:
-    """Save a model whose largest keys and values do not fit into e4m3; gives these, for each layer."""
+    """Save a model whose largest keys and values do not fit into e4m3, and return these for each layer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(1)
     config = Qwen3Config(vocab_size=512, hidden_size=512, intermediate_size=512, num_hidden_layers=3,
                          num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=512,
                          tie_word_embeddings=False, dtype="bfloat16")
-    model = Qwen3ForCausalLM(config)
+    model = Qwen3ForCausalLM(config).bfloat16()
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.k_norm.weight[3] *= 300.0
             layer.self_attn.q_norm.weight[3] *= 0.01
             layer.self_attn.v_proj.weight *= 2000.0
             layer.self_attn.o_proj.weight /= 100.0
-    model.to(torch.bfloat16).save_pretrained(folder)
-    return kv_scales.largest(model.bfloat16())
+    model.save_pretrained(folder)
+    return kv_scales.largest(model)
 
 
 def start(folder: Path, **settings: Any) -> Any:
@@ -64,7 +64,7 @@ def layers_of(model: Any) -> list[Any]:
 
 
 def calibrate(model: Any) -> None:
-    """Have vLLM take its scales from the next step. The first one, of invented tokens, was at the start."""
+    """Have vLLM measure its scales in the next step; at the start, it has measured them on dummy tokens."""
     for layer in layers_of(model):
         layer.calculate_kv_scales = True
 
