@@ -277,8 +277,8 @@ class RolloutConfig:
     """dtype of the keys and values that the engine keeps. auto: that of its weights; fp8: e4m3, half the memory of
     bfloat16."""
     engine_kv_scales: Literal["one", "calibrated"] = "one"
-    """Scales of an FP8 cache of keys and values. one: no scaling; calibrated: from the largest key and value of each
-    layer, which the trainer measures in every iteration and sends with the next refit."""
+    """Scales of an FP8 cache of keys and values. one: no scaling; calibrated: from the largest key, value and query of
+    each layer, which the trainer measures in every iteration and sends with the next refit."""
     engine_enforce_eager: bool = False
     """Run the engine on GPUs without CUDA graphs and compilation. It starts faster and generates more slowly."""
     engine_env: str = ""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -148,19 +149,25 @@ def forget_weight_update(worker: Any) -> None:
     unwrapped(worker)._weight_update_active = False
 
 
-# Tensors on the device, tensors in host memory, and numbers: an attention layer's scale of keys, then of values.
-CACHE_SCALES = (("_k_scale", "_k_scale_cpu", "_k_scale_float"), ("_v_scale", "_v_scale_cpu", "_v_scale_float"))
+# An attention layer's scale of keys, of values and of queries: tensors on the device and in host memory, which queries
+# do not have, and numbers.
+CACHE_SCALES = ((("_k_scale", "_k_scale_cpu"), "_k_scale_float"), (("_v_scale", "_v_scale_cpu"), "_v_scale_float"),
+                (("_q_scale",), "_q_scale_float"))
 
 
-def set_cache_scales(layer: Any, key_scale: float, value_scale: float) -> None:
-    """Set the scales of the FP8 cache of an attention layer of vLLM, in place, because CUDA graphs read these tensors.
+def set_cache_scales(layer: Any, scales: Sequence[float]) -> None:
+    """Set the scales of an attention layer of vLLM with an FP8 cache, in place, because CUDA graphs read these tensors.
 
     `Attention._k_scale` and the others of `CACHE_SCALES`: vLLM sets them only from a checkpoint, and only if the
-    checkpoint's quantisation has a scheme for the cache. Backends differ in which of the three they read.
+    checkpoint's quantisation has a scheme for the cache. Backends differ in which of them they read.
+
+    Args:
+        layer: the attention layer.
+        scales: of keys, values and queries, in this order. Those that are left out are 1.
     """
-    for (on_device, on_host, number), scale in zip(CACHE_SCALES, (key_scale, value_scale), strict=True):
-        getattr(layer, on_device).fill_(scale)
-        getattr(layer, on_host).fill_(scale)
+    for (tensors, number), scale in zip(CACHE_SCALES, chain(scales, repeat(1.0)), strict=False):
+        for name in tensors:
+            getattr(layer, name).fill_(scale)
         setattr(layer, number, scale)
 
 

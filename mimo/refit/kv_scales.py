@@ -1,4 +1,4 @@
-"""Scales of the FP8 cache of keys and values of a worker's attention layers, which come with the trainer's weights."""
+"""Scales of a worker's attention layers with an FP8 cache of keys and values, which come with the trainer's weights."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def set_scales(model: Any, scales: Mapping[int, Sequence[float]] | None) -> list
 
     Args:
         model: the worker's model.
-        scales: number of a layer, from 0 and counted over all pipeline stages -> scale of its keys and of its values.
-            None leaves all layers as they are.
+        scales: number of a layer, from 0 and counted over all pipeline stages -> scale of its keys, of its values and,
+            if it is not 1, of its queries. None leaves all layers as they are.
 
     Returns:
         The numbers of the layers that have got scales.
@@ -54,5 +54,5 @@ def set_scales(model: Any, scales: Mapping[int, Sequence[float]] | None) -> list
         number = extract_layer_index(layer.layer_name)
         if number in scales:
             found.append(number)
-        compat.set_cache_scales(layer, *scales.get(number, (1.0, 1.0)))
+        compat.set_cache_scales(layer, scales.get(number, ()))
     return found

@@ -68,7 +68,7 @@ class PromptCursor:
 
     def streams(self, *, is_first_rank: bool) -> dict[str, Any]:
         """Return the position as plain data for `RunState`."""
-        scales = None if self.kv_scales is None else [[layer, *pair] for layer, pair in self.kv_scales.items()]
+        scales = None if self.kv_scales is None else [[layer, *each] for layer, each in self.kv_scales.items()]
         own = {STREAM: {"prompts": self.first, "kv_scales": scales,
                         "pending": None if self.pending is None else asdict(self.pending)}}
         return {"consumed_samples": self.first, "streams": own if is_first_rank else {}}
@@ -83,9 +83,9 @@ class PromptCursor:
         found = state["streams"].get(STREAM)
         if state["streams"] and (not isinstance(found, dict) or "prompts" not in found):
             raise ValueError("this checkpoint is from train_hetero.py; --finetune starts a new run with its weights")
-        # Checkpoints of older versions have no scales.
+        # Checkpoints of older versions have no scales, or none of queries.
         if found is not None and found.get("kv_scales") is not None:
-            self.kv_scales = {layer: (key, value) for layer, key, value in found["kv_scales"]}
+            self.kv_scales = {layer: tuple(each) for layer, *each in found["kv_scales"]}
         if found is not None and found["pending"] is not None:
             answers = [[Rollout(tuple(each["token_ids"]), tuple(each["logprobs"]), each["version"],
                                 each["finish_reason"]) for each in group] for group in found["pending"]["answers"]]

@@ -1,7 +1,8 @@
 """Scales of the engine's FP8 cache of keys and values, from the largest ones that the trainer computes itself.
 
 They are static scales for a whole layer, as those of compressed-tensors: a key or value divided by its scale is stored
-as e4m3, and multiplied by it when it is read.
+as e4m3, and multiplied by it when it is read. On GPUs, vLLM multiplies such keys by queries in e4m3, which have a scale
+for the same reason.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
 from mimo.protocols import LANGUAGE
 
-KvScales = dict[int, tuple[float, float]]
-"""Number of a layer, from 0 and counted over all pipeline stages -> scales of its keys and of its values."""
+KvScales = dict[int, tuple[float, ...]]
+"""Number of a layer, from 0 and counted over all pipeline stages -> scales of its keys, values and queries."""
 
 
 class KvRanges:
-    """Records the largest keys and values that go into the attention of each layer of the language model.
+    """Records the largest keys, values and queries that go into the attention of each layer of the language model.
 
-    These are the tensors that an engine caches: after norms and rotary positions. Nothing waits for the device before
-    `scales`. Construction and `scales` are collective over the world.
+    An engine caches these keys and values: they come after norms and rotary positions. Nothing waits for the device
+    before `scales`. Construction and `scales` are collective over the world.
 
     Args:
         built: this rank's model.
@@ -42,7 +43,7 @@ class KvRanges:
                                  for module in part.modules() if isinstance(module, Attention)]
         # Megatron Core counts layers from 1, over all stages.
         num_layers = max(gather(grids, max((each.layer_number for each in attentions), default=0)))
-        self._largest = torch.zeros(num_layers, 2, device=device)
+        self._largest = torch.zeros(num_layers, 3, device=device)
         self._is_recording = False
         self._padding: torch.Tensor | None = None
         for each in attentions:
@@ -75,7 +76,8 @@ class KvRanges:
         if not self._is_recording:
             return
         padding = self._padding
-        for place, tensor in enumerate(arguments[1:3]):  # after the query: [t, groups, channels]
+        query, key, value = arguments[:3]  # [t, heads or groups, channels]
+        for place, tensor in enumerate((key, value, query)):
             assert padding is not None and len(tensor) == len(padding), (tensor.shape, padding)
             found = torch.linalg.vector_norm(tensor, math.inf, dim=tuple(range(1, tensor.ndim)), dtype=torch.float32)
             largest = self._largest[layer, place]
@@ -84,10 +86,10 @@ class KvRanges:
     def scales(self) -> KvScales:
         """Return the scales of all layers for the ranges that the last `recording` of all ranks has found.
 
-        Layers without attention have none, and neither have those whose keys or values are all zero or not finite.
+        Layers without attention have none, and neither have those of which one of the three is all zero or not finite.
         """
         # Ranks without the language model have zeros.
         dist.all_reduce(self._largest, op=dist.ReduceOp.MAX)
         found = (self._largest / torch.finfo(torch.float8_e4m3fn).max).tolist()
-        return {layer: (key, value) for layer, (key, value) in enumerate(found)
-                if all(math.isfinite(each) and each > 0 for each in (key, value))}
+        return {layer: tuple(scales) for layer, scales in enumerate(found)
+                if all(math.isfinite(each) and each > 0 for each in scales)}

@@ -17,7 +17,7 @@ LAYOUTS = {1: [""], 2: ["--llm-tp 2 --sequence-parallel", "--llm-pp 2", "--llm-c
 
 @pytest.fixture(scope="module")
 def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, kv_scales.KvScales]]:
-    """Folder of each model, and the scales of its keys and values by transformers."""
+    """Folder of each model, and the scales of its keys, values and queries by transformers."""
     found = {}
     for name in ("refit-qwen3", "kv-hybrid"):
         folder = tmp_path_factory.mktemp(name)
@@ -35,8 +35,8 @@ def test_scales_are_those_of_transformers_on_every_layout(pool, saved, name, ran
     for found in by_rank:
         for layout, scales in zip(layouts, found, strict=True):
             assert scales.keys() == expected.keys(), layout
-            for layer, pair in expected.items():
-                assert scales[layer] == pytest.approx(pair, rel=2e-4), (layout, layer)
+            for layer, three in expected.items():
+                assert scales[layer] == pytest.approx(three, rel=2e-4), (layout, layer)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,19 @@ import pytest
 import torch
 
 from mimo.refit.kv_scales import set_scales
+from mimo.rl.kv_scales import KvScales
 from tests.support import kv_scales
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
               pytest.mark.timeout(580)]
 
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
-# vLLM divides the largest key by 200 and the largest value by 100.
-RANGES = (200.0, 100.0)
+# vLLM divides the largest key by 200, the largest value by 100 and the largest query by 200.
+RANGES = (200.0, 100.0, 200.0)
 
 
-def save(folder: Path) -> dict[int, tuple[float, float]]:
-    """Save a model whose largest keys and values do not fit into e4m3, and return these for each layer."""
+def save(folder: Path) -> KvScales:
+    """Save a model whose largest keys, values and queries do not fit into e4m3, and return these for each layer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(1)
@@ -33,7 +34,9 @@ def save(folder: Path) -> dict[int, tuple[float, float]]:
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.k_norm.weight[3] *= 300.0
-            layer.self_attn.q_norm.weight[3] *= 0.01
+            layer.self_attn.q_norm.weight[3] *= 0.03
+            layer.self_attn.q_norm.weight[7] *= 300.0
+            layer.self_attn.k_norm.weight[7] *= 0.03
             layer.self_attn.v_proj.weight *= 2000.0
             layer.self_attn.o_proj.weight /= 100.0
     model.save_pretrained(folder)
@@ -70,7 +73,7 @@ def calibrate(model: Any) -> None:
 
 
 def scales_of(model: Any) -> list[tuple[float, ...]]:
-    return [(float(each._k_scale), float(each._v_scale), float(each._q_scale)) for each in layers_of(model)]
+    return [tuple(float(getattr(each, f"_{kind}_scale")) for kind in "kvq") for each in layers_of(model)]
 
 
 def test_answers_change_as_with_the_calibration_of_vllm(tmp_path, monkeypatch):
@@ -90,27 +93,22 @@ def test_answers_change_as_with_the_calibration_of_vllm(tmp_path, monkeypatch):
     (own,) = engine.apply_model(scales_of)
     found = {"vllm": logprobs(engine)}
 
-    def bring(scales, query_scales):
-        def change(model):
-            set_scales(model, scales)
-            for layer, scale in zip(layers_of(model), query_scales, strict=True):
-                layer._q_scale.fill_(scale)
-
-        engine.apply_model(change)
+    def bring(scales):
+        engine.apply_model(partial(set_scales, scales=scales))
         return logprobs(engine)
 
-    query_scales = [query for _, _, query in own]
-    ours = {layer: (key / LARGEST, value / LARGEST) for layer, (key, value) in largest.items()}
-    found["ours"] = bring(ours, query_scales)
-    found["ours, queries with a scale of 1"] = bring(ours, [1.0] * len(own))
-    found["one"] = bring({}, [1.0] * len(own))
-    found["vllm again"] = bring({layer: (key, value) for layer, (key, value, _) in enumerate(own)}, query_scales)
+    ours = kv_scales.expected(largest)
+    found["ours"] = bring(ours)
+    found["ours, queries with a scale of 1"] = bring({layer: each[:2] for layer, each in ours.items()})
+    found["one"] = bring({})
+    found["vllm again"] = bring(dict(enumerate(own)))
     errors = {name: (float((each - expected).abs().mean()), float((each - expected).abs().max()))
               for name, each in found.items()}
     print("largest", largest, "vLLM's scales", own, "errors", errors)
-    for layer, (key, value) in largest.items():  # in bfloat16, and by other kernels
-        assert own[layer][0] * RANGES[0] == pytest.approx(key, rel=0.1)
-        assert own[layer][1] * RANGES[1] == pytest.approx(value, rel=0.1)
+    for layer, expected_of in largest.items():  # in bfloat16, and by other kernels
+        for scale, divisor, each in zip(own[layer], RANGES, expected_of, strict=True):
+            assert scale * divisor == pytest.approx(each, rel=0.1)
     assert torch.equal(found["vllm again"], found["vllm"])
-    assert errors["one"][0] > 3 * errors["vllm"][0]  # scales of 1 cut the largest keys and values off
+    assert errors["one"][0] > 2 * errors["vllm"][0]  # scales of 1 cut the largest keys, values and queries off
+    assert errors["ours, queries with a scale of 1"][0] > errors["ours"][0]
     assert errors["ours"][0] < 1.5 * errors["vllm"][0]

@@ -1,6 +1,6 @@
-"""Largest keys and values of a trainer and of Hugging Face's model, and engines that get scales; in worker processes.
+"""Largest keys, values and queries of a trainer and of Hugging Face's model, and engines that get scales.
 
-The model's prompts are `SEQUENCES`. Padding is a token whose values are larger than those of all others.
+All of it runs in worker processes. The model's prompts are `SEQUENCES`. Padding is a token whose values are larger than those of all others.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ def register() -> None:
     hf_families.NEMOTRON_MODELS["kv-hybrid"] = hf_families.MODELS["kv-hybrid"] = HYBRID
 
 
-def save(rank: int, name: str, folder: str) -> dict[int, tuple[float, float]]:
-    """Save a model with large keys and values; gives the largest of `SEQUENCES` for each layer, by transformers."""
+def save(rank: int, name: str, folder: str) -> KvScales:
+    """Save a model with large keys, values and queries; gives the `largest` of each layer."""
     register()
     model = hf_families.build_hf(name)
     with torch.no_grad():
         for path, tensor in model.named_parameters():
             if path.endswith("k_norm.weight"):
                 tensor[3] *= 300.0
+            elif path.endswith("q_norm.weight"):
+                tensor[7] *= 400.0
             elif path.endswith("v_proj.weight") or (path.endswith("k_proj.weight") and name == "kv-hybrid"):
                 tensor[5] *= 500.0
         if name == "refit-qwen3":
@@ -52,16 +54,17 @@ def save(rank: int, name: str, folder: str) -> dict[int, tuple[float, float]]:
 
 
 @torch.no_grad()
-def largest(model: Any) -> dict[int, tuple[float, float]]:
-    """Largest key and value of `SEQUENCES` for each layer, as attention gets them."""
+def largest(model: Any) -> KvScales:
+    """Largest key, value and query of `SEQUENCES` for each layer, as attention gets them."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    found: dict[int, tuple[float, float]] = {}
+    found: KvScales = {}
 
     def record(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
-        keys, values = found.get(module.layer_idx, (0.0, 0.0))
-        found[module.layer_idx] = max(keys, float(key.abs().max())), max(values, float(value.abs().max()))
+        earlier = found.get(module.layer_idx, (0.0, 0.0, 0.0))
+        found[module.layer_idx] = tuple(max(each, float(tensor.abs().max()))
+                                        for each, tensor in zip(earlier, (key, value, query), strict=True))
         return sdpa_attention_forward(module, query, key, value, *args, **options)
 
     AttentionInterface.register("recording", record)
@@ -159,12 +162,12 @@ def save_with_scales(folder: Path, out: Path, scales: KvScales) -> None:
     assert len(names) == len(scales)
     for attention in names:
         layer = next(int(part) for part in attention.split(".") if part.isdigit())
-        for kind, scale in zip("kv", scales[layer], strict=True):
+        for kind, scale in zip("kvq", scales[layer], strict=True):
             tensors[f"{attention}{kind}_scale"] = torch.tensor([scale], dtype=torch.float32)
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
 
 
-def expected(largest_of: dict[int, tuple[float, float]]) -> KvScales:
-    """Scales of a model's largest keys and values."""
-    assert all(math.isfinite(each) for pair in largest_of.values() for each in pair)
-    return {layer: (key / 448.0, value / 448.0) for layer, (key, value) in largest_of.items()}
+def expected(largest_of: KvScales) -> KvScales:
+    """Scales of a model's largest keys, values and queries."""
+    assert all(math.isfinite(each) for found in largest_of.values() for each in found)
+    return {layer: tuple(each / 448.0 for each in found) for layer, found in largest_of.items()}
