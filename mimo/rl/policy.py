@@ -163,7 +163,7 @@ class PolicyTrainer:
         prompts: the prompts of the completions, from which ranks that encode images take the pixels; None elsewhere.
         reference: the reference policy of --kl-coeff.
         max_gen_kl: nats by which engine and trainer may differ; None for no limit.
-        kv_ranges: measures the keys and values of each global batch, for an engine's FP8 cache; None without one.
+        kv_ranges: measures the keys, values and queries of each global batch, for an engine's FP8 cache; None without.
     """
 
     def __init__(self, parts: TrainerParts, config: RlConfig, vocab_size: int, pad_token_id: int,
@@ -320,15 +320,15 @@ class PolicyTrainer:
 
     def measured_log_probs(self, microbatches: Sequence[PolicyMicrobatch], temperature: float | None = None
                            ) -> tuple[list[torch.Tensor], KvScales]:
-        """Return `old_log_probs`, and the scales for the keys and values of these microbatches. Collective.
+        """Return `old_log_probs`, and the scales that an FP8 cache needs for these microbatches. Collective.
 
-        The scales are empty if no cache needs them.
+        The scales (`mimo.rl.kv_scales`) are empty without such a cache.
         """
         if self.kv_ranges is None:
             return self.old_log_probs(microbatches, temperature), {}
         with self.kv_ranges.recording():
             found = self.old_log_probs(microbatches, temperature)
-        with self.parts.watchdog.waiting("largest keys and values over the world"):
+        with self.parts.watchdog.waiting("largest keys, values and queries over the world"):
             return found, self.kv_ranges.scales()
 
     def _fixed_log_probs(self, microbatches: Sequence[PolicyMicrobatch]) -> FixedLogProbs:

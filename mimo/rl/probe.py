@@ -65,7 +65,7 @@ class Expected:
         rounded: the same with weights that are rounded differently, see `mimo.rl.probe.rounded`.
         noise_factor: the engine may differ by this many times the rounding noise on average, and by the square of it
             times the noise in k3.
-        kv_scales: scales for the keys and values of these tokens, see `mimo.rl.kv_scales`; empty without them.
+        kv_scales: scales for an FP8 cache of these tokens, see `mimo.rl.kv_scales`; empty without them.
     """
 
     logprobs: LogProbs
@@ -227,7 +227,7 @@ class RefitProbe:
                             self._rounding.noise_factor if noise_factor is None else noise_factor, scales)
 
     def measure(self) -> KvScales:
-        """Return the scales for the keys and values of the sequences with the trainer's weights. Collective."""
+        """Return the scales for an FP8 cache of the sequences with the trainer's weights. Collective."""
         return self._logprobs()[1]
 
     @contextmanager
@@ -281,7 +281,7 @@ class RefitProbe:
     def _logprobs(self) -> tuple[list[list[float | None]], KvScales]:
         """Compute log-probs of each sequence from its second token on, None for image tokens. Collective.
 
-        The scales for keys and values come with them, see `PolicyTrainer.measured_log_probs`.
+        The scales for an FP8 cache come with them, see `PolicyTrainer.measured_log_probs`.
         """
         microbatches = self._policy.microbatches(self._sequences)
         values, scales = self._policy.measured_log_probs(microbatches, temperature=1.0)

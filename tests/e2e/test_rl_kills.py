@@ -47,13 +47,15 @@ class KilledRun:
 
     Attributes:
         folder: folder of the run.
-        flags: flags of the run.
+        flags: flags of the run, without its length.
+        num_iterations: its length. No run may end by itself before all kills are done, however fast the machine is.
         launcher: the launcher, while the run goes on.
         told: what each kill did, in words.
     """
 
     folder: Path
     flags: list[str]
+    num_iterations: int = 1_000_000
     launcher: subprocess.Popen[str] | None = None
     told: list[str] = field(default_factory=list)
 
@@ -65,11 +67,18 @@ class KilledRun:
             saved = str(self.folder / "saved")
             with self.log.open("w") as output:
                 self.launcher = subprocess.Popen(
-                    [sys.executable, "-m", *command, *self.flags, "--save", saved, "--load", saved,
-                     "--run-dir", str(self.folder / "run")],
+                    [sys.executable, "-m", *command, *self.flags, "--train-iters", str(self.num_iterations),
+                     "--save", saved, "--load", saved, "--run-dir", str(self.folder / "run")],
                     cwd=ROOT, env=environment(MARK=str(self.folder)), text=True, stdout=output,
                     stderr=subprocess.STDOUT)
         return self.launcher
+
+    def terminate(self) -> None:
+        """End the run with SIGTERM, if it runs."""
+        if self.launcher is not None:
+            self.launcher.terminate()
+            self.launcher.wait()
+            self.launcher = None
 
     @property
     def num_steps(self) -> int:
@@ -135,7 +144,7 @@ def test_killed_at_random_and_resumed(tmp_path: Path, placement: str) -> None:
     generator, engine = random.Random(SEED), ["--engine-placement", placement]
     if placement == "separate":
         engine += ["--engine-tp", "2"]
-    flags = [*RUN_FLAGS, *engine, "--train-iters", str(16 * NUM_KILLS + 5)]
+    flags = [*RUN_FLAGS, *engine]
     print(f"\n{placement}: {NUM_KILLS} kills, KILL_SEED={SEED}", flush=True)
     run = KilledRun(tmp_path / "killed", flags)
     run.folder.mkdir()
@@ -150,15 +159,16 @@ def test_killed_at_random_and_resumed(tmp_path: Path, placement: str) -> None:
                 time.sleep(generator.random() * 2)
             assert launcher.poll() is None, f"ended before it was killed: {run.log.read_text()[-3000:]}"
             run.kill(generator.choice(VICTIMS[placement]))
+        run.terminate()
+        run.num_iterations = run.num_steps + 5
         assert run.start().wait(timeout=LIMIT_S + 60 * NUM_KILLS) == 0, run.log.read_text()[-3000:]
     finally:
-        if run.launcher is not None and run.launcher.poll() is None:
-            run.launcher.terminate()
-            run.launcher.wait()
+        run.terminate()
     assert wait_for_the_end(str(run.folder)) == []
     found = records(run.folder / "run")
-    done = torchrun(2, *flags, "--save", str(tmp_path / "saved"), "--run-dir", str(tmp_path / "whole"),
-                    script="train_rl.py", timeout_s=LIMIT_S + 60 * NUM_KILLS, MARK=str(tmp_path))
+    done = torchrun(2, *flags, "--train-iters", str(run.num_iterations), "--save", str(tmp_path / "saved"),
+                    "--run-dir", str(tmp_path / "whole"), script="train_rl.py", timeout_s=LIMIT_S + 60 * NUM_KILLS,
+                    MARK=str(tmp_path))
     assert done.returncode == 0 and not marked(str(tmp_path)), done.stdout[-3000:]
     assert [step["iteration"] for step in found] == list(range(1, len(found) + 1)), "iterations are lost or repeated"
     for mine, other in zip(found, records(tmp_path / "whole"), strict=True):

@@ -105,9 +105,10 @@ def test_answers_change_as_with_the_calibration_of_vllm(tmp_path, monkeypatch):
     errors = {name: (float((each - expected).abs().mean()), float((each - expected).abs().max()))
               for name, each in found.items()}
     print("largest", largest, "vLLM's scales", own, "errors", errors)
-    for layer, expected_of in largest.items():  # in bfloat16, and by other kernels
+    for layer, expected_of in largest.items():
         for scale, divisor, each in zip(own[layer], RANGES, expected_of, strict=True):
-            assert scale * divisor == pytest.approx(each, rel=0.1)
+            # Layers after the first get what attention in FP8 made.
+            assert scale * divisor == pytest.approx(each, rel=0.25 if layer else 0.02)
     assert torch.equal(found["vllm again"], found["vllm"])
     assert errors["one"][0] > 2 * errors["vllm"][0]  # scales of 1 cut the largest keys, values and queries off
     assert errors["ours, queries with a scale of 1"][0] > errors["ours"][0]

@@ -29,8 +29,8 @@ FAMILIES = {
 UNFUSED = ("--moe-gemm", "separate", "--no-moe-permute-fusion", "--no-moe-router-fusion")
 
 
-def run(folder: Path, *flags: str, ranks: int = 1) -> dict[str, list[float]]:
-    done = torchrun(ranks, *SHARED, *flags, "--run-dir", str(folder), NVIDIA_TF32_OVERRIDE="0",
+def run(folder: Path, *flags: str, ranks: int = 1, timeout_s: float = 280) -> dict[str, list[float]]:
+    done = torchrun(ranks, *SHARED, *flags, "--run-dir", str(folder), timeout_s=timeout_s, NVIDIA_TF32_OVERRIDE="0",
                     TRITON_F32_DEFAULT="ieee")
     assert done.returncode == 0, done.stdout[-3000:]
     found = records(folder)
@@ -43,10 +43,10 @@ def assert_close(found: dict[str, list[float]], expected: dict[str, list[float]]
     np.testing.assert_allclose(found["grad-norm"], expected["grad-norm"], rtol=norm)
 
 
-@pytest.mark.timeout(900)  # On an H200, the hybrid did not end in five minutes, in which Triton compiles.
+@pytest.mark.timeout(900)  # Triton compiles float32 kernels of the hybrid for 200 to 300 s, in the first run only.
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_steps_agree_with_unfused_kernels(tmp_path: Path, family: str) -> None:
-    unfused = run(tmp_path / "unfused", *FAMILIES[family], "--no-bf16", *UNFUSED)
+    unfused = run(tmp_path / "unfused", *FAMILIES[family], "--no-bf16", *UNFUSED, timeout_s=600)
     fused = run(tmp_path / "fused", *FAMILIES[family], "--no-bf16", "--moe-router-fusion")
     assert_close({key: values[:5] for key, values in fused.items()},
                  {key: values[:5] for key, values in unfused.items()}, 1e-5, 1e-4)

@@ -1,6 +1,7 @@
 """Largest keys, values and queries of a trainer and of Hugging Face's model, and engines that get scales.
 
-All of it runs in worker processes. The model's prompts are `SEQUENCES`. Padding is a token whose values are larger than those of all others.
+All of it runs in worker processes. The model's prompts are `SEQUENCES`. Padding is a token whose values are larger than
+those of all others.
 """
 
 from __future__ import annotations
