@@ -49,9 +49,7 @@ def test_arithmetic(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llava", "qwen3_vl", "nemotron"])
 def test_digits(tmp_path: Path, family: str) -> None:
-    # The others need no more to show it, and this suite is long.
-    output, found = run_recipe("digits_cpu.sh", tmp_path, family, *(
-        [] if family == "llava" else ["--train-iters", "40"]))
+    output, found = run_recipe("digits_cpu.sh", tmp_path, family)
     evaluations = [record["reward validation"] for record in found if "reward validation" in record]
     steps = [record for record in found if "gen-kl" in record]
     assert 0.1 < evaluations[0] < 0.5 and evaluations[-1] > 0.9, evaluations
