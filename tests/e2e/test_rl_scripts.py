@@ -26,9 +26,13 @@ RL = ROOT / "scripts" / "rl"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 INSTRUCTION = 'Think "twice"; $HOME, then ####'
 
-# The trainer is noted, not started; everything else of Python runs.
+# The trainer is noted, not started; everything else of Python runs, and of the trainer's plans those that are to run.
 PYTHON = rf"""
 case "$*" in
+    *train_rl.py\ *\ --dry-run\ *)
+        printf '%s\n' "$@" >"$STATE/planned"
+        [[ "$(<"$STATE/plan_code")" != run ]] || exec {sys.executable} "$@"
+        exit "$(<"$STATE/plan_code")" ;;
     *preflight.py*) printf '%s\n' "$@" >"$STATE/preflight"; exit "$(<"$STATE/preflight_code")" ;;
     *wait_for_ray.py*) echo "$*" >"$STATE/waited"; exit "$(<"$STATE/ray_code")" ;;
     -m\ torch.distributed.run*) ;;
@@ -48,7 +52,7 @@ def place(tmp_path):
     (tmp_path / "my data").mkdir()
     for split in ("train", "test"):
         (tmp_path / "my data" / f"{split}.jsonl").write_text('{"question": "2+3?", "answer": "#### 5"}\n')
-    for name in ("preflight_code", "ray_code"):
+    for name in ("plan_code", "preflight_code", "ray_code"):
         (tmp_path / name).write_text("0")
     return tmp_path
 
@@ -166,6 +170,8 @@ def test_a_job_has_its_engine_and_its_trainer_on_nodes_of_their_own(place, monke
     assert (config.rollout.engine_placement, config.rollout.ray_address) == ("ray", "n1:6379")
     assert config.dataset.gsm8k_instruction == INSTRUCTION and config.checkpoint.exit_duration_in_mins == 220
     assert config.train.device == "cuda", "a node without a GPU is an error"
+    planned = (place / "planned").read_text().splitlines()
+    assert planned[1:] == [*flags, "--dry-run", "--world-size", "16"]
     words = (place / "preflight").read_text().splitlines()
     checked = parse(words[words.index("--") + 1:])
     assert (checked.checkpoint.save_interval, checked.checkpoint.load_hf) == (20, f"{place}/my model")
@@ -250,13 +256,31 @@ def test_such_flags_are_for_the_first_attempt_where_load_is_another_folder(place
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "expected"), [
-    ("preflight_code", "preflight failed with exit code 1"), ("ray_code", "Ray did not come up; see"),
+    ("plan_code", "no plan for these flags, exit code 1"), ("preflight_code", "preflight failed with exit code 1"),
+    ("ray_code", "Ray did not come up; see"),
 ])
 def test_nothing_is_trained_where_a_step_before_it_failed(place, name, expected):
     (place / name).write_text("1")
     job = start(place)
     output = end(job)
     assert job.returncode == 2 and expected in output and not (place / "command").exists()
+
+
+@pytest.mark.slow
+def test_flags_that_the_trainer_refuses_start_nothing(place):
+    (place / "plan_code").write_text("run")
+    job = start(place, "--completions-per-prompt", "0")
+    output = end(job)
+    assert job.returncode == 2 and "--completions-per-prompt 0" in output and "no plan for these flags" in output, output
+    assert not any((place / name).exists() for name in ("preflight", "ray", "command"))
+
+
+@pytest.mark.slow
+def test_a_job_has_a_plan_before_it_starts(place):
+    (place / "plan_code").write_text("run")
+    output = end(start(place, "--load-hf", ""))  # the model has no weights
+    assert "GPUs: 32, 16 for the trainer's ranks and 16 where Ray places the engine" in output, output
+    assert "finished: 999999 iterations" in output, output
 
 
 def test_a_model_of_any_built_in_family_has_its_flags(tmp_path):

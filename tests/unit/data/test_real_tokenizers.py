@@ -135,8 +135,8 @@ def folder_of(tmp_path_factory):
     return folder
 
 
-def spec(folder: Path, image_token: str) -> TokenSpec:
-    vocabulary = AutoTokenizer.from_pretrained(folder).get_vocab()
+def spec(hf: Any, image_token: str) -> TokenSpec:
+    vocabulary = hf.get_vocab()
     return TokenSpec(vocab_size=max(vocabulary.values()) + 1, image_token_id=vocabulary[image_token], image_size=28,
                      num_channels=3)
 
@@ -181,7 +181,7 @@ def test_a_sample_with_images_is_what_the_processor_of_transformers_makes_of_it(
     wanted = processor.apply_chat_template(shown, tokenize=True, return_dict=True,
                                            return_assistant_tokens_mask="endgeneration" in template,
                                            processor_kwargs={"return_offsets_mapping": True})
-    ours = Tokenizer(str(folder), "tokenizer", "none", spec(folder, image_token), append_eos=append_eos)
+    ours = Tokenizer(str(folder), "tokenizer", "none", spec(hf, image_token), append_eos=append_eos)
     tokens, mask = ours.encode(messages, [4, 9, 4])
     assert tokens.tolist() == list(wanted["input_ids"][0])
     if "endgeneration" in template:
@@ -214,7 +214,7 @@ def test_a_sample_of_a_text_template_is_what_the_tokenizer_of_transformers_makes
         for turn in messages
     ]
     wanted = hf.apply_chat_template(expanded, tokenize=True, return_dict=True)["input_ids"]
-    tokens, mask = Tokenizer(str(folder), "tokenizer", "none", spec(folder, "<image>")).encode(messages, [4, 9, 4])
+    tokens, mask = Tokenizer(str(folder), "tokenizer", "none", spec(hf, "<image>")).encode(messages, [4, 9, 4])
     assert tokens.tolist() == list(wanted)
     check_mask(hf, tokens, mask)
 
@@ -223,19 +223,19 @@ def test_a_sample_of_a_text_template_is_what_the_tokenizer_of_transformers_makes
 def test_a_spelled_image_token_stays_text_and_a_spare_id_serves_as_image_token(folder_of, name):
     template = TEXT[name][1]
     folder = folder_of(name, template, ["<image>"])
-    size = spec(folder, "<image>").vocab_size
+    hf = AutoTokenizer.from_pretrained(folder)
+    tokens_of = spec(hf, "<image>")
     parts = [{"type": "text", "text": "A literal <image> and "}, {"type": "image"}, {"type": "text", "text": " here"}]
     answers = {"role": "assistant", "content": [{"type": "text", "text": "an <image> tag"}]}
     messages = [{"role": "user", "content": parts}, answers]
-    tokens, mask = Tokenizer(str(folder), "tokenizer", "none", spec(folder, "<image>")).encode(messages, [3])
-    hf = AutoTokenizer.from_pretrained(folder)
+    tokens, mask = Tokenizer(str(folder), "tokenizer", "none", tokens_of).encode(messages, [3])
     image = hf.convert_tokens_to_ids("<image>")
     assert (tokens == image).sum() == 3 and not mask[tokens == image].any()
     assert "an <image> tag" in hf.decode(tokens[mask]) and "literal <image> and" in hf.decode(tokens)
     # Without a token of that name, transformers splits the spelling as any other text.
-    plain = write(name, folder.parent / f"{name}-plain", [], template)
-    spare = TokenSpec(vocab_size=size + 8, image_token_id=size + 5, image_size=28, num_channels=3)
     if name not in ("nemo", "qwen"):  # which have an image token of their own
+        plain, size = write(name, folder.parent / f"{name}-plain", [], template), tokens_of.vocab_size
+        spare = TokenSpec(vocab_size=size + 8, image_token_id=size + 5, image_size=28, num_channels=3)
         others, same = Tokenizer(str(plain), "tokenizer", "none", spare).encode(messages, [3])
         assert np.where(others == size + 5, image, others).tolist() == tokens.tolist()
         assert same.tolist() == mask.tolist()
@@ -246,7 +246,7 @@ def test_a_document_is_what_the_tokenizer_makes_of_its_text(folder_of, name):
     template = TEXT[name][1]
     folder = folder_of(name, template, ["<image>"])
     hf = AutoTokenizer.from_pretrained(folder)
-    tokens, mask = Tokenizer(str(folder), "tokenizer", "none", spec(folder, "<image>")).encode_document(
+    tokens, mask = Tokenizer(str(folder), "tokenizer", "none", spec(hf, "<image>")).encode_document(
         "Cats<image>sleep <image> all day", [2, 3])
     text = "Cats" + "<image>" * 2 + "sleep " + "<image>" * 3 + " all day"
     ids = hf(text, add_special_tokens=False)["input_ids"]
