@@ -271,7 +271,8 @@ def test_flags_that_the_trainer_refuses_start_nothing(place):
     (place / "plan_code").write_text("run")
     job = start(place, "--completions-per-prompt", "0")
     output = end(job)
-    assert job.returncode == 2 and "--completions-per-prompt 0" in output and "no plan for these flags" in output, output
+    assert job.returncode == 2 and "--completions-per-prompt 0" in output, output
+    assert "no plan for these flags" in output, output
     assert not any((place / name).exists() for name in ("preflight", "ray", "command"))
 
 
