@@ -86,7 +86,8 @@ class KvRanges:
     def scales(self) -> KvScales:
         """Return the scales of all layers for the ranges that the last `recording` of all ranks has found.
 
-        Layers without attention have none, and neither have those of which one of the three is all zero or not finite.
+        Layers without attention have none, and neither have layers whose keys, values or queries are all zero or not
+        finite.
         """
         # Ranks without the language model have zeros.
         dist.all_reduce(self._largest, op=dist.ReduceOp.MAX)

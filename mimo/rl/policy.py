@@ -163,7 +163,7 @@ class PolicyTrainer:
         prompts: the prompts of the completions, from which ranks that encode images take the pixels; None elsewhere.
         reference: the reference policy of --kl-coeff.
         max_gen_kl: nats by which engine and trainer may differ; None for no limit.
-        kv_ranges: measures the keys, values and queries of each global batch, for an engine's FP8 cache; None without.
+        kv_ranges: measures what attention gets in each global batch, for an engine's FP8 cache; None without one.
     """
 
     def __init__(self, parts: TrainerParts, config: RlConfig, vocab_size: int, pad_token_id: int,
