@@ -94,7 +94,7 @@ class Emulation:
 
     @property
     def recorder(self) -> Recorder:
-        """What `mimo.model.layer_graphs.PassesOfLayers` takes."""
+        """The recorder that `mimo.model.layer_graphs.PassesOfLayers` takes."""
         return self._capture, without_random_streams, nullcontext
 
     def _capture(self, function: Callable[[], None]) -> Callable[[], None]:

@@ -165,8 +165,7 @@ def resave(rank: int, flags: tuple[str, ...], world_size: int) -> None:
 
 
 def refusal(rank: int, flags: tuple[str, ...], world_size: int) -> str | None:
-    """What the start says where it refuses what the flags ask for; None where it does not. "" on ranks that leave
-    the word to another."""
+    """Message with which the start refuses the flags; None if it takes them. "" on ranks that leave it to others."""
     from mimo.watchdog.process_exit import ReportedElsewhereError
 
     try:

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its run: flags that differ from those of now, and progress."""
+"""Words about the run of a checkpoint: flags that differ from those of now, and progress."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class FakeModel:
 
 
 class FakeData:
-    """Has a Config and nothing else: these tests open no stream."""
+    """A provider that has only a Config, because these tests open no stream."""
 
     Config = FakeDataConfig
 

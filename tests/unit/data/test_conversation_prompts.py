@@ -66,7 +66,7 @@ def test_prompts_are_what_training_shows_before_the_last_answer(tmp_path: Path, 
     ("red cat", "<think></think>"), ("<think>\nwhy\n</think>\n\nred cat", "<think>\n"),
 ])
 def test_a_template_opens_thoughts_where_the_answer_has_some(tmp_path: Path, answer: str, opening: str) -> None:
-    """As in supervised training, with a template whose generation prompt opens them or leaves them empty."""
+    """Supervised training does the same with a template whose generation prompt opens them or leaves them empty."""
     write_tokenizer(tmp_path / "tokenizer", special=CHATML_TOKENS, chat_template=NEMOTRON3)
     records = [{"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": answer}]}]
     config = replace(config_for(tmp_path, tmp_path / "tokenizer", records), prompt_format="tokenizer")
@@ -82,7 +82,7 @@ def test_a_template_opens_thoughts_where_the_answer_has_some(tmp_path: Path, ans
 
 
 def test_a_question_opens_thoughts_where_the_template_does(tmp_path: Path) -> None:
-    """As `mimo ask --think`; HF's generation prompt with and without `enable_thinking` is the reference."""
+    """`mimo ask --think` does this, too. HF's generation prompt with and without `enable_thinking` is the reference."""
     folder = write_tokenizer(tmp_path / "tokenizer", special=CHATML_TOKENS, chat_template=NEMOTRON3)
     tokens = replace(TOKENS, vocab_size=400, image_token_id=390)
     config = replace(config_for(tmp_path, folder, RECORDS), prompt_format="tokenizer")

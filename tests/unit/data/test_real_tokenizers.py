@@ -258,7 +258,7 @@ def test_a_document_is_what_the_tokenizer_makes_of_its_text(folder_of, name):
 
 @pytest.mark.parametrize("has_own_file", [True, False])
 def test_the_file_of_mistrals_own_tokenizer_does_not_decide_the_class(folder_of, tmp_path, has_own_file):
-    """As in Mistral-Small-24B-Instruct-2501. With mistral-common, transformers would read the other file alone."""
+    """Mistral-Small-24B-Instruct-2501 has both files. With mistral-common, transformers would read the other alone."""
     folder = shutil.copytree(folder_of("nemo", templates.MISTRAL, ["<image>"]), tmp_path / "model")
     (folder / "config.json").write_text('{"model_type": "mistral"}')
     named = json.loads((folder / "tokenizer_config.json").read_text()) | {"tokenizer_class": "LlamaTokenizer"}

@@ -26,7 +26,7 @@ def frame_of(function: Callable[[], object]) -> Iterator[FrameType]:
 
 
 class Handle:
-    """Whose `wait` is a call into C, as that of a collective."""
+    """A handle whose `wait` is a call into C, as that of a collective is."""
 
     def __init__(self) -> None:
         lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""What a stall is told as: the status of a rank as JSON, the place of a rank, the summary."""
+"""The words for a stall: the status of a rank as JSON, the place of a rank, the summary."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def fused_adam(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 class Adam:
-    """What `FusedUpdate` uses of Transformer Engine's `FusedAdam`, which imports only on GPUs."""
+    """The part of Transformer Engine's `FusedAdam` that `FusedUpdate` uses. The class itself imports only on GPUs."""
 
     def __init__(self, groups: list[dict]) -> None:
         self.param_groups = [{"betas": BETAS, "eps": EPS, "bias_correction": True, **group} for group in groups]

@@ -1,4 +1,4 @@
-"""What ranks keep at each moment of an iteration, and which layers of an encoder they recompute."""
+"""Activations that ranks keep at each moment of an iteration, and the layers of an encoder that they recompute."""
 
 from __future__ import annotations
 

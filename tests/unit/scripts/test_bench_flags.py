@@ -1,4 +1,4 @@
-"""What programs of scripts/bench refuse, before they start any process."""
+"""Flags that programs of scripts/bench refuse before they start any process."""
 
 from __future__ import annotations
 
