@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -149,10 +148,10 @@ def forget_weight_update(worker: Any) -> None:
     unwrapped(worker)._weight_update_active = False
 
 
-# An attention layer's scale of keys, of values and of queries: tensors on the device and in host memory, which queries
-# do not have, and numbers.
-CACHE_SCALES = ((("_k_scale", "_k_scale_cpu"), "_k_scale_float"), (("_v_scale", "_v_scale_cpu"), "_v_scale_float"),
-                (("_q_scale",), "_q_scale_float"))
+# An attention layer's scale of keys, of values and of queries: tensors on the device and (not for queries) in host
+# memory, and numbers.
+CACHE_SCALES = (("_k_scale", "_k_scale_cpu", "_k_scale_float"), ("_v_scale", "_v_scale_cpu", "_v_scale_float"),
+                ("_q_scale", "_q_scale_float"))
 
 
 def set_cache_scales(layer: Any, scales: Sequence[float]) -> None:
@@ -163,9 +162,9 @@ def set_cache_scales(layer: Any, scales: Sequence[float]) -> None:
 
     Args:
         layer: the attention layer.
-        scales: of keys, values and queries, in this order. Those that are left out are 1.
+        scales: of keys, values and queries, in this order.
     """
-    for (tensors, number), scale in zip(CACHE_SCALES, chain(scales, repeat(1.0)), strict=False):
+    for (*tensors, number), scale in zip(CACHE_SCALES, scales, strict=True):
         for name in tensors:
             getattr(layer, name).fill_(scale)
         setattr(layer, number, scale)

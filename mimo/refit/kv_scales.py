@@ -21,14 +21,15 @@ def set_scales(model: Any, scales: Mapping[int, Sequence[float]] | None) -> list
 
     Args:
         model: the worker's model.
-        scales: number of a layer, from 0 and counted over all pipeline stages -> scale of its keys, of its values and,
-            if it is not 1, of its queries. None leaves all layers as they are.
+        scales: number of a layer, from 0 and counted over all pipeline stages -> scales of its keys, values and
+            queries. None leaves all layers as they are.
 
     Returns:
         The numbers of the layers that have got scales.
 
     Raises:
-        RefitError: a layer has no cache of FP8 keys and values, or its backend does not read scales in every step.
+        RefitError: a layer has no cache of FP8 keys and values, its backend does not read scales in every step, or it
+            is given another number of scales than three.
     """
     if scales is None:
         return []
@@ -52,7 +53,11 @@ def set_scales(model: Any, scales: Mapping[int, Sequence[float]] | None) -> list
                              f"cache in every step; known to do so are {' and '.join(BACKENDS)}. Use "
                              "--engine-kv-scales one")
         number = extract_layer_index(layer.layer_name)
+        of_layer = scales.get(number, (1.0, 1.0, 1.0))
+        if len(of_layer) != len(compat.CACHE_SCALES):
+            raise RefitError(f"{layer.layer_name}: got the scales {list(of_layer)}, and needs three: of keys, values "
+                             "and queries")
         if number in scales:
             found.append(number)
-        compat.set_cache_scales(layer, scales.get(number, ()))
+        compat.set_cache_scales(layer, of_layer)
     return found

@@ -112,8 +112,8 @@ class WeightSender:
         is_changed: whether workers refuse, at the next syncs, tensors that come with the values of the sync before,
             which was verified, too.
         kv_scales: scales of the engine's FP8 cache for the next syncs, on the first rank: number of a layer -> scale of
-            its keys, of its values and, if it is not 1, of its queries. Layers without scales get 1. None: the engine
-            has no such cache, or one without scales.
+            its keys, of its values and of its queries. Layers without scales get 1. None: the engine has no such
+            cache, or one without scales.
     """
 
     def __init__(self, weights: ModelWeights, trainer: Trainer, client: EngineClient | None, num_workers: int,

@@ -83,9 +83,10 @@ class PromptCursor:
         found = state["streams"].get(STREAM)
         if state["streams"] and (not isinstance(found, dict) or "prompts" not in found):
             raise ValueError("this checkpoint is from train_hetero.py; --finetune starts a new run with its weights")
-        # Checkpoints of older versions have no scales, or none of queries.
+        # Checkpoints of older versions have no scales, or none of queries, which were 1.
         if found is not None and found.get("kv_scales") is not None:
-            self.kv_scales = {layer: tuple(each) for layer, *each in found["kv_scales"]}
+            self.kv_scales = {layer: (key, value, query[0] if query else 1.0)
+                              for layer, key, value, *query in found["kv_scales"]}
         if found is not None and found["pending"] is not None:
             answers = [[Rollout(tuple(each["token_ids"]), tuple(each["logprobs"]), each["version"],
                                 each["finish_reason"]) for each in group] for group in found["pending"]["answers"]]

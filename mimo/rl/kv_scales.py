@@ -22,7 +22,7 @@ from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel, named_modules_of
 from mimo.protocols import LANGUAGE
 
-KvScales = dict[int, tuple[float, ...]]
+KvScales = dict[int, tuple[float, float, float]]
 """Number of a layer, from 0 and counted over all pipeline stages -> scales of its keys, values and queries."""
 
 
@@ -92,5 +92,5 @@ class KvRanges:
         # Ranks without the language model have zeros.
         dist.all_reduce(self._largest, op=dist.ReduceOp.MAX)
         found = (self._largest / torch.finfo(torch.float8_e4m3fn).max).tolist()
-        return {layer: tuple(scales) for layer, scales in enumerate(found)
-                if all(math.isfinite(each) and each > 0 for each in scales)}
+        return {layer: (key, value, query) for layer, (key, value, query) in enumerate(found)
+                if all(math.isfinite(each) and each > 0 for each in (key, value, query))}

@@ -165,14 +165,14 @@ FLAGS=(
 )
 
 if [[ -z "$stopped" ]]; then
-    # All flags of train_rl.py. The preflight knows only those that train_hetero.py has, too.
+    # The dry run checks all flags of train_rl.py. The preflight knows only those that train_hetero.py has, too.
     on_nodes "${trainers[0]}"
     run_step "${step_flags[@]}" "$PYTHON" "$ROOT/train_rl.py" "${FLAGS[@]}" --dry-run --world-size "${sizes[1]}" ||
         code=$?
     ((code == 0)) || [[ -n "$stopped" ]] || die "no plan for these flags, exit code $code; nothing was started"
 fi
 if [[ -z "$stopped" ]]; then
-    # GPUs, paths and NCCL of the trainer's nodes.
+    # The preflight checks GPUs, paths and NCCL of the trainer's nodes.
     on_nodes "${trainers[@]}"
     export MASTER_ADDR="${trainers[0]}" MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) JOB_HOSTS="${trainers[*]}"
     run_step "${step_flags[@]}" "$PYTHON" "$ROOT/scripts/preflight.py" --gpus-per-node "$GPUS_PER_NODE" \

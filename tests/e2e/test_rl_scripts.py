@@ -26,7 +26,8 @@ RL = ROOT / "scripts" / "rl"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 INSTRUCTION = 'Think "twice"; $HOME, then ####'
 
-# The trainer is noted, not started; everything else of Python runs, and of the trainer's plans those that are to run.
+# The trainer is noted, not started. Its dry run is noted, too, and runs only if plan_code says so. Everything else of
+# Python runs.
 PYTHON = rf"""
 case "$*" in
     *train_rl.py\ *\ --dry-run\ *)

@@ -19,6 +19,8 @@ from mimo.rl.policy import PolicyTrainer
 from mimo.rl.rollouts import Completion
 from tests.support import hf_families, refit
 
+# Layer -> largest key, value and query.
+Largest = dict[int, tuple[float, float, float]]
 PAD = 0
 # A microbatch has whole sequences. Pipeline stages pad it to its full length.
 BUDGET = 20
@@ -36,7 +38,7 @@ def register() -> None:
     hf_families.NEMOTRON_MODELS["kv-hybrid"] = hf_families.MODELS["kv-hybrid"] = HYBRID
 
 
-def save(rank: int, name: str, folder: str) -> KvScales:
+def save(rank: int, name: str, folder: str) -> Largest:
     """Save a model with large keys, values and queries; gives the `largest` of each layer."""
     register()
     model = hf_families.build_hf(name)
@@ -55,17 +57,17 @@ def save(rank: int, name: str, folder: str) -> KvScales:
 
 
 @torch.no_grad()
-def largest(model: Any) -> KvScales:
+def largest(model: Any) -> Largest:
     """Largest key, value and query of `SEQUENCES` for each layer, as attention gets them."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    found: KvScales = {}
+    found: Largest = {}
 
     def record(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
-        earlier = found.get(module.layer_idx, (0.0, 0.0, 0.0))
-        found[module.layer_idx] = tuple(max(each, float(tensor.abs().max()))
-                                        for each, tensor in zip(earlier, (key, value, query), strict=True))
+        keys, values, queries = found.get(module.layer_idx, (0.0, 0.0, 0.0))
+        found[module.layer_idx] = (max(keys, float(key.abs().max())), max(values, float(value.abs().max())),
+                                   max(queries, float(query.abs().max())))
         return sdpa_attention_forward(module, query, key, value, *args, **options)
 
     AttentionInterface.register("recording", record)
@@ -138,7 +140,7 @@ def engine_logprobs(rank: int, name: str, folder: str, layout: tuple[str, ...], 
             sender.send("one" if not sent else "calibrated")
             if rank == 0:
                 answers.append(handle.prompt_logprobs([{"prompt_token_ids": tokens} for tokens in SEQUENCES]))
-        sender.kv_scales, error = scales | {99: (1.0, 1.0)}, ""
+        sender.kv_scales, error = scales | {99: (1.0, 1.0, 1.0)}, ""
         try:
             sender.send("of another model")
         except RefitError as problem:
@@ -168,7 +170,7 @@ def save_with_scales(folder: Path, out: Path, scales: KvScales) -> None:
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
 
 
-def expected(largest_of: KvScales) -> KvScales:
+def expected(largest_of: Largest) -> KvScales:
     """Scales of a model's largest keys, values and queries."""
     assert all(math.isfinite(each) for found in largest_of.values() for each in found)
-    return {layer: tuple(each / 448.0 for each in found) for layer, found in largest_of.items()}
+    return {layer: (key / 448.0, value / 448.0, query / 448.0) for layer, (key, value, query) in largest_of.items()}

@@ -165,7 +165,7 @@ def resave(rank: int, flags: tuple[str, ...], world_size: int) -> None:
 
 
 def refusal(rank: int, flags: tuple[str, ...], world_size: int) -> str | None:
-    """Message with which the start refuses the flags; None if it takes them. "" on ranks that leave it to others."""
+    """Return the message that refuses the flags, None if they are taken, "" on ranks that leave it to others."""
     from mimo.watchdog.process_exit import ReportedElsewhereError
 
     try:

@@ -1,4 +1,4 @@
-"""Words about the run of a checkpoint: flags that differ from those of now, and progress."""
+"""Description of the run that wrote a checkpoint: flags that differ from the present ones, and progress."""
 
 from __future__ import annotations
 

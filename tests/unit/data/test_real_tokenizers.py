@@ -224,17 +224,17 @@ def test_a_spelled_image_token_stays_text_and_a_spare_id_serves_as_image_token(f
     template = TEXT[name][1]
     folder = folder_of(name, template, ["<image>"])
     hf = AutoTokenizer.from_pretrained(folder)
-    tokens_of = spec(hf, "<image>")
+    token_spec = spec(hf, "<image>")
     parts = [{"type": "text", "text": "A literal <image> and "}, {"type": "image"}, {"type": "text", "text": " here"}]
     answers = {"role": "assistant", "content": [{"type": "text", "text": "an <image> tag"}]}
     messages = [{"role": "user", "content": parts}, answers]
-    tokens, mask = Tokenizer(str(folder), "tokenizer", "none", tokens_of).encode(messages, [3])
+    tokens, mask = Tokenizer(str(folder), "tokenizer", "none", token_spec).encode(messages, [3])
     image = hf.convert_tokens_to_ids("<image>")
     assert (tokens == image).sum() == 3 and not mask[tokens == image].any()
     assert "an <image> tag" in hf.decode(tokens[mask]) and "literal <image> and" in hf.decode(tokens)
     # Without a token of that name, transformers splits the spelling as any other text.
     if name not in ("nemo", "qwen"):  # which have an image token of their own
-        plain, size = write(name, folder.parent / f"{name}-plain", [], template), tokens_of.vocab_size
+        plain, size = write(name, folder.parent / f"{name}-plain", [], template), token_spec.vocab_size
         spare = TokenSpec(vocab_size=size + 8, image_token_id=size + 5, image_size=28, num_channels=3)
         others, same = Tokenizer(str(plain), "tokenizer", "none", spare).encode(messages, [3])
         assert np.where(others == size + 5, image, others).tolist() == tokens.tolist()

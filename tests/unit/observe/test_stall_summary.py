@@ -1,4 +1,4 @@
-"""The words for a stall: the status of a rank as JSON, the place of a rank, the summary."""
+"""Description of a stall: the status of a rank as JSON, the place of a rank, the summary."""
 
 from __future__ import annotations
 

@@ -134,10 +134,14 @@ def test_other_ranks_know_the_place_alone(restored):
 
 def test_scales_of_the_cache_are_in_a_checkpoint_and_go_with_each_refit(monkeypatch):
     monkeypatch.setattr("mimo.rl.collector.broadcast_object", lambda _, value: value)
-    before, after = PromptCursor(4, kv_scales={1: (0.5, 2.0, 1.5), 7: (3.0, 4.0)}), PromptCursor()
+    before, after = PromptCursor(4, kv_scales={1: (0.5, 2.0, 1.5), 7: (3.0, 4.0, 1.0)}), PromptCursor()
     after.load_state_dict(json.loads(json.dumps(before.streams(is_first_rank=True))))
     assert after == before
-    after.load_state_dict({"consumed_samples": 4, "streams": {STREAM: {"prompts": 4, "pending": None}}})  # older
+    older, without_queries = {"prompts": 4, "pending": None}, PromptCursor()
+    without_queries.load_state_dict(
+        {"consumed_samples": 4, "streams": {STREAM: older | {"kv_scales": [[7, 3.0, 4.0]]}}})
+    assert without_queries.kv_scales == {7: (3.0, 4.0, 1.0)}
+    after.load_state_dict({"consumed_samples": 4, "streams": {STREAM: older}})
     sent, made = [], collector(after)
     made.sender = SimpleNamespace(kv_scales=None, verify=False, is_changed=False)
 
