@@ -279,6 +279,8 @@ def write_shared_files(folder: Path, metadata: Metadata, written: Iterable[list[
 
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a contiguous host tensor whose storage has no other bytes. torch.save writes whole storages."""
-    data = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return torch.from_numpy(data).view(tensor.dtype).view(tensor.shape)
+    """Return a host tensor with the same memory, whose storage has no other bytes. torch.save writes whole storages."""
+    tensor = tensor.contiguous()
+    begin = tensor.storage_offset() * tensor.element_size()
+    storage = tensor.untyped_storage()[begin : begin + tensor.nbytes]
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())

@@ -27,7 +27,7 @@ FOREIGN_FLAGS = {
     "--fp16": "use --bf16 (the default) or --no-bf16",
     "--fp32": "use --no-bf16",
     "--fp8": "use --fp8-format, and --encoder-fp8-format for the encoders",
-    "--fp8-param-gather": "weights stay in bfloat16; leave it out",
+    "--fp8-param-gather": "gathers stay in bfloat16; --fp8-primary-weights saves the memory of bfloat16 weights",
     "--fp8-margin": "it belongs to delayed scaling, which is not supported; leave it out",
     "--fp8-amax-history-len": "it belongs to delayed scaling, which is not supported; leave it out",
     "--fp8-amax-compute-algo": "it belongs to delayed scaling, which is not supported; leave it out",

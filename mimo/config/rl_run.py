@@ -287,6 +287,8 @@ def _check_batch(config: RlRunConfig) -> None:
            f"--row-lengths {config.data.row_lengths}: an update packs sequences into rows of its own; leave it out")
     refuse(config.model.cuda_graphs, "--cuda-graphs: rows of an update may have any length, and a graph has one; "
            "leave it out")
+    refuse(config.model.fp8_primary_weights, "--fp8-primary-weights: refits and reference policies need the weights in "
+           "bfloat16 in every iteration; leave it out")
 
 
 def _check_evaluation(config: RlRunConfig) -> None:

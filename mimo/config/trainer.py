@@ -290,19 +290,17 @@ class ModelConfig:
     differently. --deterministic-mode and local layers use several PyTorch kernels all the same."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """How tokens get to the ranks of their experts (--llm-ep above 1). alltoall sends each token to the ranks that need
-    it; allgather sends all tokens to all ranks, which can be faster for few ranks and many experts per token
-    (train_rl.py refuses it). flex is refused: its libraries cannot be installed."""
+    it; allgather, which train_rl.py refuses, sends all tokens to all ranks. flex is refused."""
     moe_static_rows: bool = False
-    """Give the experts of a rank room for all tokens that could come to them. Then the host need not wait in every
-    layer for their number, and --cuda-graphs launch whole layers with experts on several ranks. Needs
-    --moe-token-dispatcher-type allgather, --moe-gemm packed and up to --llm-ep times the memory for the activations of
-    experts. Local layers ignore it."""
+    """Give the experts of a rank room for all tokens that could come to them, so that --cuda-graphs launch whole layers
+    with experts on several ranks. Needs --moe-token-dispatcher-type allgather, --moe-gemm packed and up to --llm-ep
+    times the memory for the activations of experts. Local layers ignore it."""
     moe_shared_expert_overlap: bool = False
-    """Compute shared experts while tokens travel, on another stream. Needs --moe-token-dispatcher-type alltoall."""
+    """Compute shared experts while tokens travel. Needs --moe-token-dispatcher-type alltoall."""
     fp8_format: Literal["none", "e4m3", "hybrid"] = "none"
-    """Multiply in FP8 in the language model's layers: e4m3 for everything, or hybrid with e5m2 for gradients. Weights,
-    norms, routers and embeddings keep their precision. Needs a Hopper GPU with Transformer Engine; local layers
-    emulate it by rounding, on any device."""
+    """Multiply in FP8 in the language model's layers: e4m3 for everything, or hybrid with e5m2 for gradients. Norms,
+    routers and embeddings keep their precision. Needs a Hopper GPU with Transformer Engine; local layers emulate it by
+    rounding, on any device."""
     fp8_output_proj: bool = False
     """With --fp8-format, also compute logits in FP8, and the gradients of the output layer."""
     fp8_recipe: Literal["tensorwise", "blockwise", "delayed", "mxfp8"] = "tensorwise"
@@ -312,6 +310,9 @@ class ModelConfig:
     """The same for the layers of the encoders; projectors keep their precision."""
     encoder_fp8_recipe: Literal["tensorwise", "blockwise", "delayed", "mxfp8"] = "tensorwise"
     """Scales of --encoder-fp8-format."""
+    fp8_primary_weights: bool = False
+    """Keep the weights of FP8 products in FP8 only between updates, which saves the memory of bfloat16 ones. All
+    results have the same bits. train_rl.py refuses it."""
     moe_gemm: Literal["auto", "packed", "cutlass", "separate"] = "auto"
     """How Transformer Engine's layers multiply by the weights of a layer's experts. packed: one cuBLASLt product for
     all experts, also for weight gradients (bfloat16, Hopper or newer, cuBLASLt 13.4 or newer; FP8, Hopper, cuBLASLt
@@ -319,10 +320,9 @@ class ModelConfig:
     weight gradients and FP8; separate: one cuBLAS kernel for each expert. auto: packed where it can run, else cutlass,
     in FP8 separate; separate with --deterministic-mode. Local layers ignore it."""
     cuda_graphs: bool = False
-    """Launch all kernels of the language model's layers at once, from CUDA graphs captured for each length of rows, so
-    that the GPU does not wait for the host. With experts on several ranks, launch those of each layer up to its router
-    at once. This pays if microbatches are small (docs/precision.md). A CPU runs the layers as they are. train_rl.py
-    refuses it."""
+    """Launch all kernels of the language model's layers at once, from CUDA graphs of each length of rows; with experts
+    on several ranks, those of each layer up to its router. This pays if microbatches are small (docs/precision.md). A
+    CPU runs the layers as they are. train_rl.py refuses it."""
 
     @property
     def frozen(self) -> frozenset[str]:

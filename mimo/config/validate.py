@@ -160,6 +160,7 @@ def validate_without_data(config: RunConfig, world_size: int) -> Layout:
     _check_schedule(config)
     _check_precision_aware(config)
     _check_fp8(config, layout)
+    _check_fp8_primary_weights(config)
     lengths = config.data.row_lengths or 1
     refuse(lengths > 1 and _gathers_rows(config, layout),
            f"--row-lengths {lengths}: with --moe-token-dispatcher-type allgather, the ranks that gather each other's "
@@ -467,6 +468,28 @@ def _check_fp8(config: RunConfig, layout: Layout) -> None:
         refuse(tokens % (ranks * multiple) != 0,
                f"{language} with --sequence-parallel: {flags} over {ranks} ranks is not a multiple of {multiple} on "
                "each")
+
+
+def _check_fp8_primary_weights(config: RunConfig) -> None:
+    """Refuse --fp8-primary-weights where something else needs weights in bfloat16 between updates."""
+    model, frozen = config.model, config.model.frozen
+    if not model.fp8_primary_weights:
+        return
+    provider = registry.model_provider(model.model_provider)
+    trained = [module for module in (LANGUAGE, *provider.encoders(config.model_family)) if module not in frozen]
+    refuse(not any(map(model.fp8, trained)), "--fp8-primary-weights needs --fp8-format or --encoder-fp8-format for a "
+           "part of the model that trains")
+    has_experts = LANGUAGE in trained and provider.num_experts(config.model_family) > 0
+    for flag, is_given, reason in (
+            ("--no-bf16", not model.bf16, "the optimizer has no copies of float32 weights"),
+            ("--no-use-distributed-optimizer", not config.optim.use_distributed_optimizer,
+             "its gathers make the weights after an update"),
+            ("--use-precision-aware-optimizer", config.optim.use_precision_aware_optimizer,
+             "the optimizer updates the bfloat16 weights themselves"),
+            ("--overlap-param-gather", config.ddp.overlap_param_gather, "weights are gathered during the next pass"),
+            (f"--moe-gemm {model.moe_gemm}", has_experts and model.fp8(LANGUAGE) is not None
+             and model.moe_gemm == "separate", "it quantises the weights of experts in every pass")):
+        refuse(is_given, f"--fp8-primary-weights with {flag}: {reason}; leave out one of the two")
 
 
 def _check_precision_aware(config: RunConfig) -> None:

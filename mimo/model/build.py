@@ -101,6 +101,7 @@ class BuiltModel:
         trainable: every module of this rank -> whether any rank of its grid has a parameter that trains.
         params_dtype: dtype of parameters and activations.
         residency: what of the training state is offloaded.
+        restore_weights: makes weights that have no memory between updates; None without such weights. Collective.
     """
 
     model: HeteroModel
@@ -108,6 +109,7 @@ class BuiltModel:
     trainable: dict[str, bool]
     params_dtype: torch.dtype
     residency: Residency = field(default_factory=Residency)
+    restore_weights: Callable[[], None] | None = None
 
     def finish_gathers(self, purpose: str) -> None:
         """Finish the parameter gathers that an overlapped optimizer step left open, so that the weights are complete.
@@ -121,6 +123,8 @@ class BuiltModel:
             OffloadedError: the weights are offloaded.
         """
         self.residency.require(purpose, WEIGHTS)
+        if self.restore_weights is not None:
+            self.restore_weights()
         self.model.disable_forward_pre_hook()
         self.model.enable_forward_pre_hook()
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.extensions import transformer_engine
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.language_module import language_module
 from megatron.core.models.mimo.config.role import RankRole
@@ -248,6 +249,21 @@ def fp8_quantizers(linear: Any) -> tuple[Any, Any, Any]:
     linear.init_fp8_metadata(num_gemms=linear.num_gemms)
     rows, weights, _, _, _, gradients = linear._get_quantizers()
     return rows[0], weights[0], gradients[0]
+
+
+@torch.no_grad()
+def new_fp8_copy(linear: Any) -> Any:
+    """Quantise the weight of a Transformer Engine layer that may not have run yet, for products of both passes.
+
+    `_get_weight_quantizers`: the layer itself makes a copy only in its first pass, and with the public
+    `fp8_model_init` weights are never in bfloat16.
+    """
+    with get_fp8_context(linear.config):
+        linear.init_fp8_metadata()
+        (quantizer,) = linear._get_weight_quantizers()
+        quantizer.set_usage(rowwise=True, columnwise=True)
+        quantizer.internal = False  # the copy stays after the pass; the layer sets this each time
+        return quantizer.quantize(linear.weight.detach(), dtype=linear.weight.dtype)
 
 
 def fp8_copies(linear: Any) -> dict[str, Any]:

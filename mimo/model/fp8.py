@@ -2,11 +2,12 @@
 
 The products of a layer's linear parts with their weights are quantised: attention, MLPs, shared and routed experts, and
 Mamba's projections, and with --fp8-output-proj the output layer. Embeddings, norms, routers, the attention core,
-Mamba's scan and projectors keep the model's precision, and so do the weights that are stored, saved and exported.
+Mamba's scan and projectors keep the model's precision, and so do the weights that are saved and exported.
 
 With Transformer Engine's layers, Megatron Core enters the recipe around each layer. Weights are quantised once for each
 optimizer step, which calls `forget_weights`. Passes without gradients, which include the first pass of recomputed
 layers, quantise again, because weights may be exchanged around them. Separate products of experts quantise again, too.
+With --fp8-primary-weights, all passes of modules that train use the copies of `PrimaryWeights`.
 
 Layers in plain PyTorch round both operands of each product to FP8 and back. That is slower than computing without FP8,
 but it shows on any machine what FP8 does to a run.
@@ -40,13 +41,17 @@ BLOCK = 128
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-# Layers of Transformer Engine that may hold FP8 copies of their weights.
+# Layers of Transformer Engine that may hold FP8 copies of their weights, and those whose copies stand for the weights.
 _HOLDERS: weakref.WeakSet[Any] = weakref.WeakSet()
+_PRIMARY: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def forget_weights() -> None:
-    """Use no FP8 copy of a weight any more, because the weights have changed; free those that need not last."""
-    for linear in _HOLDERS:
+    """Use no FP8 copy of a weight any more, because the weights have changed; free those that need not last.
+
+    Copies of `PrimaryWeights` stay until it makes new ones.
+    """
+    for linear in _HOLDERS - _PRIMARY:
         copies = compat.fp8_copies(linear)
         lasting = copies.get(LASTING)
         copies.clear()
@@ -83,6 +88,57 @@ def _renew(linear: Any) -> None:
             copy.quantize_(linear.weight)
 
     compat.renew_lasting_copy(linear, quantise_into)
+
+
+class PrimaryWeights:
+    """FP8 copies that stand for the weights of a module's linear layers: its passes read nothing else.
+
+    Args:
+        module: a built module that trains, after `use_fp8` and `mimo.model.packed_experts.choose_grouped_gemm`.
+        impl: `local` or `transformer_engine`.
+        fp8: format and recipe.
+
+    Attributes:
+        parameters: the weights. They need their values only in `renew`, which has to come before the first pass.
+
+    Raises:
+        ValueError: experts have separate products, which quantise their weights in every pass.
+    """
+
+    def __init__(self, module: torch.nn.Module, impl: str, fp8: Fp8) -> None:
+        self._fp8, self._is_emulated = fp8, impl == "local"
+        self._linears: list[Any] = []
+        self.parameters: list[torch.nn.Parameter] = []
+        for _, linear in _linears(module, impl):
+            weights = [weight for name, weight in linear.named_parameters(recurse=False)
+                       if name.startswith("weight") and weight.requires_grad]
+            if not weights:
+                continue  # it is frozen
+            packed = isinstance(linear.forward, PackedLinear)
+            if not packed and not hasattr(linear, "weight"):
+                raise ValueError("--fp8-primary-weights needs --moe-gemm packed, which does not run here (the lines "
+                                 "above say why): separate products quantise the weights of experts in every pass")
+            if packed:
+                linear.forward.keeps_copy = True
+            self._linears.append(linear)
+            self.parameters += weights
+        if not self._is_emulated:
+            _PRIMARY.update(self._linears)
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Make the copies from the weights, after the first time in the same memory."""
+        for linear in self._linears:
+            if self._is_emulated:
+                linear.weight.fp8_copy = quantised(linear.weight, E4M3, self._fp8.recipe, is_weight=True)
+                continue
+            copies = compat.fp8_copies(linear)
+            copies.pop(WEIGHT, None)
+            if LASTING not in copies:
+                packed = isinstance(linear.forward, PackedLinear)
+                copies[LASTING] = linear.forward.new_copy() if packed else compat.new_fp8_copy(linear)
+                copies[WEIGHT] = copies[LASTING]
+            _renew(linear)
 
 
 def use_fp8(module: torch.nn.Module, fp8: Fp8, impl: str) -> None:
@@ -213,7 +269,7 @@ def _with_whole_rows(linear: Any, fp8: Fp8, forward: Callable[..., Any], hidden:
     """
     # Transformer Engine would overwrite the gradient buffer in a first microbatch. In any other one, it quantises the
     # weights if it has kept no copy.
-    linear.disable_parameter_transpose_cache = not torch.is_grad_enabled()
+    linear.disable_parameter_transpose_cache = not torch.is_grad_enabled() and linear not in _PRIMARY
     if torch.is_grad_enabled():
         _renew(linear)
     linear.is_first_microbatch = False
@@ -262,8 +318,11 @@ def quantised(values: torch.Tensor, dtype: torch.dtype, recipe: str, *, is_weigh
 
 def rounded(values: torch.Tensor, dtype: torch.dtype, recipe: str, *, is_weight: bool = False) -> torch.Tensor:
     """Round to FP8 and back; see `quantised`."""
-    numbers, scale = quantised(values, dtype, recipe, is_weight=is_weight)
-    return (numbers.float() * scale).reshape(values.shape).to(values.dtype)
+    return _restored(*quantised(values, dtype, recipe, is_weight=is_weight), values)
+
+
+def _restored(numbers: torch.Tensor, scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return (numbers.float() * scale).reshape(like.shape).to(like.dtype)
 
 
 class _Round(torch.autograd.Function):
@@ -272,6 +331,18 @@ class _Round(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, recipe: str, is_weight: bool) -> torch.Tensor:
         return rounded(values, E4M3, recipe, is_weight=is_weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grads[0], None, None
+
+
+class _Restore(torch.autograd.Function):
+    """Take a weight's values from its FP8 copy, and pass its gradient through."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return _restored(numbers, scale, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -294,7 +365,9 @@ class _RoundGradient(torch.autograd.Function):
 def _emulated_product(fp8: Fp8, product: Callable[..., torch.Tensor], input: torch.Tensor,  # noqa: A002
                       weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Multiply `input` by `weight` with `product`, with the operands of all three products of a step rounded to FP8."""
-    output = product(_Round.apply(input, fp8.recipe, False), _Round.apply(weight, fp8.recipe, True), *args, **kwargs)
+    copy = getattr(weight, "fp8_copy", None)
+    matrix = _Round.apply(weight, fp8.recipe, True) if copy is None else _Restore.apply(weight, *copy)
+    output = product(_Round.apply(input, fp8.recipe, False), matrix, *args, **kwargs)
     rounded_output: torch.Tensor = _RoundGradient.apply(output, E5M2 if fp8.format == "hybrid" else E4M3, fp8.recipe)
     return rounded_output
 

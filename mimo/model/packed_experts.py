@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -227,6 +228,7 @@ class PackedLinear:
         parameters: each expert's weight `[out, in]`.
         trains: whether they have gradients.
         can_run: whether weights and gradients are laid out in memory as the product needs them.
+        keeps_copy: whether passes without gradients use the kept FP8 copy, too, because it stands for the weights.
     """
 
     def __init__(self, linear: Any, wrapper: DistributedDataParallel | None, fp8: Fp8 | None = None) -> None:
@@ -247,6 +249,7 @@ class PackedLinear:
         self._anchor = torch.empty(0, device=self.parameters[0].device, requires_grad=self.trains)
         self._linear = linear if fp8 else None
         self._fp8: _Fp8Products | None = None
+        self.keeps_copy = False
         if fp8 and self._weights is not None:
             self._has_block_scales = fp8.recipe == "blockwise"
             # Quantisation reads the weights as one matrix, in the order in which they lie in memory.
@@ -273,12 +276,21 @@ class PackedLinear:
         assert self._weights is not None
         if quantizer is None:
             return self._grouped(self.parameters[0].data, self._weights)
+        keep |= self.keeps_copy
         copies = compat.fp8_copies(self._linear) if keep else {}
         if keep and WEIGHT not in copies:
             compat.renew_lasting_copy(self._linear, self.quantize_into)
         if WEIGHT not in copies:
             copies[WEIGHT] = self._quantize(quantizer)
         return copies[WEIGHT]
+
+    def new_copy(self) -> Any:
+        """Quantise the weights of a layer that may not have run yet."""
+        assert self._linear is not None, "a layer with FP8 products"
+        with get_fp8_context(self._linear.config):
+            products = _Fp8Products(self._linear, has_weight_gradients=self._has_block_scales)
+        self._fp8 = self._fp8 or products
+        return self._quantize(products.weights)
 
     def quantize_into(self, copy: Any) -> None:
         """Quantise the weights again, into the memory of an earlier copy."""

@@ -171,11 +171,13 @@ def peak(step: Step, batches: Sequence[Microbatches]) -> tuple[float, float, str
     for name, modules in step.places():
         module, _, stage = modules[0]
         total = step.costs.profile.base_gib * GIB + sum(step.state_bytes(*module) for module in modules)
+        # Updates have no activations.
+        updated = sum(step.update_bytes(*module) for module in modules)
         # Only the first stage reads lanes, but every rank encodes.
         pixels = (sent + features if stage == 0 else 0.0) + received
         if module != LANGUAGE:
             kept = max(_encoder_peak(step, batch, stage) for batch in batches)
-            found.append((total + kept + pixels, kept + pixels, name))
+            found.append((total + max(kept + pixels, updated), kept + pixels, name))
             continue
         if graphs and step.pass_cost.backward_s:
             total += GRAPH_BUFFERS * step.in_flight(stage) * sum(
@@ -184,7 +186,7 @@ def peak(step: Step, batches: Sequence[Microbatches]) -> tuple[float, float, str
         moments = (_moment(step, batch, [[own[length] for length in lane] for lane in lanes], stage,
                            encodes=len(modules) > 1) for batch, lanes in zip(batches, rows, strict=True))
         both, images = max(moments)
-        found.append((total + pixels + both, pixels + images, name))
+        found.append((total + max(pixels + both, updated), pixels + images, name))
     return max(found)
 
 

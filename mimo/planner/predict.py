@@ -22,6 +22,7 @@ from mimo.grid.spec import GridSpec, LaneShare, Layout, lane_shares
 from mimo.grid.windows import WindowSchedule
 from mimo.planner.activations import Windows, peak
 from mimo.planner.costs import FP8_COPY_BYTES, GIB, GPUS, LATENCY_S, STATIC, Costs, Profile
+from mimo.planner.shapes import multiplies_in_fp8
 from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, Work, links_of, simulate
 from mimo.planner.workload import Microbatches, SampleSize, draw_samples, iterations, longest_in_windows
 from mimo.protocols import LANGUAGE, ParameterShape, RoutedDataProvider
@@ -505,15 +506,26 @@ class Step:
         return _by_replicas(self.costs.trained(module), grid, stage)
 
     def state_bytes(self, module: str, grid: GridSpec, stage: int) -> float:
-        """Return the bytes of weights, their FP8 copies, gradients and optimizer state of one module on a rank."""
+        """Return the bytes of weights, their FP8 copies, gradients and optimizer state of one module on a rank.
+
+        These are the bytes during passes; see `update_bytes`.
+        """
         bf16 = self.config.model.bf16
         total = float(sum(count for count, _ in self.parameters(module, grid, stage)) * (2 if bf16 else 4))
+        total -= self.update_bytes(module, grid, stage)
         total += FP8_COPY_BYTES * parameters_per_rank(self.costs.fp8_copies(module), grid, stage)
         gradients = 4 if self.config.ddp.grad_reduce_in_fp32 or not bf16 else 2
         for count, replicas in self.trained(module, grid, stage):
             shards = max(replicas, 1) if self.config.optim.use_distributed_optimizer else 1
             total += count * (gradients + self.config.optim.bytes_per_parameter(bf16) / shards)
         return total
+
+    def update_bytes(self, module: str, grid: GridSpec, stage: int) -> float:
+        """Return the bytes of one module's weights that have memory on a rank only during updates."""
+        if not self.config.model.fp8_primary_weights:
+            return 0.0
+        shapes = [shape for shape in self.costs.fp8_copies(module) if multiplies_in_fp8(shape)]
+        return 2.0 * parameters_per_rank(shapes, grid, stage)
 
 
 def _by_replicas(shapes: Sequence[ParameterShape], grid: GridSpec, stage: int) -> list[tuple[int, int]]:

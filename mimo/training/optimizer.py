@@ -99,6 +99,16 @@ class HeteroOptimizer(MimoOptimizer):
                     if one.optimizer is not None:
                         yield one
 
+    @torch.no_grad()
+    def write_weights(self) -> None:
+        """Write this rank's shards of the model's weights from those in float32; a gather has to follow.
+
+        Optimizers without distributed state are skipped.
+        """
+        for one in self.inner_optimizers():
+            if isinstance(one, IndexedDistributedOptimizer):
+                one.write_weights()
+
     def _clip(self, grad_norm: float) -> None:
         # Megatron Core's function collects the gradients one by one before it finds that there is nothing to clip.
         if not 0 < self.config.clip_grad < grad_norm + 1e-6:
@@ -197,8 +207,11 @@ class IndexedDistributedOptimizer(DistributedOptimizer):
         return [gradient for gradient in found if gradient is not None]
 
     def _copy_main_params_to_model_params(self) -> None:
-        if self.fused_update is not None:
-            return  # its kernel has written them
+        if self.fused_update is None:  # otherwise its kernel has written them
+            self.write_weights()
+
+    def write_weights(self) -> None:
+        """Write this rank's shards of the model's weights from those in float32."""
         self._look_up()
         if self._shards:
             copy_together(list(self._shards.values()), list(self._shards))

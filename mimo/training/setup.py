@@ -37,6 +37,7 @@ from mimo.protocols import LANGUAGE, MegatronSourceProvider, ModelProvider
 from mimo.training.encoder_activations import ActivationBudget, LayerRecomputation
 from mimo.training.encoder_prefetch import EncoderPrefetch
 from mimo.training.encoder_windows import EncoderWindows, ModuleWindows
+from mimo.training.fp8_weights import Fp8Weights
 from mimo.training.grad_sync import GradSync
 from mimo.training.optimizer import build_optimizer, build_scheduler
 from mimo.training.step import TrainerParts
@@ -70,6 +71,9 @@ def setup_trainer(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     grad_sync = GradSync(built, grids, Trace(watchdog, spans))
     optimizer = build_optimizer(config.optim, built, grids)
     optimizer.spans = spans
+    fp8_weights = None
+    if config.model.fp8_primary_weights:
+        fp8_weights = Fp8Weights(built, optimizer, config, layer_impl(config, platform))
     # Megatron Core's schedule takes its callbacks from the model's configuration.
     model_config = get_model_config(built.model)
     # With encoder windows the encoders' last backward passes come after the schedule, and the reduction after them.
@@ -83,7 +87,8 @@ def setup_trainer(config: RunConfig, provider: ModelProvider, grids: Grids, plat
     return TrainerParts(config, grids, platform, watchdog, built, communicator,
                         Handshake(grids, config.lane_rows), grad_sync, optimizer,
                         build_scheduler(config, optimizer), schedule_spans,
-                        _prefetch(config, grids, platform, watchdog, built, communicator, spans), windows)
+                        _prefetch(config, grids, platform, watchdog, built, communicator, spans), windows,
+                        fp8_weights)
 
 
 def _communicator(config: RunConfig, provider: ModelProvider, grids: Grids, platform: Platform, watchdog: Watchdog,

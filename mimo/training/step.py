@@ -30,6 +30,7 @@ from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE
 from mimo.training.encoder_prefetch import EncoderPrefetch
 from mimo.training.encoder_windows import EncoderWindows
+from mimo.training.fp8_weights import Fp8Weights
 from mimo.training.grad_sync import GradSync
 from mimo.training.optimizer import HeteroOptimizer
 from mimo.training.step_metrics import Workload, num_values, workload
@@ -61,6 +62,7 @@ class TrainerParts:
     schedule_spans: ScheduleSpans
     prefetch: EncoderPrefetch | None = None
     windows: EncoderWindows | None = None
+    fp8_weights: Fp8Weights | None = None
     schedule_timer: DeviceTimer = field(default_factory=DeviceTimer)
     optimizer_timer: DeviceTimer = field(default_factory=DeviceTimer)
 
@@ -237,6 +239,8 @@ def run_schedule(
     """
     needed = (WEIGHTS,) if forward_only else (WEIGHTS, GRADIENTS)
     parts.built.residency.require("a forward pass" if forward_only else "forward and backward passes", *needed)
+    if parts.fp8_weights is not None:
+        parts.fp8_weights.release()
     parts.schedule_spans.begin(len(microbatches))
     if parts.windows is None:
         begin_schedule(parts, microbatches)
@@ -353,6 +357,8 @@ def update_weights(
         refuse_loss: raises for a loss that is not finite (with --check-for-nan-in-loss), before anything is updated.
     """
     STARTUP.enter(Phase.UPDATE)
+    if parts.fp8_weights is not None:
+        parts.fp8_weights.allocate()
     # Until the norms are read, the host runs ahead of the device.
     with parts.trace.wait("norms of the gradients", Kind.OPTIMIZER, group=parts.world), parts.optimizer_timer.measure():
         parts.optimizer.prepare()
@@ -363,6 +369,8 @@ def update_weights(
     with parts.trace.wait("optimizer step", Kind.OPTIMIZER, group=parts.world), parts.optimizer_timer.measure():
         success, grad_norm, num_zeros = parts.optimizer.step()
     forget_weights()
+    if parts.fp8_weights is not None:
+        parts.fp8_weights.finish_update(updated=success)
     if success:
         parts.scheduler.step(num_samples)
     else:

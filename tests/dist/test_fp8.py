@@ -187,6 +187,80 @@ def test_checkpoints_hold_the_weights_and_go_on_to_the_bit(pool: WorkerPool, tmp
         assert ours.exact.keys() == theirs.exact.keys(), "nothing of FP8 is in a checkpoint"
 
 
+PRIMARY = {"encoder-dp2-llm-dp2": (4, "--encoder-dp 2 --llm-dp 2"), "llm-tp2": (3, "--llm-tp 2 --sequence-parallel"),
+           "llm-ep2-overlap": (3, "--llm-dp 2 --llm-ep 2 --overlap-grad-reduce"),
+           "windows-pp2": (2, "--layout colocated --encoder-dp 2 --llm-pp 2"),
+           "recomputed": (2, "--recompute full --encoder-recompute full"), "frozen-encoder": (2, "--freeze vision"),
+           "tied-logits": (2, " ".join(TIED))}
+
+
+@pytest.mark.parametrize("layout", fast_only(("llm-ep2-overlap", "windows-pp2"), PRIMARY))
+@pytest.mark.parametrize("flags", [FP8, BLOCKWISE], ids=["tensorwise", "blockwise"])
+def test_primary_weights_compute_the_same_bits(pool: WorkerPool, tmp_path: Path, layout: str, flags: tuple[str, ...]
+                                               ) -> None:
+    """With and without --fp8-primary-weights, from the start and from each other's checkpoints."""
+    if flags == BLOCKWISE and layout == "llm-tp2":
+        flags = (*flags, "--num-attention-heads", "4", "--num-query-groups", "4", "--hidden-size", "256",
+                 "--seq-length", "256")
+    world_size, more = PRIMARY[layout]
+    flags = (*flags, *MOE, "--moe-ffn-hidden-size", "256", "--ffn-hidden-size", "256", "--bf16", *more.split())
+    primary = (*flags, "--fp8-primary-weights")
+    whole, rest = {}, {}
+    for name, chosen in (("bf16", flags), ("fp8", primary)):
+        saved = (*chosen, "--save", str(tmp_path / name))
+        whole[name] = pool.run(train, saved, world_size, 4, world_size=world_size)
+    for rank, (ours, theirs) in enumerate(zip(whole["fp8"], whole["bf16"], strict=True)):
+        assert ours.losses == theirs.losses and ours.grad_norms == theirs.grad_norms
+        wrong = [name for name, value in theirs.exact.items() if not np.array_equal(value, ours.exact[name])]
+        assert ours.exact.keys() == theirs.exact.keys() and not wrong, (rank, wrong)
+        assert ours.saved_bytes == theirs.saved_bytes
+    for name, chosen in (("bf16", primary), ("fp8", flags)):
+        rest[name] = pool.run(train, (*chosen, "--load", str(tmp_path / name)), world_size, 4, world_size=world_size)
+        assert_same_bits(whole[name], rest[name])
+
+
+def weights_between_updates(rank: int, primary: tuple[str, ...]) -> tuple[dict[str, Any], set[str]]:
+    """Take steps with evaluations between them, one of which is skipped; return what was computed, and the names of the
+    parameters that had no memory then."""
+    from mimo.training.evaluate import evaluate
+    from mimo.training.step import train_step
+    from tests.support.resuming import exact_state
+    from tests.support.steps import trainer_of
+
+    found: dict[str, Any] = {}
+    with trainer_of(rank, (*FP8, "--bf16", "--llm-dp", "2", *primary), 3) as (parts, loader):
+        prepare, spoils = parts.optimizer.prepare, iter((False, True, False))
+
+        def spoil_and_prepare() -> None:
+            if next(spoils):
+                for wrapped in parts.built.wrapped.values():
+                    wrapped.buffers[0].buckets[0].grad_data[0] = float("nan")
+            prepare()
+
+        parts.optimizer.prepare = spoil_and_prepare
+        for step in range(3):
+            microbatches = loader.next_step()
+            result = train_step(parts, microbatches)
+            assert result.success == (step != 1)
+            emptied = {name for name, weight in parts.built.model.named_parameters()
+                       if not weight.untyped_storage().nbytes()}
+            found[f"step {step}"] = [result.loss, result.grad_norm, evaluate(parts, [microbatches], None)]
+            if step != 1:
+                parts.built.finish_gathers("the test")
+                found[f"weights {step}"] = exact_state(parts)
+    return found, emptied
+
+
+def test_primary_weights_have_no_memory_between_updates(pool: WorkerPool) -> None:
+    """Passes of evaluations and skipped updates read the FP8 copies, too."""
+    plain, primary = (pool.run(weights_between_updates, flags, world_size=3)
+                      for flags in ((), ("--fp8-primary-weights",)))
+    for (expected, whole), (found, emptied) in zip(plain, primary, strict=True):
+        assert not whole and emptied and {name.split(".")[-2] for name in emptied} == {
+            "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
+        np.testing.assert_equal(found, expected)
+
+
 @pytest.mark.parametrize(("flags", "expected"), [
     (("--fp8-format", "hybrid", "--ffn-hidden-size", "40"),
      r"--fp8-format hybrid \(tensorwise\): rows and columns of a rank's weights have to be multiples of 16, and these "

@@ -52,8 +52,8 @@ class Run:
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
-    """Return the bytes of a tensor."""
-    return tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().copy()
+    """Return the bytes of a tensor, of whose own memory numpy knows nothing: it could not be given back any more."""
+    return tensor.detach().flatten().cpu().clone().view(torch.uint8).numpy()
 
 
 @torch.no_grad()
@@ -147,6 +147,7 @@ def train(rank: int, flags: tuple[str, ...], world_size: int, until: int = NUM_S
         if saver is not None:
             saver.finish()
         # An overlapped gather of the last step's parameters would only happen in the next forward pass.
+        parts.built.finish_gathers("the test")
         parts.built.model.disable_forward_pre_hook()
         run.parameters = read_parameters(parts.built.model)
         run.exact = exact_state(parts)

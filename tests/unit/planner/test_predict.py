@@ -200,6 +200,23 @@ def test_fp8_makes_layers_faster_where_it_is_and_needs_copies_of_what_trains() -
         Costs(config_of(f"{flags} --fp8-format hybrid"), Profile(GPUS["A100"]))
 
 
+def test_primary_weights_in_fp8_have_bfloat16_ones_only_in_updates() -> None:
+    flags = "--model-provider causal_lm --fp8-format hybrid --dataset-provider mock --mock-text-only-fraction 1"
+
+    def peak(more: str, length: int) -> float:
+        step = step_of(config_of(f"{flags} --fp8-output-proj --seq-length {length} {more}"), 2)
+        return step.memory(step.batches([SampleSize(length)] * step.config.train.global_batch_size))[0]
+
+    step = step_of(config_of(f"{flags} --fp8-primary-weights"), 2)
+    layers = sum(shape.count * math.prod(shape.shape) for shape in step.costs.shapes["language"]
+                 if shape.stage == "layer" and len(shape.shape) == 2)
+    (module,) = next(iter(step.places()))[1]
+    assert step.update_bytes(*module) == pytest.approx(2 * layers / 2, rel=1e-3)
+    saved = peak("", 4096) - peak("--fp8-primary-weights", 4096)
+    assert saved == pytest.approx(step.update_bytes(*module))
+    assert peak("", 16) - peak("--fp8-primary-weights", 16) < 0.1 * saved, "activations are smaller than weights"
+
+
 # The same with its experts on four and two H200, and as many rows for each.
 @pytest.mark.parametrize(("gpus", "rows", "flags", "step_ms", "peak_gib"), [
     (4, 4, "alltoall", 1028, 52.3), (4, 1, "alltoall", 2175, 34.0), (4, 1, "alltoall --cuda-graphs", 1550, None),

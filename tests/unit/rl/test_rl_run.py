@@ -126,6 +126,8 @@ def test_help_says_which_flags_are_for_train_hetero_alone(capsys):
      r"--engine-nodes 2 does not divide the 3 workers of a replica \(--engine-tp 3 \* --engine-pp 1\)"),
     ("--engine-restarts 1 --engine-placement colocated", "--engine-restarts 1 with --engine-placement colocated is"),
     ("--engine-restarts 1 --rollout-mode one-step-off", "--engine-restarts 1 with --rollout-mode one-step-off is not"),
+    ("--fp8-primary-weights --fp8-format hybrid --bf16",
+     "--fp8-primary-weights: refits and reference policies need the weights in bfloat16"),
     ("--max-gen-kl nan", r"--max-gen-kl nan is not a number from 0 on \(0: no limit\)"),
     ("--refit-verify-interval -1", r"--refit-verify-interval -1 is below 0 \(0: verify no refit\)"),
     ("--engine-quantization fp8_per_block", "--engine-quantization fp8_per_block needs --device cuda and --bf16"),
