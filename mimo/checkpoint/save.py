@@ -281,7 +281,8 @@ class Saver:
     def _tensor_places(self) -> list[int]:
         """Return identities and addresses of everything that is saved. Equal lists mean the same tensors and memory.
 
-        No address can belong to another tensor by now, because the plan keeps the memory of its tensors.
+        No address can belong to another tensor by now, because the plan keeps its tensors, in which weights come back
+        that have memory only during updates (`Fp8Weights`).
         """
         places = []
         for module in self._state.built.model.modules():

@@ -279,7 +279,10 @@ def write_shared_files(folder: Path, metadata: Metadata, written: Iterable[list[
 
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a host tensor with the same memory, whose storage has no other bytes. torch.save writes whole storages."""
+    """Return a host tensor with the same memory, whose storage has no other bytes. torch.save writes whole storages.
+
+    A detour over numpy would do as well, but it forbids to ever give the memory back, which `Fp8Weights` does.
+    """
     tensor = tensor.contiguous()
     begin = tensor.storage_offset() * tensor.element_size()
     storage = tensor.untyped_storage()[begin : begin + tensor.nbytes]

@@ -311,8 +311,8 @@ class ModelConfig:
     encoder_fp8_recipe: Literal["tensorwise", "blockwise", "delayed", "mxfp8"] = "tensorwise"
     """Scales of --encoder-fp8-format."""
     fp8_primary_weights: bool = False
-    """Keep the weights of FP8 products in FP8 only between updates, which saves the memory of bfloat16 ones. All
-    results have the same bits. train_rl.py refuses it."""
+    """Between updates, keep the weights of FP8 products in FP8 alone, so that beside activations there are no bfloat16
+    ones. All results have the same bits. train_rl.py refuses it."""
     moe_gemm: Literal["auto", "packed", "cutlass", "separate"] = "auto"
     """How Transformer Engine's layers multiply by the weights of a layer's experts. packed: one cuBLASLt product for
     all experts, also for weight gradients (bfloat16, Hopper or newer, cuBLASLt 13.4 or newer; FP8, Hopper, cuBLASLt

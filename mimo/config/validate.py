@@ -479,16 +479,22 @@ def _check_fp8_primary_weights(config: RunConfig) -> None:
     trained = [module for module in (LANGUAGE, *provider.encoders(config.model_family)) if module not in frozen]
     refuse(not any(map(model.fp8, trained)), "--fp8-primary-weights needs --fp8-format or --encoder-fp8-format for a "
            "part of the model that trains")
-    has_experts = LANGUAGE in trained and provider.num_experts(config.model_family) > 0
+    # On GPUs; local layers ignore --moe-gemm.
+    has_experts = (LANGUAGE in trained and model.fp8(LANGUAGE) is not None and config.train.device != "cpu"
+                   and provider.num_experts(config.model_family) > 0 and model.transformer_impl != "local")
     for flag, is_given, reason in (
             ("--no-bf16", not model.bf16, "the optimizer has no copies of float32 weights"),
             ("--no-use-distributed-optimizer", not config.optim.use_distributed_optimizer,
-             "its gathers make the weights after an update"),
+             "the gathers of the distributed optimizer make the weights after an update"),
             ("--use-precision-aware-optimizer", config.optim.use_precision_aware_optimizer,
              "the optimizer updates the bfloat16 weights themselves"),
             ("--overlap-param-gather", config.ddp.overlap_param_gather, "weights are gathered during the next pass"),
-            (f"--moe-gemm {model.moe_gemm}", has_experts and model.fp8(LANGUAGE) is not None
-             and model.moe_gemm == "separate", "it quantises the weights of experts in every pass")):
+            ("--cuda-graphs", model.cuda_graphs, "graphs keep the memory of activations during updates, so this would "
+             "save nothing"),
+            (f"--moe-gemm {model.moe_gemm}", has_experts and model.moe_gemm == "separate",
+             "it quantises the weights of experts in every pass"),
+            ("--deterministic-mode", has_experts and config.train.deterministic_mode,
+             "then products of experts are separate and quantise their weights in every pass")):
         refuse(is_given, f"--fp8-primary-weights with {flag}: {reason}; leave out one of the two")
 
 

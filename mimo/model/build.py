@@ -114,7 +114,8 @@ class BuiltModel:
     def finish_gathers(self, purpose: str) -> None:
         """Finish the parameter gathers that an overlapped optimizer step left open, so that the weights are complete.
 
-        Collective over the ranks of each module.
+        Weights that have had no memory since the last update have it again, until the next pass. Collective over the
+        ranks of each module.
 
         Args:
             purpose: the operation that needs the weights, such as `a checkpoint`, for the error.

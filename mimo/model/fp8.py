@@ -7,7 +7,7 @@ Mamba's scan and projectors keep the model's precision, and so do the weights th
 With Transformer Engine's layers, Megatron Core enters the recipe around each layer. Weights are quantised once for each
 optimizer step, which calls `forget_weights`. Passes without gradients, which include the first pass of recomputed
 layers, quantise again, because weights may be exchanged around them. Separate products of experts quantise again, too.
-With --fp8-primary-weights, all passes of modules that train use the copies of `PrimaryWeights`.
+With --fp8-primary-weights, all passes use the copies of `PrimaryWeights` for weights that train.
 
 Layers in plain PyTorch round both operands of each product to FP8 and back. That is slower than computing without FP8,
 but it shows on any machine what FP8 does to a run.
@@ -109,15 +109,15 @@ class PrimaryWeights:
         self._fp8, self._is_emulated = fp8, impl == "local"
         self._linears: list[Any] = []
         self.parameters: list[torch.nn.Parameter] = []
-        for _, linear in _linears(module, impl):
-            weights = [weight for name, weight in linear.named_parameters(recurse=False)
-                       if name.startswith("weight") and weight.requires_grad]
+        for name, linear in _linears(module, impl):
+            weights = [weight for key, weight in linear.named_parameters(recurse=False)
+                       if key.startswith("weight") and weight.requires_grad]
             if not weights:
                 continue  # it is frozen
             packed = isinstance(linear.forward, PackedLinear)
             if not packed and not hasattr(linear, "weight"):
-                raise ValueError("--fp8-primary-weights needs --moe-gemm packed, which does not run here (the lines "
-                                 "above say why): separate products quantise the weights of experts in every pass")
+                raise ValueError(f"--fp8-primary-weights needs --moe-gemm packed, and {name} multiplies by its experts "
+                                 "one after the other, which quantises their weights in every pass")
             if packed:
                 linear.forward.keeps_copy = True
             self._linears.append(linear)

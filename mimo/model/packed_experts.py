@@ -9,8 +9,8 @@ data-parallel training lays them and their gradients end to end in memory, so on
 describe them all. The host needs no copy of the sizes, so a grid without expert parallelism does not wait for the
 device in every layer.
 
-In FP8, weights are quantised once for each optimizer step (and in every pass without gradients), in the order in which
-they lie in memory. Rows are quantised in every pass.
+In FP8, weights are quantised once for each optimizer step (and, without --fp8-primary-weights, in every pass without
+gradients), in the order in which they lie in memory. Rows are quantised in every pass.
 """
 
 from __future__ import annotations

@@ -133,9 +133,11 @@ def _training(config: RunConfig, tp: int, dp: int, micro_batch_size: int, depth:
                     num_generations=0, device=device, dry_run=False, world_size=None, encoder_prefetch_depth=0)
     optim = replace(config.optim, min_lr=0.0)
     # Graphs keep memory that the ratios do not know. Without them, times still show what the GPU needs, unless it waits
-    # for its host. Every rank has all experts, so none of them exchange rows.
-    model = replace(config.model, cuda_graphs=False, moe_static_rows=False, recompute="none", recompute_modules="",
-                    recompute_num_layers=None, encoder_recompute="none", encoder_recompute_modules="")
+    # for its host. Every rank has all experts, so none of them exchange rows. All weights have memory all the time, so
+    # that the most bytes of a step are those of activations.
+    model = replace(config.model, cuda_graphs=False, moe_static_rows=False, fp8_primary_weights=False,
+                    recompute="none", recompute_modules="", recompute_num_layers=None, encoder_recompute="none",
+                    encoder_recompute_modules="")
     # Ratios refer to rows of --seq-length tokens.
     data = replace(config.data, row_lengths=1)
     return replace(config, train=train, layout=layout, model=model, data=data, model_family=family,

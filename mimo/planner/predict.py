@@ -508,11 +508,11 @@ class Step:
     def state_bytes(self, module: str, grid: GridSpec, stage: int) -> float:
         """Return the bytes of weights, their FP8 copies, gradients and optimizer state of one module on a rank.
 
-        These are the bytes during passes; see `update_bytes`.
+        These are the bytes during passes; see `released_bytes`.
         """
         bf16 = self.config.model.bf16
         total = float(sum(count for count, _ in self.parameters(module, grid, stage)) * (2 if bf16 else 4))
-        total -= self.update_bytes(module, grid, stage)
+        total -= self.released_bytes(module, grid, stage)
         total += FP8_COPY_BYTES * parameters_per_rank(self.costs.fp8_copies(module), grid, stage)
         gradients = 4 if self.config.ddp.grad_reduce_in_fp32 or not bf16 else 2
         for count, replicas in self.trained(module, grid, stage):
@@ -520,12 +520,21 @@ class Step:
             total += count * (gradients + self.config.optim.bytes_per_parameter(bf16) / shards)
         return total
 
-    def update_bytes(self, module: str, grid: GridSpec, stage: int) -> float:
+    def released_bytes(self, module: str, grid: GridSpec, stage: int) -> float:
         """Return the bytes of one module's weights that have memory on a rank only during updates."""
         if not self.config.model.fp8_primary_weights:
             return 0.0
         shapes = [shape for shape in self.costs.fp8_copies(module) if multiplies_in_fp8(shape)]
         return 2.0 * parameters_per_rank(shapes, grid, stage)
+
+    def update_bytes(self, module: str, grid: GridSpec, stage: int) -> float:
+        """Return the bytes of one module's weights in the buffers that get memory for an update on a rank.
+
+        They contain trained weights outside FP8 products as well, which have other memory during passes.
+        """
+        if not self.released_bytes(module, grid, stage):
+            return 0.0
+        return 2.0 * sum(count for count, _ in self.trained(module, grid, stage))
 
 
 def _by_replicas(shapes: Sequence[ParameterShape], grid: GridSpec, stage: int) -> list[tuple[int, int]]:

@@ -16,9 +16,9 @@ class Fp8Weights:
 
     The optimizer has float32 weights. An update rounds them to bfloat16, gathers them over data-parallel ranks, and
     quantises them, as it does without this class; so all results have the same bits. Only in this time do the buffers
-    of `DistributedDataParallel` that hold such weights have memory. It adds to that of the optimizer and the gradients,
-    but not to that of activations. Weights in the same buffers that are no operands of FP8 products, such as norms and
-    embeddings, get memory of their own.
+    of `DistributedDataParallel` that hold such weights have memory, when there are no activations. Trained weights in
+    the same buffers that are no operands of FP8 products, such as norms and embeddings, have memory of their own, which
+    is there during updates, too.
 
     A checkpoint and whatever else reads weights calls `BuiltModel.finish_gathers`, which makes the bfloat16 weights
     from the float32 ones. They stay until the next pass.
@@ -40,7 +40,8 @@ class Fp8Weights:
         # Storages and their bytes; parameters outside FP8 products, with their places in these storages.
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         self._others: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._has_copies, self._has_memory = False, True
+        # Whether the storages have memory, and whether the weights are in it; an update begins without them.
+        self._has_copies, self._has_memory, self._has_weights = False, True, True
         built.restore_weights = self.restore
 
     def release(self) -> None:
@@ -49,6 +50,7 @@ class Fp8Weights:
             self._begin()
         if self._has_memory:
             self._resize(full=False)
+        self._has_weights = False
 
     def allocate(self) -> None:
         """Get the memory for an update, before the optimizer looks up where the weights are."""
@@ -63,17 +65,18 @@ class Fp8Weights:
                 copy_together([parameter for parameter, _ in self._others], [place for _, place in self._others])
             for primary in self._primary:
                 primary.renew()
-        self._resize(full=False)
+        self.release()
 
     @torch.no_grad()
     def restore(self) -> None:
         """Make the bfloat16 weights of the last update again. Collective over the ranks of each module."""
-        if self._has_memory:
+        if self._has_weights:
             return
-        self._resize(full=True)
+        self.allocate()
         self._optimizer.write_weights()
         for wrapped in self._built.wrapped.values():
             wrapped.start_param_sync(force_sync=True)
+        self._has_weights = True
 
     @torch.no_grad()
     def _begin(self) -> None:

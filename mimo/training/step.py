@@ -357,6 +357,7 @@ def update_weights(
         refuse_loss: raises for a loss that is not finite (with --check-for-nan-in-loss), before anything is updated.
     """
     STARTUP.enter(Phase.UPDATE)
+    forget_weights()
     if parts.fp8_weights is not None:
         parts.fp8_weights.allocate()
     # Until the norms are read, the host runs ahead of the device.
@@ -368,7 +369,6 @@ def update_weights(
         refuse_loss(loss)
     with parts.trace.wait("optimizer step", Kind.OPTIMIZER, group=parts.world), parts.optimizer_timer.measure():
         success, grad_norm, num_zeros = parts.optimizer.step()
-    forget_weights()
     if parts.fp8_weights is not None:
         parts.fp8_weights.finish_update(updated=success)
     if success:

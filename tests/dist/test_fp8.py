@@ -188,7 +188,7 @@ def test_checkpoints_hold_the_weights_and_go_on_to_the_bit(pool: WorkerPool, tmp
 
 
 PRIMARY = {"encoder-dp2-llm-dp2": (4, "--encoder-dp 2 --llm-dp 2"), "llm-tp2": (3, "--llm-tp 2 --sequence-parallel"),
-           "llm-ep2-overlap": (3, "--llm-dp 2 --llm-ep 2 --overlap-grad-reduce"),
+           "llm-ep2-overlap": (3, "--llm-dp 2 --llm-ep 2 --overlap-grad-reduce --async-save"),
            "windows-pp2": (2, "--layout colocated --encoder-dp 2 --llm-pp 2"),
            "recomputed": (2, "--recompute full --encoder-recompute full"), "frozen-encoder": (2, "--freeze vision"),
            "tied-logits": (2, " ".join(TIED))}
