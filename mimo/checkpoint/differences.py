@@ -22,12 +22,11 @@ UNUSED = "without effect"
 Differences = dict[str, tuple[Any, Any]]
 """Field -> its value in the run and in the checkpoint."""
 
-# Flags of one start of a run, which say nothing about the run itself; as those that say what it loads.
+# Flags of a single start, such as where it loads from. They say nothing about the run itself.
 _OF_A_START = frozenset({
-    "tensorboard_by_samples",
-    "load", "save", "ckpt_step", "finetune", "run_dir", "tensorboard_dir", "progress", "log_interval", "device",
-    "watchdog_timeout_s", "checkpoint_timeout_s", "exit_duration_in_mins", "save_interval", "keep_last", "async_save",
-    "dry_run", "world_size", "ckpt_verify", "allow_difference",
+    "load", "save", "ckpt_step", "finetune", "run_dir", "tensorboard_dir", "tensorboard_by_samples", "progress",
+    "log_interval", "device", "watchdog_timeout_s", "checkpoint_timeout_s", "exit_duration_in_mins", "save_interval",
+    "keep_last", "async_save", "dry_run", "world_size", "ckpt_verify", "allow_difference",
 })
 
 

@@ -27,9 +27,11 @@ from mimo.checkpoint.reader import (
     require_checksums,
 )
 from mimo.checkpoint.state import (
+    FORMAT,
     Progress,
     RunState,
     Source,
+    is_imported,
     model_entries,
     optimizer_entries,
     restore_rng,
@@ -56,13 +58,13 @@ class Loaded:
     """Result of a load.
 
     Attributes:
-        folder: the checkpoint.
-        progress: progress of its run; the beginning with --finetune.
+        weights_only: whether nothing else was loaded (--finetune, and imported weights).
+        progress: progress of the checkpoint's run; the beginning with `weights_only`.
         streams: state for the data loader; None if the data starts anew.
         notes: lines for the log on what differs from the checkpoint.
     """
 
-    folder: Path
+    weights_only: bool
     progress: Progress
     streams: dict[str, Any] | None
     notes: list[str]
@@ -129,7 +131,7 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog, flag: str
         flags = state.config.checkpoint
         if flag != "--load":  # the run continues from its own checkpoint
             flags = replace(flags, finetune=False, load_optim=True, load_scheduler=True, load_rng=True, load_data=True)
-        weights_only = flags.finetune or folder.name == paths.RELEASE
+        weights_only = flags.finetune or is_imported(common)
         saved = state.saved()
         held = state.held(saved)
         wants_optimizer = flags.load_optim and not weights_only
@@ -138,7 +140,7 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog, flag: str
         entries = {"model": model_entries(state, saved), "optimizer": optimizer_entries(continued)}
         notes += _check(state, folder, common, index, entries, wants_optimizer=wants_optimizer, flag=flag,
                         weights_only=weights_only)
-        if folder.name != paths.RELEASE:  # imported weights have no run whose flags could differ
+        if not is_imported(common):  # imported weights have no run whose flags could differ
             notes += config_differences(common["config"], state.config)
         objects = {} if weights_only else _objects(state, flags, index, notes)
         if "loader" in objects:
@@ -152,7 +154,7 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog, flag: str
     progress, streams = Progress(), None
     if not weights_only:
         progress, streams = _restore(state, flags, common, loaded, has_streams="loader" in objects)
-    return Loaded(folder, progress, streams, notes)
+    return Loaded(weights_only, progress, streams, notes)
 
 
 def load_weights(state: RunState, folder: Path, watchdog: Watchdog, flag: str) -> None:
@@ -182,6 +184,9 @@ def _open(state: RunState, folder: Path, flag: str) -> tuple[dict[str, Any], Met
         common, index = read_common(folder), read_index(folder)
         if not {"iteration", "config", "frozen", "optimizer_steps"} <= common.keys():
             error = f"{folder}: common.pt is not that of a checkpoint of this trainer"
+        elif common.get("format", FORMAT) != FORMAT:
+            error = (f"{flag} {folder}: it has format {common['format']}, and this version reads format {FORMAT}; load "
+                     "it with the version that saved it")
         elif state.config.checkpoint.ckpt_verify:
             require_checksums(folder)
     except (ValueError, OSError) as problem:
@@ -247,7 +252,8 @@ def _fresh_parts(state: RunState, common: dict[str, Any], held: list[Optimized],
     error = None
     fresh: dict[str, set[str]] = {module: set() for module in wanted}
     if steps is None:
-        error = "the checkpoint holds no optimizer (--no-save-optim): give --no-load-optim, or --finetune"
+        error = (f"{flag} {state.config.checkpoint.load}: the checkpoint holds no optimizer (--no-save-optim): give "
+                 "--no-load-optim, or --finetune")
         if flag != "--load":
             error = (f"{flag}: the run cannot go on in full from its own checkpoint, which holds no optimizer "
                      "(--no-save-optim): give --load the folder of --save, with --no-load-optim")
@@ -259,7 +265,8 @@ def _fresh_parts(state: RunState, common: dict[str, Any], held: list[Optimized],
             fresh[module] = parts - steps.get(module, {}).keys()
             strange = sorted(part for part in fresh[module] if part not in common["frozen"])
             if strange:
-                error = f"the checkpoint has no optimizer state of {', '.join(strange)} ({module}), which trained then"
+                error = (f"{flag}: the checkpoint has no optimizer state of {', '.join(strange)} ({module}), which "
+                         "trained then")
     raise_on_any_rank(state.grids, error)
     return fresh
 
@@ -401,10 +408,14 @@ def _load(state: RunState, folder: Path, saved: list[Saved], entries: dict[str, 
 
 def _stop_for_damage(state: RunState, folder: Path, error: str | None, flag: str) -> None:
     """Stop every rank if any has an error, and name a checkpoint that can be loaded. Collective over the world."""
-    errors = gather(state.grids, error)
+    errors: list[str | None] = gather(state.grids, error)
     failed = [rank for rank, message in enumerate(errors) if message is not None]
-    if failed and failed[0] == state.grids.rank:
-        errors[failed[-1]] += _whole_one_before(folder, flag)
+    if not failed:
+        return
+    # It may take long to find a whole checkpoint. No rank ends before that, because the launcher would end all others.
+    hint: str = broadcast_result(state.grids, lambda: _whole_one_before(folder, flag))
+    for rank in failed:
+        errors[rank] = f"{errors[rank]}{hint}" if errors[rank] == errors[failed[-1]] else errors[rank]
     raise_known_errors(state.grids, errors)
 
 

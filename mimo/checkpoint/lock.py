@@ -119,7 +119,10 @@ class FolderLock:
             self._released.set()
             self._thread.join()
             try:
-                self._path.unlink(missing_ok=True)
+                holder = self._read()
+                # On a file system without locks, another run may have taken over the folder of one that stood still.
+                if holder is not None and holder.is_same(self._me):
+                    self._path.unlink(missing_ok=True)
                 os.close(self._file)
             except OSError as error:
                 # The run is over, and the next one finds out that this process has ended.

@@ -280,7 +280,7 @@ class DataOnlyPlanner(torch_strategy.MCoreLoadPlanner):
         name = read_item.dest_index.fqn
         try:
             self.state_dict[name] = torch.load(value, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
+        except _MALFORMED as error:
             raise ValueError(f"{name} of the checkpoint is damaged: {why_unreadable(error)}") from error
 
 

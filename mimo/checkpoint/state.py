@@ -23,6 +23,7 @@ from mimo.model.build import OPTIMIZER, BuiltModel
 from mimo.platform.base import Platform
 from mimo.training.optimizer import HeteroOptimizer
 
+# The version that Megatron Core's tools look for, and that of our own layout, of which a newer one is refused.
 CHECKPOINT_VERSION = 3.0
 FORMAT = 1
 
@@ -163,6 +164,11 @@ def common_state(state: RunState, progress: Progress, steps: dict[str, dict[str,
         "model": state.model,
         "data": state.data,
     }
+
+
+def is_imported(common: dict[str, Any]) -> bool:
+    """Return whether a checkpoint with this common state has weights that were not made by a run of this trainer."""
+    return "scheduler" in common and common["scheduler"] is None
 
 
 def weights_only_state(modules: Iterable[str], config: str, model: dict[str, Any]) -> dict[str, Any]:

@@ -119,6 +119,7 @@ def serialized_objects(sharded: dict[str, Any]) -> dict[str, bytes]:
     return found
 
 
+# Copies in a buffer begin at multiples of this many bytes.
 _ALIGNMENT = 64
 
 
@@ -164,7 +165,8 @@ class HostBuffer:
             runtime, address = torch.cuda.cudart(), self._memory.data_ptr()
             code = int(runtime.cudaHostRegister(address, num_bytes, 0))
             if code:
-                raise RuntimeError(f"{num_bytes} bytes of host memory cannot be page-locked (CUDA error {code})")
+                raise RuntimeError(f"--async-save: {num_bytes} bytes of host memory cannot be page-locked (CUDA error "
+                                   f"{code}); leave it out, or raise the limit of locked memory (ulimit -l)")
             self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, address)
 
 
@@ -281,7 +283,7 @@ def write_shared_files(folder: Path, metadata: Metadata, written: Iterable[list[
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """Return a host tensor with the same memory, whose storage has no other bytes. torch.save writes whole storages.
 
-    A detour over numpy would do as well, but it forbids to ever give the memory back, which `Fp8Weights` does.
+    A detour over numpy would do as well, but then the memory could never be given back, as `Fp8Weights` does.
     """
     tensor = tensor.contiguous()
     begin = tensor.storage_offset() * tensor.element_size()

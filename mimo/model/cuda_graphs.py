@@ -138,7 +138,7 @@ class _DecoderGraphs:
     """Replaces the `forward` method of a decoder.
 
     Until one microbatch of a shape has been through both passes without graphs, others of its shape run without them,
-    too, so that kernels are compiled, planned and timed outside of one. The next one is captured. A graph reads and
+    too, so that kernels are compiled and tuned outside a capture. The next one is captured. A graph reads and
     writes the same addresses in every replay, so microbatches that are between their forward and backward passes at the
     same time (in a pipeline) need graphs of their own: each takes a free slot. The graphs of a slot share their memory,
     because no two of its microbatches overlap.
@@ -294,7 +294,8 @@ class _DecoderGraphs:
         is_short = is_short.to(device)
         dist.all_reduce(is_short, op=dist.ReduceOp.MAX, group=group)
         if is_short.item():
-            logger.info("CUDA graphs: dropped %d, because a new length of rows needs their memory", len(self._passes))
+            logger.info("CUDA graphs: dropped those of %d shapes, because a new length of rows needs their memory",
+                        len({shape for shape, _ in self._passes}))
             self.drop()
             torch.cuda.empty_cache()
 
@@ -359,8 +360,8 @@ class _DecoderGraphs:
         yield
         current_platform().set_memory_of_replays(self._bytes_of_replays.total())
         self._most_tokens = max(self._most_tokens, num_tokens)
-        logger.info("CUDA graphs of %d tokens (microbatch %d in flight): captured, %d shapes so far, %.1f GiB",
-                    num_tokens, slot, len(self._seen), self._bytes.total() / 2**30)
+        logger.info("CUDA graphs of %d tokens (microbatch %d in flight): captured; all graphs take %.1f GiB",
+                    num_tokens, slot, self._bytes.total() / 2**30)
 
     @contextmanager
     def _counted(self, slot: int) -> Iterator[None]:

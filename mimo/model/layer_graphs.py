@@ -205,7 +205,7 @@ class PassesOfLayers:
         # Arguments that all layers get. They are copied once for all of them.
         self._shared = {name: torch.empty_like(value) for name, value in call.tensors.items() if name != HIDDEN}
         self._passes: dict[_SplitLayer | _WholeLayer, _LayerPasses] = {}
-        # Of the microbatch whose forward pass runs; the lease waits for the first layer, whose backward is the last.
+        # Set during a forward pass. The first layer takes the lease, because its backward pass is the last.
         self._lease: Lease | None = None
         self._anchor: torch.Tensor | None = None
 

@@ -27,7 +27,7 @@ from mimo.protocols import LANGUAGE
 
 
 def prepare_recomputation(config: ModelConfig, grids: Grids, modules: dict[str, torch.nn.Module], impl: str) -> None:
-    """Check that layers recompute the parts that the flags name. Collective over the world.
+    """Have layers recompute the parts that the flags name. Collective over the world.
 
     Args:
         config: the flags.
@@ -44,7 +44,7 @@ def prepare_recomputation(config: ModelConfig, grids: Grids, modules: dict[str, 
     compat.replace_share_storage(_fill_storage)
     if impl == "local":
         compat.checkpoint_without_fp8()
-    here = {name: _recomputed_parts(module) for name, module in modules.items()}
+    here = {name: _install_recomputation(module) for name, module in modules.items()}
     everywhere = gather(grids, here)
     for name, parts in asked.items():
         found = set().union(*(rank.get(name, set()) for rank in everywhere))
@@ -56,8 +56,8 @@ def prepare_recomputation(config: ModelConfig, grids: Grids, modules: dict[str, 
             raise_known_errors(grids, [error] * len(everywhere))
 
 
-def _recomputed_parts(module: torch.nn.Module) -> set[str]:
-    """Return Megatron Core's names of the parts that the layers of a module recompute."""
+def _install_recomputation(module: torch.nn.Module) -> set[str]:
+    """Prepare the layers of a module for the parts that they recompute. Return Megatron Core's names of these parts."""
     found = set()
     for part in module.modules():
         if isinstance(part, TransformerLayer):

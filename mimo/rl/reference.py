@@ -16,7 +16,8 @@ import torch
 
 from mimo.checkpoint import paths
 from mimo.checkpoint.load import load_weights
-from mimo.checkpoint.state import RunState
+from mimo.checkpoint.reader import read_common
+from mimo.checkpoint.state import RunState, is_imported
 from mimo.comm import broadcast_result, raise_on_any_rank
 from mimo.config.rl import RlConfig
 from mimo.model.build import WEIGHTS, BuiltModel
@@ -135,7 +136,7 @@ def _source(state: RunState, provider: ModelProvider, config: RlConfig, watchdog
     if flags.load is not None and state.source is not None and state.source.flag == "--save":
         began = _find(state, flags.load, "--load", flags.ckpt_step)
         # Without --finetune the run continued one that had been trained, unless the checkpoint has imported weights.
-        if flags.finetune or began.name == paths.RELEASE:
+        if flags.finetune or is_imported(read_common(began)):
             return str(began), lambda: load_weights(state, began, watchdog, "--load")
     # Only a folder with the whole model is certain: with several modules, one may have started from random weights.
     if flags.load_hf or (flags.load_language_from and not provider.encoders(family)):

@@ -85,7 +85,7 @@ class LayerRecomputation:
 
     @contextlib.contextmanager
     def keeping(self, layers: int, size: int) -> Iterator[None]:
-        """Inside, the encoder runs one pass, of which the last `layers` layers keep their activations.
+        """Context of one pass of the encoder, in which its last `layers` layers keep their activations.
 
         `layers` comes from `choose`. `size` is the number of elements of the pass's pixels.
         """

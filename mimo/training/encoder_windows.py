@@ -102,11 +102,11 @@ class ModuleWindows:
         self._pixels: dict[int, list[torch.Tensor]] = {}
         # How 8-bit pixels of the iteration are normalised; None if pixels are floats.
         self._normalisation: Normalisation | None = None
-        # Pixels of this rank's images of the windows that it has received and not encoded.
+        # Pixels of this replica's images by window, from `spread_pixels` to `encode`.
         self._received: dict[int, list[torch.Tensor]] = {}
         self._encoded: dict[int, _Encoded] = {}
-        # Gradients of this replica's images of the windows that it has received and not finished, by sender, after the
-        # rows of the replica's output that they belong to.
+        # By window, from `spread_gradients` to `finish`, and by sending rank: rows of this replica's output, and their
+        # gradients.
         self._gradients: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         self._forward_only = False
         self.largest = self.largest_in_order = self.mean = 0.0

@@ -168,46 +168,46 @@ def evaluate(parts: TrainerParts, steps: Iterable[list[Microbatch]], num_samples
 
 
 def greedy_decode(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> list[tuple[str, list[int], list[int]]]:
-    """Decode the target span of every sample, feeding back the model's own tokens. Collective over the world.
+    """Decode the targets of every sample, feeding back the model's own tokens. Collective over the world.
+
+    What lies between the answers of a conversation stays as it is.
 
     Returns:
         `(key, expected tokens, decoded tokens)` of each sample of this rank's lane; empty on encoder ranks.
     """
     microbatches = list(microbatches)
     texts = [batch.text for batch in microbatches if batch.text is not None]
-    # For each sample, the first position whose label is a target, and one past the last; (0, 0) without a target.
-    spans = []
-    for text in texts:
-        targets = [text.loss_mask[sample].nonzero().flatten().tolist() for sample in range(len(text.keys))]
-        spans.append([(found[0], found[-1] + 1) if found else (0, 0) for found in targets])
-    longest = torch.tensor([max((stop - start for lane in spans for start, stop in lane), default=0)])
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=parts.grids.host)
+    # For each sample, the positions whose label is a target. The label is the token at the next position.
+    targets = [[text.loss_mask[sample].nonzero().flatten().tolist() for sample in range(len(text.keys))]
+               for text in texts]
+    most = torch.tensor([max((len(places) for lane in targets for places in lane), default=0)])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parts.grids.host)
     # The expected answer must not be in the input: decoding fills it in, token by token.
     inputs = [text.input_ids.clone() for text in texts]
-    for ids, lane in zip(inputs, spans, strict=True):
-        for sample, (start, _) in enumerate(lane):
-            ids[sample, start + 1 :] = 0
+    decoded: list[list[list[int]]] = [[[] for _ in lane] for lane in targets]
+    for ids, lane in zip(inputs, targets, strict=True):
+        for sample, places in enumerate(lane):
+            ids[sample, [place + 1 for place in places if place + 1 < ids.shape[1]]] = 0
     set_training(parts.built.model, False)
     with torch.no_grad():
-        for step in range(int(longest.item())):
+        for step in range(int(most.item())):
             texts_now = iter(inputs)
             current = [
                 replace(batch, text=replace(batch.text, input_ids=next(texts_now))) if batch.text is not None else batch
                 for batch in microbatches
             ]
             tokens = next_tokens(parts, current)
-            for index, (ids, lane) in enumerate(zip(inputs, spans, strict=True)):
-                for sample, (start, stop) in enumerate(lane):
-                    place = start + step
-                    if place < stop and place + 1 < ids.shape[1]:
-                        ids[sample, place + 1] = tokens[index][sample, place]
+            for index, (ids, lane) in enumerate(zip(inputs, targets, strict=True)):
+                for sample, places in enumerate(lane):
+                    if step < len(places):
+                        token = int(tokens[index][sample, places[step]])
+                        decoded[index][sample].append(token)
+                        if places[step] + 1 < ids.shape[1]:
+                            ids[sample, places[step] + 1] = token
     set_training(parts.built.model, True)
-    decoded = []
-    for text, ids, lane in zip(texts, inputs, spans, strict=True):
-        for sample, (start, stop) in enumerate(lane):
-            expected = text.labels[sample, start:stop].tolist()
-            decoded.append((text.keys[sample], expected, ids[sample, start + 1 : stop + 1].tolist()))
-    return decoded
+    return [(text.keys[sample], text.labels[sample, places].tolist(), found)
+            for text, lane, answers in zip(texts, targets, decoded, strict=True)
+            for sample, (places, found) in enumerate(zip(lane, answers, strict=True))]
 
 
 def next_tokens(parts: TrainerParts, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:

@@ -40,7 +40,7 @@ class Fp8Weights:
         # Storages and their bytes; parameters outside FP8 products, with their places in these storages.
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         self._others: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # Whether the storages have memory, and whether the weights are in it; an update begins without them.
+        # Whether there are FP8 copies, whether the storages have memory, and whether that holds the present weights.
         self._has_copies, self._has_memory, self._has_weights = False, True, True
         built.restore_weights = self.restore
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from itertools import batched
@@ -35,6 +36,8 @@ from mimo.training.session import Session
 from mimo.training.setup import kept_objects, run_state, setup_trainer
 from mimo.training.step import StepResult, TrainerParts, train_step
 from mimo.training.step_metrics import FlopsMeter, MoeLosses, encoded_tokens, imbalance, layout_note
+
+log = logging.getLogger(__name__)
 
 
 class StepObserver:
@@ -109,7 +112,9 @@ class StepObserver:
         """
         if not failed and self._profiler.is_running:
             self._handshake.flush()
-            self._say(self._profiler.close())
+            line = self._profiler.close()
+            if line is not None:
+                log.warning(line)  # of what is less, only the first rank's would be shown
         self._signal.close()
 
     def _say(self, line: str | None) -> None:

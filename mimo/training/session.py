@@ -10,13 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mimo.checkpoint import paths
 from mimo.checkpoint.differences import flat_config
 from mimo.checkpoint.load import find_source
 from mimo.checkpoint.paths import saved_iterations
 from mimo.checkpoint.reader import read_common
 from mimo.checkpoint.save import Saver
-from mimo.checkpoint.state import Progress, RunState
+from mimo.checkpoint.state import Progress, RunState, is_imported
 from mimo.comm import broadcast_result
 from mimo.config.cli import to_toml
 from mimo.config.trainer import CheckpointConfig, RunConfig
@@ -40,8 +39,15 @@ def with_run_folder[C: RunConfig](config: C, grids: Grids) -> C:
         ValueError: the folder cannot be made, or the checkpoint that names it cannot be read.
     """
     def choose() -> str:
+        if config.observe.run_dir:
+            refuse_latest(config.observe.run_dir)
+            return config.observe.run_dir
         try:
-            return _choose(config)
+            earlier = _folder_of_checkpoint(config.checkpoint)
+        except OSError as problem:
+            raise ValueError(f"--load {config.checkpoint.load}: cannot be read: {problem}") from problem
+        try:
+            return _make_folder(config, earlier)
         except OSError as problem:
             raise ValueError(f"--run-dir is left out, and its folder cannot be made: {problem}; name another with "
                              "--run-dir") from problem
@@ -56,11 +62,8 @@ def without_chosen_folder[C: RunConfig](config: C) -> C:
     return replace(config, observe=replace(config.observe, run_dir=""))
 
 
-def _choose(config: RunConfig) -> str:
-    if config.observe.run_dir:
-        refuse_latest(config.observe.run_dir)
-        return config.observe.run_dir
-    folder = _folder_of_checkpoint(config.checkpoint)
+def _make_folder(config: RunConfig, folder: Path | None) -> str:
+    """Make a run's folder, unless it is there: `folder`, or a new one if that is None. Point runs/latest to it."""
     if folder is None:
         folder = make_run_folder(config.model.model_provider, config.data.dataset_provider)
     elif not folder.is_dir():
@@ -80,10 +83,11 @@ def _folder_of_checkpoint(flags: CheckpointConfig) -> Path | None:
     A run that starts from another one's checkpoint, with a --save of its own or with --finetune, is a new run.
     """
     source = None if flags.load is None else find_source(flags, Path(flags.load))
-    if source is None or source.folder.name == paths.RELEASE:
+    if source is None:
         return None
     goes_on = source.is_own if flags.save is not None else not flags.finetune
-    run_dir = flat_config(read_common(source.folder).get("config", "")).get("run_dir") if goes_on else None
+    common = read_common(source.folder) if goes_on else {}
+    run_dir = None if is_imported(common) else flat_config(common.get("config", "")).get("run_dir")
     if not run_dir:
         return None
     folder = Path(run_dir)
@@ -118,7 +122,10 @@ def note_on_earlier(checkpoint: CheckpointConfig) -> list[str]:
 
 
 def total_iterations(config: RunConfig, progress: Progress) -> int:
-    """Return the length of a run in iterations, of which those that were made may have had another batch size."""
+    """Return the number of iterations of a whole run.
+
+    With --train-samples, the present batch size says how many are left, because earlier ones may have had another.
+    """
     train = config.train
     if train.train_samples is None:
         return train_iterations(config)

@@ -239,7 +239,7 @@ def start(
             except ValueError as problem:
                 error = f"{found.flag} {found.folder}: {problem}"
         raise_on_any_rank(state.grids, error)
-        lines = [f"loaded {found.folder}" + ("" if loaded.streams else " (weights only)")]
+        lines = [f"loaded {found.folder}" + (" (weights only)" if loaded.weights_only else "")]
         if found.flag == "--save":
             lines.append(f"  --load {flags.load}{' --finetune' if flags.finetune else ''} is not read: --save has the "
                          "run's own checkpoint")

@@ -161,8 +161,8 @@ def forward_step(batches: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
 class LossScale:
     """Factors of the losses of a schedule. With the reciprocal of the number of targets, gradients come out as means.
 
-    This takes no pass of its own over the gradients, which a division after the last backward pass would. Gradients of
-    encoders that arrive over a bridge contain the factor already.
+    A division after the last backward pass would need another pass over all gradients. Gradients of encoders that
+    arrive over a bridge contain the factor already.
 
     Attributes:
         loss: scalar tensor on the device, by which the sum of each microbatch's losses is multiplied.

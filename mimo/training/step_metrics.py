@@ -73,9 +73,10 @@ def workload(microbatches: Iterable[Microbatch], encoders: Sequence[str]) -> Wor
 
 
 def _is_outdated(provider: FlopsProvider) -> bool:
-    """Return whether a provider replaces modules of a base class, but inherits what the base says of their FLOPs.
+    """Return whether a provider inherits FLOPs of modules that it replaces, which are wrong for its own.
 
-    A base class may say it for modules that each of its subclasses builds. A further subclass replaces them.
+    That is so if its class overrides `language_spec` or `encoder_spec` of a base class, and not `flop_components`. A
+    base class may have FLOPs for modules that each of its subclasses builds, as long as it builds none itself.
     """
     classes = type(provider).__mro__
 
@@ -199,8 +200,9 @@ def layout_note(config: TransformerConfig, *, in_rl: bool = False) -> str | None
 
     In RL, completions of a microbatch are packed into one row, which routers take for one sequence.
     """
-    kind = config.moe_router_load_balancing_type
-    if not config.num_moe_experts or not config.moe_aux_loss_coeff or kind not in TRACKED:
+    kinds = config.moe_router_load_balancing_type  # one, or several in a provider's own configuration
+    kind = next((each for each in ([kinds] if isinstance(kinds, str) else kinds) if each in TRACKED), None)
+    if not config.num_moe_experts or not config.moe_aux_loss_coeff or kind is None:
         return None
     tokens, flags = LAYOUT_DEPENDENT.get(kind, LAYOUT_DEPENDENT["aux_loss"])
     if in_rl:

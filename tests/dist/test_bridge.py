@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -124,6 +125,39 @@ def decode(rank: int, flags: tuple[str, ...], world_size: int) -> list[tuple[str
 
     with trainer_of(rank, (*SHORT, *flags), world_size) as (parts, _):
         return greedy_decode(parts, make_loader(parts.config, parts.grids.layout, rank, split="valid").next_step())
+
+
+def decode_a_conversation(rank: int) -> tuple[list[list[int]], list[tuple[str, list[int], list[int]]]]:
+    """Decode two answers, between which is the user's text, with a model that always says the token after the last one.
+
+    Returns the inputs of each pass and the result.
+    """
+    from mimo.data.batch import Microbatch
+    from mimo.training import evaluate
+    from tests.support.equality import make_loader
+    from tests.support.steps import trainer_of
+
+    seen = []
+
+    def next_tokens(parts: Any, microbatches: list[Microbatch]) -> list[torch.Tensor]:
+        seen.append(microbatches[0].text.input_ids[0].tolist())
+        return [batch.text.input_ids + 1 for batch in microbatches]
+
+    with trainer_of(rank, ONE_PROCESS, 1) as (parts, _), pytest.MonkeyPatch.context() as patch:
+        batch = make_loader(parts.config, parts.grids.layout, rank).next_step()[0]
+        ids = torch.tensor([[10, 20, 30, 40, 50, 60, 70, 80]])
+        labels = torch.tensor([[20, 30, 40, 50, 60, 70, 80, 90]])
+        mask = torch.tensor([[0, 1, 1, 0, 0, 0, 1, 1]])  # the last answer ends after the row
+        text = replace(batch.text, keys=["one"], input_ids=ids, labels=labels, loss_mask=mask)
+        patch.setattr(evaluate, "next_tokens", next_tokens)
+        return seen, evaluate.greedy_decode(parts, [replace(batch, text=text)])
+
+
+def test_each_answer_of_a_conversation_is_decoded_after_the_users_text(pool: WorkerPool) -> None:
+    ((seen, decoded),) = pool.run(decode_a_conversation, world_size=1)
+    assert decoded == [("one", [30, 40, 80, 90], [21, 22, 71, 72])]
+    assert seen == [[10, 20, 0, 0, 50, 60, 70, 0], [10, 20, 21, 0, 50, 60, 70, 0],
+                    [10, 20, 21, 22, 50, 60, 70, 0], [10, 20, 21, 22, 50, 60, 70, 71]]
 
 
 @pytest.mark.parametrize("layout", ["llm-cp2", pytest.param("homogeneous-cp2-pp2", marks=pytest.mark.slow)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import logging
 import os
 import signal
 import statistics
@@ -166,6 +167,26 @@ def test_a_slow_encoder_is_busy_and_keeps_the_language_model_waiting(pool: Worke
     for rank, name in ((0, "vision stage 0 forward microbatch 3"), (1, "language stage 0 recv_forward microbatch 0")):
         with gzip.open(tmp_path / "profile" / f"rank-{rank}.json.gz", "rt") as file:
             assert name in {event.get("name") for event in json.load(file)["traceEvents"]}
+
+
+def stop_inside_a_trace(rank: int, run_dir: str) -> list[str]:
+    """Stop a run after its first iteration, and return what the log says of the trace."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("mimo").addHandler(handler)
+    try:
+        train(rank, (*FLAGS, *LAYOUTS["colocated"], "--profile-steps", "1:3", "--exit-duration-in-mins", "1e-6"),
+              RANKS["colocated"], run_dir, "")
+    finally:
+        logging.getLogger("mimo").removeHandler(handler)
+    return [line for line in told if line.startswith("trace")]
+
+
+def test_the_log_says_where_the_trace_of_a_run_is_that_stops_inside_it(pool: WorkerPool, tmp_path: Path) -> None:
+    trace = tmp_path / "profile" / "rank-0.json.gz"
+    assert pool.run(stop_inside_a_trace, str(tmp_path), world_size=2) == [[f"trace: {trace}"], []]
+    assert trace.is_file()
 
 
 @pytest.mark.slow

@@ -78,6 +78,21 @@ def test_imported_checkpoint_is_what_a_live_model_expects(pool, sources, tmp_pat
     assert_same(tmp_path / "out", folder)
 
 
+def start_from(rank: int, flags: tuple[str, ...], folder: str) -> tuple[bool, list[str]]:
+    """Load a checkpoint as a run does that starts; whether its iteration is 0, and what the log says."""
+    from tests.support.resuming import started
+
+    with started(rank, (*flags, "--load", folder), 1) as (_, _, _, progress, lines):
+        return progress.iteration == 0, lines
+
+
+def test_imported_weights_are_known_by_their_content(pool: WorkerPool, sources: Sources, tmp_path: Path) -> None:
+    shutil.copytree(sources.release("vlm"), tmp_path / "renamed")
+    ((is_new, lines),) = pool.run(start_from, weights.alone(sources.flags["vlm"]), str(tmp_path / "renamed"),
+                                  world_size=1)
+    assert is_new and lines[0] == f"loaded {tmp_path / 'renamed'} (weights only)"
+
+
 @pytest.mark.parametrize(("model", "layout"), [
     ("dense-tied", "tp2"), ("dense-tied", "cp2"), ("moe", "ep2"), ("deepseek", "pp2"), ("hybrid", "tp2-ep2"),
     ("hybrid", "cp2-ep2")])

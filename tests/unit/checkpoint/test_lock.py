@@ -153,3 +153,10 @@ def test_a_fork_does_not_release_the_lock(tmp_path: Path) -> None:
     assert (tmp_path / LOCK).is_file()
     held.release()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_stood_still_leaves_the_lock_of_the_run_that_took_over(tmp_path: Path) -> None:
+    first = FolderLock(tmp_path)
+    elsewhere(tmp_path)
+    first.release()
+    assert json.loads((tmp_path / LOCK).read_text())["host"] == "node7"
