@@ -18,7 +18,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from mimo.compat import copy_together, parameter_ranges
+from mimo.compat import copy_together, parameter_ranges, storage_key
 from mimo.config.optim import OptimConfig
 from mimo.config.trainer import RunConfig
 from mimo.grid.groups import Grids
@@ -163,7 +163,8 @@ class IndexedDistributedOptimizer(DistributedOptimizer):
 
     def _look_up(self) -> None:
         """Find the views again if the buffers have moved, as they do when memory is offloaded."""
-        place = [(buffer.grad_data.data_ptr(), buffer.param_data.data_ptr()) for buffer in self.buffers]
+        # Views follow their storage, which may get other memory (`mimo.training.fp8_weights`).
+        place = [(storage_key(buffer.grad_data), storage_key(buffer.param_data)) for buffer in self.buffers]
         if place == self._place:
             return
         self._place = place

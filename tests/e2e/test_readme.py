@@ -41,7 +41,7 @@ OTHER_FLAGS = {
     "--head": "scripts/rl/gsm8k_ray_slurm.sh",
     "--prove": "scripts/bench/refit_plan.py",
     **dict.fromkeys(("--slurm", "--gpus-per-node"), "scripts/bench/rl_sweep.py"),
-    "--overlap-moe-expert-parallel-comm": "mimo/config/flag_hints.py",
+    **dict.fromkeys(("--overlap-moe-expert-parallel-comm", "--fp8-param-gather"), "mimo/config/flag_hints.py"),
     "--out": "scripts/data_stats.py",
     **dict.fromkeys(("--output", "--plan"), "scripts/report.py"),
     **dict.fromkeys(("--image-size", "--llava"), "scripts/prepare_digits.py"),

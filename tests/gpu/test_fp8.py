@@ -178,7 +178,7 @@ def test_primary_weights_train_alike(tmp_path: Path, model: list[str], flags: st
     plain, primary = (run(tmp_path / name, *model, *flags, *more, *chosen, "--save", str(tmp_path / f"{name} saved"))
                       for name, chosen in (("bf16", ()), ("primary", ("--fp8-primary-weights",))))
     resumed = run(tmp_path / "resumed", *model, *flags, *more, "--fp8-primary-weights", "--load",
-                  str(tmp_path / "bf16 saved"), "--ckpt-step", "3")
+                  str(tmp_path / "bf16 saved"), "--ckpt-step", "3", "--save", str(tmp_path / "resumed saved"))
     tolerance = 5e-4 if model is EXPERTS else 0
     np.testing.assert_allclose(primary, plain, rtol=tolerance)
     np.testing.assert_allclose(resumed, plain[3:], rtol=tolerance)
