@@ -237,6 +237,8 @@ def _check_graphs(config: RunConfig) -> None:
              "lanes add up their loads, and rows of one may have graphs when those of another have not"),
             ("--moe-shared-expert-overlap", model.moe_shared_expert_overlap,
              "graphs compute shared experts before tokens are exchanged"),
+            ("--fp8-primary-weights", model.fp8_primary_weights,
+             "graphs keep the memory of activations during updates, so it would save nothing"),
             (f"{' and '.join(overlaps)} and --global-batch-size {config.train.global_batch_size}",
              0 < num_microbatches(config) <= len(overlaps),
              "the first microbatch of a step has no graphs if weights are gathered, the last one if gradients are "
@@ -489,8 +491,6 @@ def _check_fp8_primary_weights(config: RunConfig) -> None:
             ("--use-precision-aware-optimizer", config.optim.use_precision_aware_optimizer,
              "the optimizer updates the bfloat16 weights themselves"),
             ("--overlap-param-gather", config.ddp.overlap_param_gather, "weights are gathered during the next pass"),
-            ("--cuda-graphs", model.cuda_graphs, "graphs keep the memory of activations during updates, so this would "
-             "save nothing"),
             (f"--moe-gemm {model.moe_gemm}", has_experts and model.moe_gemm == "separate",
              "it quantises the weights of experts in every pass"),
             ("--deterministic-mode", has_experts and config.train.deterministic_mode,

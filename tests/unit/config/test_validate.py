@@ -129,8 +129,6 @@ def test_a_run_that_makes_sense_passes(flags):
      "--fp8-primary-weights with --no-bf16: the optimizer has no copies of float32 weights; leave out one of the two"),
     (f"{ITERS} --fp8-primary-weights --fp8-format hybrid --no-use-distributed-optimizer",
      "--fp8-primary-weights with --no-use-distributed-optimizer: the gathers of the distributed optimizer make the"),
-    (f"{ITERS} --fp8-primary-weights --fp8-format hybrid --cuda-graphs",
-     "--fp8-primary-weights with --cuda-graphs: graphs keep the memory of activations during updates"),
     (f"{ITERS} --fp8-primary-weights --fp8-format hybrid --deterministic-mode --num-experts 4 --device cuda",
      "--fp8-primary-weights with --deterministic-mode: then products of experts are separate"),
     (f"{ITERS} --fp8-primary-weights --fp8-format hybrid --use-precision-aware-optimizer --device cuda",
@@ -294,6 +292,7 @@ def test_a_dry_run_says_what_the_precision_aware_optimizer_saves():
 @pytest.mark.parametrize(("flags", "ranks", "named"), [
     ("--recompute selective --recompute-modules layernorm,core_attn", 1, "--recompute-modules layernorm,core_attn"),
     ("--fp8-format e4m3 --recompute full", 1, "--fp8-format e4m3 and --recompute full"),
+    ("--fp8-format e4m3 --fp8-primary-weights", 1, "--fp8-primary-weights"),
     ("--hidden-dropout 0.1", 1, "--hidden-dropout 0.1"),
     ("--attention-dropout 0.1", 1, "--attention-dropout 0.1"),
     ("--model-provider deepseek_v3", 1, "--model-provider deepseek_v3"),
