@@ -38,21 +38,7 @@ def with_run_folder[C: RunConfig](config: C, grids: Grids) -> C:
     Raises:
         ValueError: the folder cannot be made, or the checkpoint that names it cannot be read.
     """
-    def choose() -> str:
-        if config.observe.run_dir:
-            refuse_latest(config.observe.run_dir)
-            return config.observe.run_dir
-        try:
-            earlier = _folder_of_checkpoint(config.checkpoint)
-        except OSError as problem:
-            raise ValueError(f"--load {config.checkpoint.load}: cannot be read: {problem}") from problem
-        try:
-            return _make_folder(config, earlier)
-        except OSError as problem:
-            raise ValueError(f"--run-dir is left out, and its folder cannot be made: {problem}; name another with "
-                             "--run-dir") from problem
-
-    return replace(config, observe=replace(config.observe, run_dir=broadcast_result(grids, choose)))
+    return replace(config, observe=replace(config.observe, run_dir=broadcast_result(grids, lambda: _choose(config))))
 
 
 def without_chosen_folder[C: RunConfig](config: C) -> C:
@@ -60,6 +46,21 @@ def without_chosen_folder[C: RunConfig](config: C) -> C:
     if not is_chosen(config.observe.run_dir):
         return config
     return replace(config, observe=replace(config.observe, run_dir=""))
+
+
+def _choose(config: RunConfig) -> str:
+    if config.observe.run_dir:
+        refuse_latest(config.observe.run_dir)
+        return config.observe.run_dir
+    try:
+        earlier = _folder_of_checkpoint(config.checkpoint)
+    except OSError as problem:
+        raise ValueError(f"--load {config.checkpoint.load}: cannot be read: {problem}") from problem
+    try:
+        return _make_folder(config, earlier)
+    except OSError as problem:
+        raise ValueError(f"--run-dir is left out, and its folder cannot be made: {problem}; name another with "
+                         "--run-dir") from problem
 
 
 def _make_folder(config: RunConfig, folder: Path | None) -> str:
