@@ -114,7 +114,7 @@ class StepObserver:
             self._handshake.flush()
             line = self._profiler.close()
             if line is not None:
-                log.warning(line)  # of what is less, only the first rank's would be shown
+                log.warning(line)  # a warning, because only the first rank shows other lines
         self._signal.close()
 
     def _say(self, line: str | None) -> None:
