@@ -158,8 +158,10 @@ def _config_of_checkpoint(common: Mapping[str, Any], folder: Path, run_flags: Se
 
 def _for_one_process(config: RunConfig, platform: Platform, max_tokens: int) -> RunConfig:
     """Return the configuration for one process, whatever the layout of the run was."""
-    # Other ways to launch kernels and to exchange tokens give the same answer, and some are refused in one process.
+    # Other ways to launch kernels, to exchange tokens and to keep weights give the same answer, and some are refused
+    # in one process.
     model = dataclasses.replace(config.model, freeze="", cuda_graphs=False, moe_static_rows=False,
+                                fp8_primary_weights=False,
                                 moe_token_dispatcher_type=ModelConfig().moe_token_dispatcher_type)
     if platform.name == "cpu" and model.transformer_impl == "transformer_engine":
         model = dataclasses.replace(model, transformer_impl="local")

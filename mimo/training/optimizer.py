@@ -103,11 +103,10 @@ class HeteroOptimizer(MimoOptimizer):
     def write_weights(self) -> None:
         """Write this rank's shards of the model's weights from those in float32; a gather has to follow.
 
-        Optimizers without distributed state are skipped.
+        Needs distributed optimizers.
         """
         for one in self.inner_optimizers():
-            if isinstance(one, IndexedDistributedOptimizer):
-                one.write_weights()
+            one.write_weights()
 
     def _clip(self, grad_norm: float) -> None:
         # Megatron Core's function collects the gradients one by one before it finds that there is nothing to clip.
@@ -162,8 +161,11 @@ class IndexedDistributedOptimizer(DistributedOptimizer):
                     each.optimizer.step = each.fused_update.step
 
     def _look_up(self) -> None:
-        """Find the views again if the buffers have moved, as they do when memory is offloaded."""
-        # Views follow their storage, which may get other memory (`mimo.training.fp8_weights`).
+        """Find the views, once for the storages of the buffers.
+
+        Memory that is offloaded, or that is there only during updates, comes back in the same storages, and views
+        follow it.
+        """
         place = [(storage_key(buffer.grad_data), storage_key(buffer.param_data)) for buffer in self.buffers]
         if place == self._place:
             return

@@ -52,7 +52,7 @@ class Run:
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
-    """Return the bytes of a tensor, of whose own memory numpy knows nothing: it could not be given back any more."""
+    """Return a copy of a tensor's bytes. The tensor's own memory could not be resized once numpy has seen it."""
     return tensor.detach().flatten().cpu().clone().view(torch.uint8).numpy()
 
 
