@@ -51,20 +51,20 @@ class HeteroOptimizer(MimoOptimizer):
     def prepare(self) -> None:
         """Find the gradients of this rank and their norms, for the next `step`.
 
-        Most of this is work of the host, which it can do while the device still computes the gradients. Call it before
-        anything that waits for the device. Collective over the ranks of each module.
+        This is work of the host, which does not wait for the device: it can run while the device still computes the
+        gradients. Call it before anything that waits. Collective over the ranks of each module.
         """
         skip = bool(self.prepare_grads())
         names = sorted(self.module_infos)
-        stats = torch.zeros(len(names) + 1, dtype=torch.float64)
-        for index, name in enumerate(names):
+        squares = torch.zeros(len(names), dtype=torch.float64, device=torch.cuda.current_device())
+        for square, name in zip(squares, names, strict=True):
             info = self.module_infos[name]
             if info.is_active and info.optimizer is not None:
-                norm = float(info.optimizer.get_grad_norm() or 0.0)
-                skip |= not math.isfinite(norm)
-                stats[index] = norm**2 if math.isfinite(norm) else 0.0
-        stats[-1] = float(skip)
-        self._prepared = stats.to(torch.cuda.current_device())
+                for norm in gradient_norms(info.optimizer):
+                    square += norm.double().square().sum() if isinstance(norm, torch.Tensor) else norm**2
+        finite = squares.isfinite()
+        skips = ~finite.all() | skip
+        self._prepared = torch.cat([squares.where(finite, 0), skips.double().view(1)])
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
@@ -113,13 +113,23 @@ class HeteroOptimizer(MimoOptimizer):
         if not 0 < self.config.clip_grad < grad_norm + 1e-6:
             return
         for optimizer in self.inner_optimizers():
-            parameters = optimizer.get_parameters()
             fused = getattr(optimizer, "fused_update", None)
             if fused is not None:
                 fused.gradient_scale = self.config.clip_grad / (grad_norm + 1e-6)
-            elif parameters:
+            elif parameters := optimizer.get_parameters():
                 clip_grad_by_total_norm_fp32(parameters, max_norm=self.config.clip_grad, total_norm=grad_norm,
                                              use_decoupled_grad=reads_decoupled_gradients(optimizer))
+
+
+def gradient_norms(optimizer: MegatronOptimizer) -> list[Any]:
+    """Return norms of a module's gradients, whose squares sum to that of all of them: scalar tensors or numbers.
+
+    Megatron Core's `get_grad_norm` does that sum of a chain on the host. After each norm it waits for the device, which
+    then waits for the host to list the gradients of the next one.
+    """
+    if isinstance(optimizer, ChainedOptimizer) and not optimizer.grads_states_parallel_group_is_shared():
+        return [one.get_grad_norm() for one in optimizer.chained_optimizers]
+    return [optimizer.get_grad_norm()]
 
 
 class IndexedDistributedOptimizer(DistributedOptimizer):

@@ -405,7 +405,8 @@ def _sum_over_world(
             place = encoder.coordinates(parts.grids.rank)
             saw_image = any(sum(batch.encoders[encoder.name].token_counts) for batch in microbatches)
             totals[FIXED_TOTALS + index] = float(saw_image and not place["tp"] and not place["cp"] and not place["pp"])
-    totals = totals.to(parts.platform.device)
+    # From page-locked memory, so that the host does not wait for the device, but finds gradients while it computes.
+    totals = totals.pin_memory().to(parts.platform.device, non_blocking=True)
     if parts.counts_losses:
         totals[:2] += torch.stack(reports).sum(dim=0)
     with parts.trace.wait("sum of losses and tokens over the world", group=parts.world):

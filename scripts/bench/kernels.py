@@ -8,7 +8,8 @@ the end of the last one. The GPU is `busy` while at least one kernel or copy run
 `idle`: it waits for its host or for another rank. The kind of a kernel follows from its name. If streams overlap, the
 kinds may sum to more than `busy`, because each kernel counts in full. Parts are the ranges of the schedule, such as
 `language stage 0 forward`, summed over microbatches. A kernel belongs to the innermost range that contains its launch.
-Kernels of `backward` passes belong to the pass that waits for autograd's thread.
+Kernels of `backward` passes belong to the pass that waits for autograd's thread. `idle before` of a part is the time in
+which the GPU had nothing to do until one of its kernels began.
 
 Another table shows where the host's time went in each thread that launched a kernel. Autograd's thread is one of them.
 The time of an operation does not include the operations and CUDA calls inside it. `Python` is the time in which no
@@ -127,6 +128,17 @@ def busy_us(kernels: Sequence[Kernel]) -> float:
     return total
 
 
+def idle_before(kernels: Iterable[Kernel]) -> dict[str, float]:
+    """Sum the milliseconds in which no kernel runs, by the part of the next kernel. `kernels` are sorted by begin."""
+    found: dict[str, float] = defaultdict(float)
+    until = None
+    for kernel in kernels:
+        if until is not None:
+            found[kernel.part] += max(0.0, kernel.begin - until) / 1000
+        until = kernel.end if until is None else max(until, kernel.end)
+    return found
+
+
 def summed(kernels: Iterable[Kernel], key: str) -> dict[str, dict[str, float]]:
     """Sum milliseconds and number of kernels by one of their fields, the longest first."""
     times: dict[str, list[float]] = defaultdict(list)
@@ -179,8 +191,9 @@ def figures(events: Sequence[Mapping[str, Any]], top: int) -> dict[str, Any]:
     kernels = kernels_of(events)
     window_ms = (max(kernel.end for kernel in kernels) - kernels[0].begin) / 1000
     busy_ms = busy_us(kernels) / 1000
+    idle = idle_before(kernels)
     parts = {part or "outside the passes": {
-        "ms": found["ms"], "kernels": found["kernels"],
+        "ms": found["ms"], "kernels": found["kernels"], "idle_before_ms": idle[part],
         "kinds": {kind: times["ms"] for kind, times in summed(
             (kernel for kernel in kernels if kernel.part == part), "kind").items()},
         "longest": _longest((kernel for kernel in kernels if kernel.part == part), top)}
@@ -197,9 +210,10 @@ def _longest(kernels: Iterable[Kernel], top: int) -> dict[str, dict[str, float]]
 
 
 def table(title: str, rows: Mapping[str, Mapping[str, Any]], window_ms: float, counted: str = "kernels") -> str:
-    return harness.table([[title, "ms", "% of the window", counted],
-                          *([name, f"{row['ms']:.2f}", f"{100 * row['ms'] / window_ms:.1f}", row[counted]]
-                            for name, row in rows.items())])
+    idle = any("idle_before_ms" in row for row in rows.values())
+    return harness.table([[title, "ms", "% of the window", counted, *(["idle before, ms"] if idle else [])],
+                          *([name, f"{row['ms']:.2f}", f"{100 * row['ms'] / window_ms:.1f}", row[counted],
+                             *([f"{row['idle_before_ms']:.2f}"] if idle else [])] for name, row in rows.items())])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -19,11 +19,11 @@ the step without and with it, both without their waits for data.
 
 `ideal` of a grid is the time of its passes, a mean over its ranks, without bubbles and stragglers. `alone` is the time
 from its first pass to its last when it runs alone. The critical grid is the one with the larger ideal, and eta is this
-ideal over the step. `ends` of a grid is the time of its first forward and its last backward pass. `bound of eta` is the
-largest eta that a trained encoder can reach, however far it runs ahead: M max over max(M t_enc, t_ends + (M - 1 + p)
-t_lm) for p language stages, because the first pass of the encoder comes before all others and its last one after them.
-The table splits the step of the critical grid by what its ranks waited for (scripts/bench/schedule_figures.py says
-how). If the parts miss the measured step by more than 3 %, that is an error.
+ideal over the step. `ends` of a grid is the time of its first forward and its last backward pass in whole steps. `bound
+of eta` is the largest eta that a trained encoder can reach, however far it runs ahead: M max over max(M t_enc, t_ends +
+(M - 1 + p) t_lm) for p language stages, because the first pass of the encoder comes before all others and its last one
+after them. The table splits the step of the critical grid by what its ranks waited for
+(scripts/bench/schedule_figures.py says how). If the parts miss the measured step by more than 3 %, that is an error.
 
     slower passes   the passes inside the step less the same passes alone; below 0 if they are faster inside
     imbalance       waits for another lane's longer microbatch or, in the steady part, the other grid's; `straggler`

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial, partialmethod
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
 from tests.support.equality import MOE
 from tests.support.marks import fast_only
 from tests.support.resuming import Run, train
 from tests.support.spawn import WorkerPool
+from tests.support.steps import trainer_of
 
 LAYOUTS = {"experts-bf16": (3, f"--llm-dp 2 --llm-ep 2 --bf16 {' '.join(MOE)}"),
            "unclipped": (3, "--llm-dp 2 --clip-grad 1000"),
@@ -55,7 +60,6 @@ def count_passes_over_gradients(rank: int, flags: tuple[str, ...], world_size: i
     from megatron.core.distributed import DistributedDataParallel
 
     from mimo.training.step import train_step
-    from tests.support.steps import trainer_of
 
     passes = []
     with pytest.MonkeyPatch.context() as patch, trainer_of(rank, flags, world_size) as (parts, loader):
@@ -70,3 +74,61 @@ def test_no_pass_over_all_gradients_divides_them(pool: WorkerPool) -> None:
     assert pool.run(count_passes_over_gradients, flags, 3, world_size=3) == [0, 0, 0]
     flags = (*flags, "--correct-encoder-grad-for-partial-participation")
     assert pool.run(count_passes_over_gradients, flags, 3, world_size=3) == [1, 0, 0]
+
+
+def waits_before_an_update(rank: int, flags: tuple[str, ...],
+                           world_size: int) -> tuple[list[str], list[list[float]]]:
+    """Return the calls after the passes that would make the host wait for a GPU, and the norms in both ways."""
+    from megatron.core.optimizer import optimizer as megatron
+
+    from mimo.training import step
+    from mimo.training.optimizer import HeteroOptimizer
+
+    waits: list[str] = []
+    prepared: list[list[float]] = []
+    run_schedule, prepare, norm_of = step.run_schedule, HeteroOptimizer.prepare, megatron.get_grad_norm_fp32
+
+    def record(patch: pytest.MonkeyPatch, device: torch.device, *names: str) -> None:
+        def call(name: str, original: Any, tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            if name != "to" or (device in arguments and not options.get("non_blocking")):
+                waits.append(name)
+            return original(tensor, *arguments, **options)
+
+        for name in names:
+            patch.setattr(torch.Tensor, name, partialmethod(partial(call, name, getattr(torch.Tensor, name))))
+
+    with pytest.MonkeyPatch.context() as patch, trainer_of(rank, flags, world_size) as (parts, loader):
+        device = parts.platform.device
+
+        def norm_on_device(*arguments: Any, **options: Any) -> torch.Tensor:
+            """Leave the norm in a tensor, as with Transformer Engine. Its kernels do not wait; those of a CPU do."""
+            known = len(waits)
+            norm = norm_of(*arguments, **options)
+            del waits[known:]
+            return torch.tensor([norm])
+
+        def prepare_twice(optimizer: HeteroOptimizer) -> None:
+            prepare(optimizer)
+            with pytest.MonkeyPatch.context() as inner:
+                inner.setattr(megatron, "get_grad_norm_fp32", norm_on_device)
+                prepared.append(optimizer._prepared.tolist())
+                record(inner, device, "item", "tolist", "cpu", "__bool__", "__float__")
+                prepare(optimizer)
+            prepared.append(optimizer._prepared.tolist())
+
+        def run_and_record(*arguments: Any, **options: Any) -> Any:
+            reports = run_schedule(*arguments, **options)
+            record(patch, device, "to")
+            return reports
+
+        patch.setattr(HeteroOptimizer, "prepare", prepare_twice)
+        patch.setattr(step, "run_schedule", run_and_record)
+        assert step.train_step(parts, loader.next_step()).success
+    return waits, prepared
+
+
+def test_the_host_finds_gradients_and_norms_without_waiting_for_a_gpu(pool: WorkerPool) -> None:
+    flags = ("--llm-dp", "2", "--llm-ep", "2", "--bf16", *MOE)
+    for waits, (on_host, on_device) in pool.run(waits_before_an_update, flags, 3, world_size=3):
+        assert waits == []
+        assert on_device == pytest.approx(on_host, rel=1e-6) and max(on_host[:-1]) > 0

@@ -68,6 +68,7 @@ def test_time_is_told_by_kind_and_by_part() -> None:
     forward, outside = found["parts"]["language stage 0 forward"], found["parts"]["outside the passes"]
     assert (forward["ms"], forward["kernels"]) == (pytest.approx(0.7), 2), "both microbatches, by their launches"
     assert outside["kinds"] == {"copies and memset": pytest.approx(0.1)}
+    assert (forward["idle_before_ms"], outside["idle_before_ms"]) == (0, pytest.approx(0.4))
     assert list(found["longest"]) == ["nvjet_x"]
 
 
@@ -85,6 +86,7 @@ def test_a_table_and_then_json(tmp_path: Path, capsys: pytest.CaptureFixture[str
     *lines, last = capsys.readouterr().out.splitlines()
     assert lines[0] == "window 1.1 ms, busy 0.7 ms, idle 0.4 ms (36.4 %)"
     assert "| matrix products | 0.70 | 63.6 | 2 |" in lines
+    assert "| outside the passes | 0.10 | 9.1 | 1 | 0.40 |" in lines
     assert json.loads(last)["busy_ms"] == pytest.approx(0.7)
 
 
