@@ -168,7 +168,7 @@ def _tokenizer(folder: str) -> Any:
     """Load the tokenizer of a folder, or build the character tokenizer if there is none."""
     if not folder:
         return character_tokenizer.build()
-    from data.prompts import load_tokenizer  # seconds to import, and --help needs none of it
+    from data.hf_tokenizer import load_tokenizer  # seconds to import, and --help needs none of it
 
     return load_tokenizer(folder)
 

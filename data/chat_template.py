@@ -103,11 +103,13 @@ class _WatchedMessages(Sequence[Any]):
 
     Attributes:
         ends: length of the text of the first k messages, by k, without the text after the loop over messages.
+        loop_end: length of the text at the end of that loop.
     """
 
     def __init__(self, messages: Sequence[Any]) -> None:
         self._messages, self._asked, self._between, self._written = messages, 0, False, 0
         self.ends: dict[int, int] = {}
+        self.loop_end = 0
 
     def write(self, block: str) -> str:
         self._written += len(block)
@@ -116,6 +118,8 @@ class _WatchedMessages(Sequence[Any]):
     def mark(self, between: bool) -> str:
         """Record that the template is now between two turns, or within one."""
         self._between = between
+        if not between:
+            self.loop_end = self._written
         return ""
 
     def _ask(self, position: int) -> None:
@@ -285,7 +289,8 @@ class ChatTemplate:
             same = "".join(map(watched.write, blocks)) == text
         except (jinja2.TemplateError, TypeError):  # it uses messages in a way that only a list supports
             return {}
-        return watched.ends if same and len(messages) in watched.ends else {}
+        # A filter, such as `messages | list`, asks for all messages before the loop begins.
+        return watched.ends if same and watched.ends.get(len(messages)) == watched.loop_end else {}
 
     def message(self, role: str, content: str) -> dict[str, Any]:
         """Return a turn without images, with the kind of content that the template takes."""

@@ -289,9 +289,12 @@ def _question(record: Mapping[str, Any], shown: Sequence[Any]) -> list[dict[str,
             raise ValueError(f"{key} beside question is not read; write it into the question and remove the key")
     question, answer = record["question"], record.get("answer")
     if answer is None:
-        answers = [each.get("answer") if isinstance(each, Mapping) else each for each in record.get("answers") or ()]
-        if not answers:
+        given = record.get("answers") or []
+        if not given:
             raise ValueError("no text: the question has neither answer nor answers")
+        # The elements of a text would be letters, and those of an object its keys.
+        listed = given if isinstance(given, list) else [None]
+        answers = [each.get("answer") if isinstance(each, Mapping) else each for each in listed]
         if not all(isinstance(each, str) for each in answers):
             raise ValueError("answers: expected a list of texts, or of objects with `answer`")
         answer = Counter(answers).most_common(1)[0][0]  # the first of equally frequent ones

@@ -73,7 +73,7 @@ class Gsm8k:
         self.problems = read_problems(config.data_path, split)
         self._config, self._split = config, split
         self._rows = ShuffledRecords(len(self.problems), seed, split)
-        from data.prompts import load_tokenizer  # takes seconds to import, and --help does not need it
+        from data.hf_tokenizer import load_tokenizer  # takes seconds to import, and --help does not need it
 
         self._tokenizer = load_tokenizer(config.tokenizer)
         largest = max(self._tokenizer.get_vocab().values())

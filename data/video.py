@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 # Demuxers that read a single file. Others, such as those of playlists, would open further files or the network.
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif"
 
+# Containers without the time of each frame. FFmpeg numbers the packets of AVI in decoding order, and guesses times in
+# program streams of MPEG.
+UNTIMED_FORMATS = ("avi", "mpeg")
 # Decoders that can be told, packet by packet, to leave out a frame on which no others depend.
 SKIPPING_DECODERS = ("h264", "hevc", "mpeg4")
 # Share of the context that `Qwen2VLVideoProcessor` gives to a video, and least room for growth above the fewest pixels.
@@ -116,7 +119,7 @@ def probe(name: str, data: Any) -> VideoInfo:
             raise ValueError(f"video {name} does not say how many frames a second it has")
         height, width = (first.width, first.height) if first.rotation % 180 else (first.height, first.width)
         known = [time for time in times if time is not None]
-        exact = len(set(known)) == len(times)
+        exact = len(set(known)) == len(times) and container.format.name not in UNTIMED_FORMATS
         return VideoInfo(height, width, len(times), float(rate), bool(container.streams.audio),
                          tuple(sorted(known)) if exact else (), tuple(sorted(key_times)) if exact else ())
 

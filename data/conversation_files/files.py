@@ -28,6 +28,8 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 JSON_SPACE = re.compile(r"[ \t\r\n]*")
 # Bytes of a file that are examined at a time.
 CHUNK = 1 << 24
+# Longest line, in bytes, that is read to find out whether it has only blanks.
+MOST_BLANKS = 64
 # Most entries of a folder, which may have millions of images, that a hint examines.
 HINT_ENTRIES = 1000
 JSON_SUFFIXES = (".jsonl", ".json")
@@ -136,7 +138,7 @@ class JsonRecords(RecordFile):
 
 
 def _line_places(content: mmap.mmap) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return start, end and number of each line that is not empty."""
+    """Return start, end and number of each line that is not empty. Blanks are empty, unless there are very many."""
     size = len(content)
     breaks = [start + np.flatnonzero(np.frombuffer(content[start : start + CHUNK], np.uint8) == ord("\n"))
               for start in range(0, size, CHUNK)]
@@ -146,7 +148,7 @@ def _line_places(content: mmap.mmap) -> tuple[np.ndarray, np.ndarray, np.ndarray
         starts[0] = len(BYTE_ORDER_MARK)
     lengths = ends - starts
     kept = lengths > 0
-    for index in np.flatnonzero(kept & (lengths <= 2)):  # the line breaks of Windows, blanks
+    for index in np.flatnonzero(kept & (lengths <= MOST_BLANKS)):  # also the line breaks of Windows
         kept[index] = bool(content[starts[index] : ends[index]].strip())
     return starts[kept], ends[kept], np.flatnonzero(kept) + 1
 

@@ -51,7 +51,7 @@ class ConversationPrompts:
         from data.conversation_files.files import images_of
         from data.conversation_files.sources import RecordReader, check_named_columns, sources_of
         from data.energon.task_encoder import ErrorLog, VlmTaskEncoder, video_processing_of
-        from data.prompts import load_tokenizer
+        from data.hf_tokenizer import load_tokenizer
 
         flag, path = path_of(config, split)
         sources = sources_of(config, split)

@@ -462,7 +462,7 @@ class EnergonProvider:
         return limit
 
     def decode(self, config: Any, tokens: list[int]) -> str:
-        from data.prompts import load_tokenizer
+        from data.hf_tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(config.tokenizer)
         end = tokenizer.eos_token_id

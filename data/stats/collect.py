@@ -24,8 +24,9 @@ from data.energon.task_encoder import (
     reason_of,
     sample_name,
 )
+from data.hf_tokenizer import load_tokenizer
 from data.image_tiling import Size, oriented_size, tile_sizes, tiling_of
-from data.prompts import IMAGE_TOKENS, load_tokenizer
+from data.prompts import IMAGE_TOKENS
 from mimo.protocols import DataRequest
 
 KEPT_ROWS = 8  # of each source, to be shown

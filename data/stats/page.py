@@ -8,8 +8,8 @@ from html import escape
 from typing import Any
 
 from data.energon.provider import Config
+from data.hf_tokenizer import load_tokenizer
 from data.image_tiling import Tiling
-from data.prompts import load_tokenizer
 from data.stats.charts import Bars, Series, aspect_bars, histogram, integer_bars, lying_bars, share_bars
 from data.stats.collect import Collected, Record
 from data.stats.figures import Packing

@@ -21,7 +21,7 @@ class Config:
 
 class Questions:  # a PromptSet
     def __init__(self, config, split, seed):
-        from data.prompts import load_tokenizer  # not at the top: seconds to import, and --help needs none of it
+        from data.hf_tokenizer import load_tokenizer  # not at the top: seconds to import, and --help needs none of it
 
         self.rows = [json.loads(line) for line in (Path(config.qa_folder) / f"{split}.jsonl").read_text().splitlines()]
         self.tokenizer, self.split, self.seed = load_tokenizer(config.tokenizer), split, seed

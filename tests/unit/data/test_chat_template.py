@@ -32,6 +32,9 @@ CASES = {
     "turns depend on a switch": (LOOP + "{% if enable_thinking %}T{% endif %}" + TURN + "{% endfor %}" + PROMPT, None),
     "the end depends on the last turn": (
         LOOP + TURN + "{% endfor %}{% if messages[-1].role == 'user' %}assistant:{% endif %}", None),
+    "a filter copies the turns": (LOOP.replace("messages", "messages | list") + TURN + "{% endfor %}" + PROMPT, None),
+    "a filter leaves turns out": (LOOP.replace("messages", "messages | rejectattr('role', 'equalto', 'tool')") + TURN
+                                  + "{% endfor %}" + PROMPT, None),
     "the loop ends early": (LOOP + "{% if loop.index > 20 %}{% break %}{% endif %}" + TURN + "{% endfor %}" + PROMPT,
                             2),
 }

@@ -163,6 +163,7 @@ def test_a_list_holds_the_records_of_its_lines(tmp_path, config):
         ("indented.json", "\ufeff" + json.dumps(records, indent=2, ensure_ascii=False), [2, 5, 8, 11, 14]),
         ("lines.json", "\r\n".join(map(json.dumps, records)) + "\r\n\r\n", [1, 2, 3, 4, 5]),
         ("gaps.jsonl", "\n\n".join(map(json.dumps, records)), [1, 3, 5, 7, 9]),
+        ("blanks.jsonl", "\n \t   \r\n".join(map(json.dumps, records)), [1, 3, 5, 7, 9]),
     ]:
         (tmp_path / name).write_bytes(text.encode())
         file = open_file(tmp_path / name)
@@ -252,6 +253,8 @@ BAD = {
     "unmarked": ({"image": "1.png", "conversations": said("a", "b")}, "line:2: 0 image markers but 1 image"),
     "both": ({"image": "1.png", "images": ["1.png"], "text": "a"}, "line:2: has both image and images"),
     "answers": ({"question": "a", "answers": [1]}, "line:2: answers: expected a list of texts"),
+    "letters": ({"question": "a", "answers": "a cat"}, "line:2: answers: expected a list of texts"),
+    "keys": ({"question": "a", "answers": {"text": ["a cat"]}}, "line:2: answers: expected a list of texts"),
     "settings": ({"messages": turns([{"type": "image", "image": "1.png", "max_pixels": 9}], "b")},
                  "line:2: a content part of type image has image (str), max_pixels (int)"),
     "no image": ({"image": "../train.jsonl", "caption": "a"}, "line:2: undecodable image ../train.jsonl: no header of"),

@@ -15,7 +15,7 @@ from data import character_tokenizer
 from data.conversation_files.prompts import provider
 from data.conversation_files.provider import provider as files
 from data.energon.task_encoder import ErrorLog, VlmTaskEncoder
-from data.prompts import load_tokenizer
+from data.hf_tokenizer import load_tokenizer
 from mimo.protocols import DataRequest, TokenSpec
 from tests.support.chat_templates import NEMOTRON3, QWEN3
 from tests.support.small_tokenizer import CHATML_TOKENS, write_tokenizer

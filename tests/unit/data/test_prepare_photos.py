@@ -8,7 +8,7 @@ from sklearn.datasets import load_sample_image
 
 from data.energon.provider import Config
 from data.energon.task_encoder import to_sample
-from data.prompts import load_tokenizer
+from data.hf_tokenizer import load_tokenizer
 from mimo.protocols import DataRequest, Sample, TokenSpec
 from scripts import prepare_photos as script
 from tests.support.shards import open_loader

@@ -350,6 +350,22 @@ def test_the_whole_text_is_tokenised_as_transformers_does(tmp_path, kind):
     assert mask.tolist() == [bool(learned) for learned in wanted["assistant_masks"]]
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_spaces_are_learned_where_the_post_processor_trims_offsets(tmp_path, nested):
+    write_tokenizer(tmp_path)
+    saved = json.loads((tmp_path / "tokenizer.json").read_text())
+    talk = [{"role": "user", "content": "list"}, {"role": "assistant", "content": "a,  b\n\n -   c  "}]
+    found = []
+    for trims in (False, True):
+        trimming = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": trims, "use_regex": True}
+        saved["post_processor"] = {"type": "Sequence", "processors": [trimming]} if nested else trimming
+        (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+        tokens, mask = Tokenizer(str(tmp_path), "plain", "none", TOKENS).encode(talk, [])
+        found.append((tokens.tolist(), mask.tolist()))
+    assert found[0] == found[1]
+    assert AutoTokenizer.from_pretrained(tmp_path).decode(tokens[mask]) == "a,  b\n\n -   c  </s>"
+
+
 @pytest.mark.parametrize("kind", IMAGE_TAGS)
 def test_tags_stand_around_all_tiles_of_an_image(folder, kind):
     before, after = IMAGE_TAGS[kind]

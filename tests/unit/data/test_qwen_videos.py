@@ -30,7 +30,7 @@ from transformers.video_utils import VideoMetadata
 
 from data.conversation_files.provider import provider as conversations
 from data.energon.provider import provider as energon
-from data.prompts import load_tokenizer
+from data.hf_tokenizer import load_tokenizer
 from data.stats.collect import collect
 from mimo.commands.main import main
 from mimo.config.cli import parse, parse_as

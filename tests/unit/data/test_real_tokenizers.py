@@ -19,7 +19,8 @@ from transformers import AutoTokenizer, CLIPImageProcessor, LlamaTokenizer, Llav
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.integrations.mistral.tokenizer import MistralConverter
 
-from data.prompts import Tokenizer, load_tokenizer
+from data.hf_tokenizer import load_tokenizer
+from data.prompts import Tokenizer
 from mimo.protocols import TokenSpec
 from tests.support import chat_templates as templates
 

@@ -15,7 +15,7 @@ from tests.support.videos import all_frames, write_video
 
 KINDS = [("libx264", "mp4", 12), ("libx264", "mp4", 2), ("libx264", "matroska", 250), ("mpeg4", "avi", 5),
          ("libvpx-vp9", "webm", 10), ("libx265", "mp4", 12), ("libx264", "mpegts", 12), ("mpeg4", "mp4", 1),
-         ("libsvtav1", "mp4", 12), ("flv", "flv", 5)]
+         ("libsvtav1", "mp4", 12), ("flv", "flv", 5), ("libx264", "avi", 12), ("mpeg1video", "mpeg", 12)]
 
 
 @pytest.mark.parametrize(("codec", "kind", "group"), fast_only(KINDS[:5], KINDS))
