@@ -185,8 +185,8 @@ class RlConfig:
             refuse(low > self.top_p, f"--top-p {self.top_p} with --importance-correction {kind} and --importance-low "
                    f"{low}: where engine and trainer agree, weights are from {self.top_p} to 1, and those below {low} "
                    f"are cut; use --importance-low {self.top_p} or less")
-            refuse(self.top_k > 0 and self.importance_low is None and kind == "sequence",
-                   f"--top-k {self.top_k} with --importance-correction sequence: where engine and trainer agree, "
+            refuse(self.top_k > 0 and self.importance_low is None,
+                   f"--top-k {self.top_k} with --importance-correction {kind}: where engine and trainer agree, "
                    f"weights are the share of probability that {self.top_k} tokens have; set --importance-low below "
                    "what it may be")
 

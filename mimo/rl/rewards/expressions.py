@@ -80,7 +80,9 @@ class Comparer:
     def _started(self) -> subprocess.Popen[str]:
         if self._process is not None and self._process.poll() is None:
             return self._process
-        self._process = subprocess.Popen([sys.executable, "-P", __file__], text=True,
+        # In a session of its own, because a signal that asks the run to stop goes to the whole process group. The run
+        # finishes its iteration, for which it needs the rewards.
+        self._process = subprocess.Popen([sys.executable, "-P", __file__], text=True, start_new_session=True,
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         if _line(self._process, START_LIMIT_S) is None:
             self._kill()

@@ -17,14 +17,14 @@ _BLOCK = re.compile(f"{OPEN}.*?{CLOSE}", re.DOTALL)
 LETTERS = "ABCDEFGHIJ"
 
 # Ordered from the clearest to the least clear. The last match of a pattern counts, because a model may weigh other
-# choices first.
+# choices first. Possessive quantifiers keep a search in long white space from taking quadratic time.
 _PATTERNS = tuple(map(re.compile, (
     r"\\boxed\{\s*(?:\\(?:text(?:bf)?|math(?:bf|rm))\{\s*)?\(?([A-Za-z])(?![A-Za-z])",
     # A small letter must end the phrase: "the answer is a dog" chooses nothing, and neither does "Answer: I think".
-    r"\b(?i:answer|choice|option)\b(?:\s+is)?\s*[:=]?[\s*\\(]*"
+    r"\b(?i:answer|choice|option)\b(?:\s++is)?\s*+[:=]?[\s*\\(]*+"
     r"((?!I\s+[a-z])[A-J](?![\w'])|[a-j](?=\s*(?:[.,;:)*]|\n|$)))",
     r"\(([A-J])\)",
-    r"(?:^|\n)\s*(?:\*\*)?([A-J])(?:\*\*)?\s*(?:[.):]|\n|$)",
+    r"(?:^|\n)[^\S\n]*+(?:\*\*)?([A-J])(?:\*\*)?\s*(?:[.):]|\n|$)",
     r"(?<![\w'])([A-J])[\s.*)]*$",
 )))
 # Tags, code marks, quotation marks and dollar signs around a letter mean nothing.

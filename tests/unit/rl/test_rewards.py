@@ -1,5 +1,6 @@
 """Rewards: what counts as an answer, case by case."""
 
+import os
 import threading
 from fractions import Fraction
 
@@ -41,6 +42,15 @@ def test_an_expression_that_takes_too_long_is_wrong_and_the_next_is_compared():
     assert [each.equal for each in results] == [True, False, True]
 
 
+def test_the_comparer_gets_no_signal_to_the_process_group():
+    """torchrun and Ctrl-C stop a whole group, and the run still finishes its iteration."""
+    comparer = Comparer()
+    assert comparer.compare("$1/2$", "$0.5$").equal
+    process = comparer._process
+    assert os.getpgid(process.pid) != os.getpgid(0)
+    comparer._kill()
+
+
 def test_math_verify_on_a_thread():
     scores = []
     thread = threading.Thread(target=lambda: scores.append(registry.reward("math-verify")("", "1/2", "0.5", {})))
@@ -56,7 +66,8 @@ def test_gsm8k_where_the_prompt_begins_the_thinking():
 
 
 @pytest.mark.parametrize("text", ["." * 20000, "#### " + "," * 20000, "-" * 20000, "#" * 20000, "$" * 20000,
-                                  "<think>" * 3000, "9" * 20000, "1-" * 10000])
+                                  "<think>" * 3000, "9" * 20000, "1-" * 10000, "\n" * 100000,
+                                  "answer" + " " * 100000 + "xx"])
 def test_long_nonsense_is_read_in_one_pass(text):
     # Patterns that go back would not come to an end here.
     assert gsm8k("", text, "72", {}) == 0.0

@@ -296,6 +296,8 @@ def test_flags_that_make_sense_pass(fields):
     ({"top_p": 0.9, "importance_correction": "sequence"}, "--top-p 0.9 with --importance-correction sequence and "
      "--importance-low 0.999: .* use --importance-low 0.9 or less"),
     ({"top_p": 0.4, "importance_correction": "icepop"}, "weights are from 0.4 to 1, and those below 0.5 are cut"),
+    ({"top_k": 3, "importance_correction": "icepop"}, "^--top-k 3 with --importance-correction icepop: .* set "
+     "--importance-low below"),
     ({"top_k": 3, "importance_correction": "sequence"}, "^--top-k 3 with --importance-correction sequence: .* set "
      "--importance-low below"),
     ({"ref_load": "x"}, "^--ref-load x with --kl-coeff 0, which needs no reference policy"),
