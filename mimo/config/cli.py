@@ -123,10 +123,10 @@ def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, descriptio
     titles = {"model_family": f"{model} model" if model in registry.MODEL_PROVIDERS else "model-family",
               "dataset": f"{dataset} data" if ":" not in str(dataset) else "dataset"}
     flags = _parse_flags(instances, titles, argv, description)
-    config = run_type(**{name: getattr(flags, name) for name in sections}).resolved()
+    config = run_type(**{name: getattr(flags, name) for name in sections})
     if flags.files.print_config:
         if _prints():
-            print(to_toml(config), end="")
+            print(to_toml(config.resolved()), end="")
         raise SystemExit(0)
     config = with_local_folders(config)
     _refuse_replaced_flags(config, argv)
@@ -189,6 +189,16 @@ def with_training_stage[C: RunConfig](config: C) -> C:
         raise ValueError(f"--freeze {config.model.freeze} with --training-stage {stage}, which freezes {frozen}: give "
                          "one of them")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, freeze=frozen))
+
+
+def without_training_stage[C: RunConfig](config: C) -> C:
+    """Return the configuration without the frozen parts that `with_training_stage` filled in, for the next stage."""
+    provider = registry.model_provider(config.model.model_provider)
+    if not isinstance(provider, StagedProvider) or not config.model_family.training_stage:
+        return config
+    if config.model.frozen != provider.frozen_parts(config.model_family):
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, freeze=""))
 
 
 @runtime_checkable

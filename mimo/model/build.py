@@ -32,7 +32,7 @@ from mimo.model.layer_ops import (
 from mimo.model.mimo_model import HeteroModel
 from mimo.model.moe import install_padded_routing
 from mimo.model.packed_experts import choose_grouped_gemm
-from mimo.model.recompute import prepare_recomputation
+from mimo.model.recompute import prepare_recomputation, recompute_frozen
 from mimo.observability.spans import Spans
 from mimo.platform import quieten_transformer_engine
 from mimo.platform.base import Platform
@@ -319,6 +319,9 @@ def set_training(model: HeteroModel, training: bool) -> None:
         parameters = list(part.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):
             part.eval()
+    language = model.language_model
+    if training and language is not None and not any(each.requires_grad for each in language.parameters()):
+        recompute_frozen(language)
 
 
 def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -1,7 +1,7 @@
-"""Selective recomputation of parts of a built module's layers in the backward pass.
+"""Recomputation of layers, or of parts of them, in the backward pass.
 
-Megatron Core silently ignores parts that a layer does not have. A run that asks for a part that no layer has is
-refused.
+Megatron Core silently ignores parts that a layer does not have, and modules in evaluation mode. A run that asks for a
+part that no layer has is refused.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mimo.comm import gather, raise_known_errors
@@ -54,6 +57,22 @@ def prepare_recomputation(config: ModelConfig, grids: Grids, modules: dict[str, 
             error = (f"{flag} {','.join(parts)} with --transformer-impl {impl}: no layer of {name} has "
                      f"{' or '.join(missing)} as a part of its own; leave {'it' if len(missing) == 1 else 'them'} out")
             raise_known_errors(grids, [error] * len(everywhere))
+
+
+def recompute_frozen(module: torch.nn.Module) -> None:
+    """Have a frozen language model recompute what its flags name, although it is in evaluation mode.
+
+    The gradients of a projector pass through it, so its activations need as much memory as those of one that trains.
+    Only the mode of the parts that decide about recomputation changes, and not that of the modules in them, such as
+    dropout and routers.
+    """
+    for part in module.modules():
+        if isinstance(part, (TransformerBlock, HybridStack, MultiTokenPredictionLayer)):
+            part.training = part.config.recompute_granularity == "full"
+        elif isinstance(part, Attention):
+            part.training = part.checkpoint_core_attention
+        elif isinstance(part, MoELayer):
+            part.training = part.moe_layer_recompute
 
 
 def _install_recomputation(module: torch.nn.Module) -> set[str]:

@@ -239,9 +239,9 @@ class FlopsCounter:
         input_gradients = flows or (plain and component.parallel_linear)
         total = forward.total + forward.weights * (trains + input_gradients)
         total += 2 * (forward.attention + forward.scan)
-        # A frozen model runs in evaluation mode, where nothing is recomputed.
-        if hardware and trains and component.recomputed:
-            language = component.module == LANGUAGE
+        # Gradients pass through a frozen language model, but not through a frozen encoder, which recomputes nothing.
+        language = component.module == LANGUAGE
+        if hardware and (trains or language) and component.recomputed:
             again = {"none": 0.0, "selective": forward.attention, "full": forward.total}
             total += (again[self.recompute] * self.recomputed_share if language else again[self.encoder_recompute])
         if hardware and self.logits_again and component.makes_logits:

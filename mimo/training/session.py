@@ -17,7 +17,7 @@ from mimo.checkpoint.reader import read_common
 from mimo.checkpoint.save import Saver
 from mimo.checkpoint.state import Progress, RunState, is_imported
 from mimo.comm import broadcast_result
-from mimo.config.cli import to_toml
+from mimo.config.cli import to_toml, without_training_stage
 from mimo.config.trainer import CheckpointConfig, RunConfig
 from mimo.config.validate import train_iterations
 from mimo.grid.groups import Grids
@@ -214,7 +214,7 @@ class Session:
         with self.watchdog.waiting("start of the run's records", is_work=True):
             logger = RunLogger(self._config.observe, active=self.is_logging_rank,
                                total_iterations=self.total_iterations,
-                               config_toml=to_toml(without_chosen_folder(self._config)),
+                               config_toml=to_toml(without_training_stage(without_chosen_folder(self._config))),
                                resume_iteration=self.progress.iteration, format_records=format_records,
                                how_to_continue=how_to_continue(self._config.checkpoint))
         self.watchdog.on_stall.append(logger.mark_failed)

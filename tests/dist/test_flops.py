@@ -142,11 +142,12 @@ MODELS = {"llava": LLAVA, "llava-moe": (*LLAVA, *MOE), "llava-frozen-encoder": (
           "llava-frozen-projector": (*LLAVA, "--freeze", "projector"),
           "llava-recomputed": (*LLAVA, "--recompute", "full"),
           "llava-recomputed-attention": (*LLAVA, "--recompute", "selective"),
-          "llava-frozen-is-not-recomputed": (*LLAVA, "--recompute", "full", "--freeze", "language"),
+          "llava-frozen-language-recomputed": (*LLAVA, "--recompute", "full", "--freeze", "language"),
           "qwen3-moe": QWEN3_MOE, "deepseek": DEEPSEEK, "deepseek-plain-queries": (*DEEPSEEK, "--q-lora-rank", "0"),
           "qwen3-vl": QWEN3_VL, "qwen2.5-vl": QWEN25_VL, "qwen2.5-vl-recomputed": (*QWEN25_VL, "--recompute", "full"),
           "nemotron": NEMOTRON, "nemotron-latent": (*NEMOTRON, "--moe-latent-size", "16"),
-          "nemotron-mtp": (*NEMOTRON, *MTP), "nemotron-mtp-recomputed": (*NEMOTRON, *MTP, "--recompute", "full")}
+          "nemotron-mtp": (*NEMOTRON, *MTP), "nemotron-mtp-recomputed": (*NEMOTRON, *MTP, "--recompute", "full"),
+          "llava-frozen-recomputed-attention": (*LLAVA, "--recompute", "selective", "--freeze", "language")}
 
 
 @pytest.mark.parametrize("name", fast_only(("llava", "nemotron"), MODELS))

@@ -83,6 +83,25 @@ def test_recomputed_parts_change_no_result(pool: WorkerPool, tmp_path: Path, cas
             assert np.linalg.norm(other - value) <= tolerance * np.linalg.norm(value)
 
 
+# Flags of models whose language model is frozen, those of recomputation, and the class that runs twice as often.
+FROZEN = {
+    "dense": (f"--layout colocated {DROPOUT}", "--recompute full", "TransformerLayer"),
+    "experts": (f"--layout colocated {DROPOUT} {' '.join(equality.MOE)}",
+                "--recompute selective --recompute-modules moe", "SequentialMLP"),
+    "hybrid": (f"{NEMOTRON} --layout colocated", "--recompute full", "MambaLayer"),
+}
+
+
+@pytest.mark.parametrize("case", fast_only(["dense"], FROZEN))
+def test_a_frozen_language_model_is_recomputed_for_its_projector(pool: WorkerPool, case: str) -> None:
+    model, flags, again = FROZEN[case]
+    words = (*model.split(), "--freeze", "vision,language")
+    ((expected, calls),) = pool.run(counted, words, 1, world_size=1)
+    ((found, more),) = pool.run(counted, (*words, *flags.split()), 1, world_size=1)
+    assert more[again] > calls[again] and len(bits(expected)) == len(bits(found)) > 4
+    assert all(np.array_equal(value, other) for value, other in zip(bits(expected), bits(found), strict=True))
+
+
 @pytest.mark.parametrize(("flags", "message"), [
     ("--recompute-modules shared_experts", "no layer of language has shared_experts as a part of its own"),
     ("--recompute-modules moe_act", "local layers compute experts one by one"),
