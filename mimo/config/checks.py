@@ -7,6 +7,7 @@ files before the command line is read: --save-interval of a file may need --save
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Any
 
@@ -38,3 +39,12 @@ def is_above(value: float, bound: float) -> bool:
 def is_least(value: float, bound: float) -> bool:
     """Return whether a value is finite and not below a bound."""
     return math.isfinite(value) and value >= bound
+
+
+def check_packages(flags: Any) -> None:
+    """Raise ValueError if the package of a tracker that `flags`, an `ObserveConfig`, ask for is not installed."""
+    for flag, value, package in (("--wandb-project", flags.wandb_project, "wandb"),
+                                 ("--mlflow-uri", flags.mlflow_uri, "mlflow"),
+                                 ("--tensorboard-dir", flags.tensorboard_dir, "tensorboard")):
+        refuse(value is not None and importlib.util.find_spec(package) is None,
+               f"{flag} {value}: the package {package} is not installed; pip install {package}, or leave the flag out")

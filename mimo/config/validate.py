@@ -6,7 +6,6 @@ Each section checks itself; this module calls those checks and adds the rules th
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import itertools
 import math
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from mimo import registry
-from mimo.config.checks import refuse
+from mimo.config.checks import check_packages, refuse
 from mimo.config.optim import ScheduleConfig
 from mimo.config.toml_file import field_name, flag_name, flag_words
 from mimo.config.trainer import LayoutConfig, ModelConfig, ObserveConfig, RunConfig
@@ -67,15 +66,6 @@ def check_device(flags: ObserveConfig, device: str) -> None:
     """Refuse flags that need a GPU on a run without one. Raises ValueError."""
     for flag, given in (("--memory-snapshot", flags.memory_snapshot), ("--nvtx", flags.nvtx)):
         refuse(given and device != "cuda", f"{flag} needs CUDA, and this run is on {device}: leave it out")
-
-
-def check_packages(flags: ObserveConfig) -> None:
-    """Raise ValueError if the package of a tracker that the flags ask for is not installed."""
-    for flag, value, package in (("--wandb-project", flags.wandb_project, "wandb"),
-                                 ("--mlflow-uri", flags.mlflow_uri, "mlflow"),
-                                 ("--tensorboard-dir", flags.tensorboard_dir, "tensorboard")):
-        refuse(value is not None and importlib.util.find_spec(package) is None,
-               f"{flag} {value}: the package {package} is not installed; pip install {package}, or leave the flag out")
 
 
 def check_prefetch(config: RunConfig, layout: Layout, num_microbatches: int) -> None:
@@ -153,6 +143,10 @@ def validate_without_data(config: RunConfig, world_size: int) -> Layout:
     for section in (train, config.model, config.data, config.optim, config.schedule, config.ddp, config.checkpoint,
                     config.observe):
         section.check()
+    usual = (0, type(train).num_generations)
+    refuse(not config.reads_prompts and not train.eval_iters and train.num_generations not in usual,
+           f"--num-generations {train.num_generations} with --eval-iters 0: held-out samples are decoded at the end of "
+           "the last evaluation; set --eval-iters")
     _check_sequence(config)
     _check_model(config, layout)
     check_prefetch(config, layout, num_microbatches(config))
@@ -400,17 +394,20 @@ def _check_model(config: RunConfig, layout: Layout) -> None:
     refuse(bool(encoders) and model.encoder_recompute != "none" and model.frozen >= set(encoders),
            f"--encoder-recompute {model.encoder_recompute} with --freeze {model.freeze}: a frozen encoder keeps no "
            "activations; leave it out")
-    if not encoders:
-        refuse(model.encoder_recompute != "none", "a run without an encoder would ignore --encoder-recompute "
-               f"{model.encoder_recompute}: leave it out")
-        given = [f"{flag_name(name)} {getattr(config.optim, name)}"
-                 for name in ("encoder_lr", "projector_lr", "encoder_weight_decay")
-                 if getattr(config.optim, name) is not None]
-        if config.ddp.encoder_ddp_overlap:
-            given.append("--encoder-ddp-overlap")
-        if config.optim.correct_encoder_grad_for_partial_participation:
-            given.append("--correct-encoder-grad-for-partial-participation")
-        refuse(bool(given), f"a run without an encoder would ignore {', '.join(given)}: leave it out")
+    refuse(not encoders and model.encoder_recompute != "none", "a run without an encoder would ignore "
+           f"--encoder-recompute {model.encoder_recompute}: leave it out")
+    # Without a rate of its own, the projector has that of the encoder.
+    nothing_trains = model.frozen >= {*encoders, "projector"} or not encoders
+    ignored = {"encoder_lr": nothing_trains, "projector_lr": nothing_trains or "projector" in model.frozen,
+               "encoder_weight_decay": nothing_trains}
+    given = [f"{flag_name(name)} {vars(config.optim)[name]}" for name, is_ignored in ignored.items()
+             if is_ignored and vars(config.optim)[name] is not None]
+    if not encoders and config.ddp.encoder_ddp_overlap:
+        given.append("--encoder-ddp-overlap")
+    if nothing_trains and config.optim.correct_encoder_grad_for_partial_participation:
+        given.append("--correct-encoder-grad-for-partial-participation")
+    refuse(bool(given), f"a run {f'with --freeze {model.freeze}' if encoders else 'without an encoder'} would ignore "
+           f"{', '.join(given)}: leave it out")
 
 
 def _check_schedule(config: RunConfig) -> None:

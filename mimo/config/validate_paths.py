@@ -8,10 +8,10 @@ from urllib.parse import urlsplit
 
 from mimo import registry
 from mimo.checkpoint import paths
+from mimo.config.checks import check_packages
 from mimo.config.rl_run import RlRunConfig
 from mimo.config.toml_file import flag_name
 from mimo.config.trainer import CheckpointConfig, RunConfig, is_folder
-from mimo.config.validate import check_packages
 from mimo.observability.dated_folder import RUNS
 from mimo.protocols import MegatronSourceProvider
 from mimo.weights import hub

@@ -47,7 +47,8 @@ class WandbTracker(Tracker):
     def __init__(self, project: str, name: str | None, run_dir: Path, config_toml: str) -> None:
         """Start the run. The package's own settings and environment variables choose the server."""
         wandb = importlib.import_module("wandb")
-        self._run: Any = wandb.init(project=project, name=name, dir=str(run_dir), config=tomllib.loads(config_toml))
+        self._run: Any = wandb.init(project=project, name=name, dir=str(run_dir), config=tomllib.loads(config_toml),
+                                    settings=wandb.Settings(init_timeout=OPEN_LIMIT_S))
 
     def log(self, step: int, samples: int, record: Mapping[str, Value]) -> None:
         self._run.log({**curves(record), "consumed_samples": samples}, step=step)

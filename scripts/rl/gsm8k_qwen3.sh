@@ -72,5 +72,6 @@ run=(train_rl.py --config scripts/configs/rl_gsm8k.toml "${layout[@]}" --data-pa
 if [[ -n "$plan" ]]; then
     exec "$PYTHON" "${run[@]}" --load-hf "" --device cuda --world-size "$nproc" --dry-run
 fi
-OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 exec "$PYTHON" -m torch.distributed.run --standalone \
+export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+exec "$PYTHON" -m torch.distributed.run --standalone \
     --nproc-per-node "$nproc" "${run[@]}"

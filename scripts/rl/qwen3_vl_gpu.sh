@@ -38,5 +38,6 @@ if [[ -n "$plan" ]]; then
 fi
 choose_python rl-gpu vllm
 cd "$ROOT"
-export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1
+# Encoder windows with pipeline stages need 32.
+export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 launch "$nproc" train_rl.py "${run[@]}"

@@ -76,12 +76,13 @@ def test_other_encoders_do_not_send_gradients_into_a_frozen_one():
 
 
 @pytest.mark.parametrize(("recompute", "frozen", "more"), [
-    ("none", "", 0), ("selective", "", 100), ("full", "", 100 + 1e8 * 10), ("full", LANGUAGE, 0),
+    ("none", "", 0), ("selective", "", 100), ("full", "", 100 + 1e8 * 10),
+    ("full", LANGUAGE, 100 + 1e8 * 10), ("full", "vision,projector,language", 0),
 ])
 def test_recomputation_is_work_of_the_hardware_alone(recompute, frozen, more):
     layers = replace(DECODER, attention=2.0, causal=True)
     sums = {"vision": SequenceSums.of([1]), LANGUAGE: SequenceSums.of([10])}
-    without, found = (FlopsCounter((ENCODER, layers, OUTPUT), frozen=frozenset({frozen}), recompute=how)
+    without, found = (FlopsCounter((ENCODER, layers, OUTPUT), frozen=frozenset(frozen.split(",")), recompute=how)
                       for how in ("none", recompute))
     assert found.model_flops(sums) == without.model_flops(sums)
     assert found.hardware_flops(sums)[LANGUAGE] - without.hardware_flops(sums)[LANGUAGE] == more

@@ -31,10 +31,13 @@ class Run:
         note("log", step, figures)
     def finish(self):
         note("finish")
-def init(project, name, dir, config):
+class Settings:
+    def __init__(self, init_timeout):
+        self.init_timeout = init_timeout
+def init(project, name, dir, config, settings):
     if project == "refused":
         raise PermissionError("no key")
-    note("init", project, name, dir, config)
+    note("init", project, name, dir, config, settings.init_timeout)
     return Run()
 '''
 MLFLOW = SHARED + '''
@@ -102,7 +105,7 @@ def test_wandb_gets_every_figure_and_a_failure_is_said_once(tmp_path, fake, caps
     run_dir = tmp_path / "run"
     run(ObserveConfig(run_dir=str(run_dir), wandb_project="digits", wandb_name="first"), 4)
     first, *logs, last = calls()
-    assert first == ["init", "digits", "first", str(run_dir), {"train": {"lr": 1.0}}]
+    assert first == ["init", "digits", "first", str(run_dir), {"train": {"lr": 1.0}}, 60.0]
     assert [step for _, step, _ in logs] == [1, 3, 4], "what comes after a failure is sent"
     assert logs[0][2]["train/lm loss"] == 0.5 and logs[0][2]["consumed_samples"] == 8
     assert "grad-norm" not in logs[0][2], "there was none"

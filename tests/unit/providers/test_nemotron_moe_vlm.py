@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
-from mimo.config.cli import parse
+from mimo.config.cli import parse, to_toml, without_training_stage
 from mimo.config.validate import validate
 from mimo.grid.dry_run import dry_run_report, total_parameters
 from mimo.grid.spec import Layout
@@ -81,13 +82,19 @@ def test_images_of_one_size_need_not_be_square() -> None:
     assert "(one 16x48 image per sample = 3 tokens, hidden size 64, bf16)" in plan
 
 
-def test_stages_freeze_their_parts() -> None:
+def test_stages_freeze_their_parts(tmp_path: Path) -> None:
     flags = ["--model-provider", "nemotron-moe-vlm-tiny", "--dataset-provider", "mock"]
     assert parse([*flags, "--training-stage", "stage1"]).model.frozen == {"vision", "language"}
     assert not parse([*flags, "--training-stage", "stage2"]).model.frozen
     assert parse([*flags, "--freeze", "vision"]).model.frozen == {"vision"}
     for own in ("vision", "vision,language"):
         assert parse([*flags, "--training-stage", "stage2", "--freeze", own]).model.frozen == set(own.split(","))
+    file = tmp_path / "run_config.toml"
+    for own in ("", "vision"):  # what a stage freezes is not in the file of its run, so that the next stage trains it
+        stage = ["--training-stage", "stage2" if own else "stage1", *(["--freeze", own] if own else [])]
+        file.write_text(to_toml(without_training_stage(parse([*flags, *stage]))))
+        assert parse(["--config", str(file), "--training-stage", "stage2"]).model.freeze == own
+        assert parse(["--config", str(file)]) == parse([*flags, *stage])
     same = parse([*flags, "--training-stage", "stage1", "--freeze", "vision,language"])
     assert same.model.frozen == {"vision", "language"}
     for other in ("projector", "vision"):

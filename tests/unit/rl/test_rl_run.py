@@ -70,7 +70,7 @@ def test_print_config_shows_what_the_policy_loss_uses(flags, low, high, mean, ca
 
 
 def test_a_file_that_names_the_loss_does_not_fix_the_range_of_another(tmp_path):
-    (tmp_path / "run.toml").write_text('policy_loss = "gspo"\n')
+    (tmp_path / "run.toml").write_text(to_toml(parsed("--policy-loss", "gspo")))  # as in run_config.toml
     config = parsed("--config", str(tmp_path / "run.toml"), "--policy-loss", "ppo")
     assert (config.rl.clip_range, config.rl.aggregation) == ((0.2, 0.2), "token-mean")
 
