@@ -40,6 +40,7 @@ from mimo.protocols import (
     ModelProvider,
     Question,
     QuestionDataProvider,
+    SizesProvider,
 )
 from mimo.rl.launch_engine import has_processor
 from mimo.rl.placement import check_cpu_engine
@@ -168,10 +169,26 @@ def _for_one_process(config: RunConfig, platform: Platform, max_tokens: int) -> 
     is_text = config.layout.llm_only or not registry.model_provider(model.model_provider).encoders(config.model_family)
     # Kinds of layouts differ in the place of the encoder, and without one they are refused.
     layout = LayoutConfig(layout="disjoint" if is_text else "homogeneous", llm_only=config.layout.llm_only)
-    # The length of the question is not known yet, and is checked when it is.
+    # The length of the question is not known yet, and is checked when it is. Models with an encoder need room for an
+    # image, whether or not the question has one.
+    seq_length = max(max_tokens, 0 if is_text else _fixed_image_tokens(config) + 1)
     train = dataclasses.replace(config.train, device=platform.name, micro_batch_size=1, global_batch_size=1,
-                                train_iters=1, seq_length=max_tokens)
+                                train_iters=1, seq_length=seq_length)
     return dataclasses.replace(config, layout=layout, model=model, train=train)
+
+
+def _fixed_image_tokens(config: RunConfig) -> int:
+    """Return the tokens of an image if the encoder takes images of one size; 0 if it takes any size.
+
+    Raises:
+        ValueError: sizes that fit no layout.
+    """
+    provider, family = registry.model_provider(config.model.model_provider), config.model_family
+    if isinstance(provider, SizesProvider):
+        provider.validate_sizes(family)
+    spec = provider.token_spec(family)
+    encoder = next(iter(provider.encoders(family)))
+    return provider.num_image_tokens(family, encoder, *spec.image_shape) if spec.image_size else 0
 
 
 def _engine(wanted: str, asked: Asked) -> str:
@@ -211,15 +228,22 @@ def _ask_trainer(asked: Asked, layout: Layout, platform: Platform) -> list[int]:
         dist.destroy_process_group()
 
 
+def _check_length(asked: Asked, layout: Layout) -> None:
+    """Raise ValueError if the model has no room for the question and the answer."""
+    length, count = asked.length, asked.max_tokens
+    try:
+        # A question without images may be shorter than an image, for which providers want room in any case.
+        asked.provider.validate(asked.config.model_family, layout, max(length + count, asked.config.train.seq_length))
+    except ValueError as error:
+        raise ValueError(f"a question of {length} tokens with --max-tokens {count}: {error}") from error
+
+
 def _generate(asked: Asked, grids: Grids, platform: Platform) -> list[int]:
     """Return the tokens of the answer, without the one that ends it."""
     provider, family, sample, length = asked.provider, asked.config.model_family, asked.question.sample, asked.length
     seq_length = length + asked.max_tokens
     config = dataclasses.replace(asked.config, train=dataclasses.replace(asked.config.train, seq_length=seq_length))
-    try:
-        provider.validate(family, grids.layout, seq_length)
-    except ValueError as error:
-        raise ValueError(f"a question of {length} tokens with --max-tokens {asked.max_tokens}: {error}") from error
+    _check_length(asked, grids.layout)
     watchdog = open_watchdog(0, grids, tempfile.gettempdir())
     try:
         parts = setup_trainer(config, provider, grids, platform, watchdog)
