@@ -58,6 +58,10 @@ GROUP_TIMEOUT_S = 600.0
 MAX_QUESTION_TOKENS = 1 << 20
 # Memory of the engine's cache on a CPU. On a GPU, the engine fills a fraction of the memory.
 CPU_CACHE_BYTES = 256 << 20
+# Fields of `ModelConfig` that do not change an answer.
+WITHOUT_EFFECT = ("freeze", "cuda_graphs", "moe_static_rows", "fp8_primary_weights", "moe_token_dispatcher_type",
+                  "recompute", "recompute_modules", "recompute_num_layers", "encoder_recompute",
+                  "encoder_recompute_modules")
 
 
 @dataclass(frozen=True)
@@ -159,11 +163,9 @@ def _config_of_checkpoint(common: Mapping[str, Any], folder: Path, run_flags: Se
 
 def _for_one_process(config: RunConfig, platform: Platform, max_tokens: int) -> RunConfig:
     """Return the configuration for one process, whatever the layout of the run was."""
-    # Other ways to launch kernels, to exchange tokens and to keep weights give the same answer, and some are refused
-    # in one process.
-    model = dataclasses.replace(config.model, freeze="", cuda_graphs=False, moe_static_rows=False,
-                                fp8_primary_weights=False,
-                                moe_token_dispatcher_type=ModelConfig().moe_token_dispatcher_type)
+    # Other ways to launch kernels, to exchange tokens, to keep weights and to recompute activations give the same
+    # answer, and some are refused in one process or with the layers of a CPU.
+    model = dataclasses.replace(config.model, **{name: vars(ModelConfig())[name] for name in WITHOUT_EFFECT})
     if platform.name == "cpu" and model.transformer_impl == "transformer_engine":
         model = dataclasses.replace(model, transformer_impl="local")
     is_text = config.layout.llm_only or not registry.model_provider(model.model_provider).encoders(config.model_family)

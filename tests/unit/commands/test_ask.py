@@ -35,6 +35,22 @@ def test_a_model_of_experts_on_several_ranks_is_asked_in_one_process(flags: str)
     assert found.model_family == config.model_family
 
 
+@pytest.mark.parametrize("flags", [
+    "--recompute selective --recompute-modules moe_act --transformer-impl transformer_engine",
+    "--recompute full --recompute-num-layers 1"])
+def test_an_answer_recomputes_nothing(flags: str) -> None:
+    """The layers of a CPU cannot recompute moe_act, for example."""
+    config = parse(f"""{LLAVA} --num-experts 4 --moe-ffn-hidden-size 64 --dataset-provider mock --train-iters 1
+        --device cuda --encoder-recompute selective --encoder-recompute-modules mlp {flags}
+        --seq-length 1024""".split())
+    validate_without_data(config, 2)
+    for name in ("cpu", "cuda"):
+        platform: Any = SimpleNamespace(name=name)
+        found = ask._for_one_process(config, platform, 8)
+        validate_without_data(found, 1)
+        assert (found.model.recompute, found.model.encoder_recompute) == ("none", "none")
+
+
 @pytest.mark.parametrize("flags", ["", "--model-provider llava --image-token-id 5 --llm-only"])
 def test_a_model_of_text_is_asked_in_one_process(flags: str) -> None:
     config = parse(f"{SMALL} --dataset-provider mock --mock-text-only-fraction 1 --train-iters 1 {flags}".split())
