@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Collection, Iterable, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 from mimo.checkpoint.differences import UNUSED
 from mimo.config.toml_file import flag_name
-from mimo.protocols import ComparableProvider, ModelProvider
+from mimo.protocols import LANGUAGE, ComparableProvider, ModelProvider
 
 CONFIG_JSON = "config.json"
 # The key of --allow-difference for a config.json that describes a model which the provider cannot build.
@@ -121,6 +122,8 @@ def exported_configuration(provider: ModelProvider, family_config: Any, base: Pa
     modules = tuple(modules)
     differing = _differing(provider, family_config, values, modules, base)
     if not differing:
+        if _has_more(provider, family_config, base, modules):
+            provider.hf_config(family_config)  # raises ValueError if no configuration can say it
         return values
     # The base's configuration, with this run's values where they decide what the model computes.
     own = provider.hf_config(family_config)
@@ -152,6 +155,26 @@ def _differing(provider: ComparableProvider, family_config: Any, values: Mapping
             raise ValueError(f"--hf-base {base}: its {CONFIG_JSON} describes a model that the checkpoint cannot be: "
                              f"{message}; leave --hf-base out, or give the right one") from error
     return found
+
+
+def _has_more(provider: ModelProvider, family_config: Any, base: Path, modules: Iterable[str]) -> bool:
+    """Return whether an encoder has a value that config.json leaves out and that is not the family's default.
+
+    `differing_fields` takes such a value for the base's own, because a base may be the encoder alone. Here the base
+    counts if it is a whole model of the family, which then computes with the default.
+    """
+    assert isinstance(provider, ComparableProvider), "checked by the caller"
+    encoders = [module for module in modules if module != LANGUAGE]
+    own = provider.resolved(family_config)
+    if not encoders or not hasattr(own, WHOLE):
+        return False
+    try:
+        ours, theirs = (provider.resolved(dataclasses.replace(each, **{WHOLE: str(base)}))
+                        for each in (own, provider.Config()))
+    except ValueError:
+        return False  # another kind of model, of which `differing_fields` has read each module
+    return any(provider.computed_fields(ours, module) != provider.computed_fields(theirs, module)
+               for module in encoders)
 
 
 def _replaced(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

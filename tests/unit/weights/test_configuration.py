@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,20 @@ from transformers import AutoConfig, GenerationConfig
 
 from mimo import registry
 from mimo.config.cli import parse
-from mimo.weights.configuration import compare_folder, exported_configuration
-from tests.support.hf_families import CLIP, LLAVA_MODELS, NEMOTRON_MODELS, SIGLIP, TEXT_MODELS, VOCAB_SIZE
+from mimo.weights.configuration import compare_folder, differing_fields, exported_configuration
+from tests.support.hf_families import (
+    CLIP,
+    DEEPSEEK_MODELS,
+    LLAVA_MODELS,
+    LLAVA_NEXT_MODELS,
+    NEMOTRON_MODELS,
+    QWEN_MODELS,
+    QWEN_TEXT,
+    QWEN_TOWER,
+    SIGLIP,
+    TEXT_MODELS,
+    VOCAB_SIZE,
+)
 
 LLAVA = {"model_type": "llava", "image_token_index": VOCAB_SIZE - 1, **LLAVA_MODELS["clip-llama"]}
 ALL: dict[str, tuple[str, dict[str, Any]]] = {
@@ -22,6 +35,11 @@ ALL: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: ("nemotron_h", values) for name, values in NEMOTRON_MODELS.items()},
     "deepseek": ("deepseek_v3", {"model_type": "deepseek_v3"}),
 }
+NEMOTRON_VLM = {"model_type": "NemotronH_Nano_VL_V2", "img_context_token_id": 18, "vit_hidden_size": 384,
+                "llm_config": NEMOTRON_MODELS["nemotron-h"], "vision_config": {"args": {
+                    "model": "vit_small_patch16_224", "cpe_max_size": 1024}}}
+# The text model's keys are at the top, as in the published files.
+FLAT_QWEN = {**QWEN_TEXT, "model_type": "qwen2_5_vl", "vision_config": QWEN_TOWER, "image_token_id": VOCAB_SIZE - 1}
 
 
 def found_in(tmp_path: Path, provider: str, config: dict[str, Any], theirs: dict[str, Any] | None,
@@ -122,3 +140,48 @@ def test_layers_of_multi_token_prediction_may_be_left_out(tmp_path: Path) -> Non
 def test_without_config_json_the_run_says_so(tmp_path: Path) -> None:
     problems, (note,) = found_in(tmp_path, "causal_lm", TEXT_MODELS["llama"], None)
     assert problems == [] and "has no config.json" in note
+
+
+def exported(folder: Path, provider: str, base: dict[str, Any], *, modules: tuple[str, ...] = ("vision", "language"),
+             **fields: Any) -> dict[str, Any]:
+    """config.json of an export with the base `base`, for the model that it describes with other values of `fields`."""
+    (folder / "config.json").write_text(json.dumps(base))
+    family = registry.model_provider(provider)
+    config = dataclasses.replace(family.from_hf(base), **fields)
+    written = exported_configuration(family, config, folder, modules)
+    assert written is not None
+    assert not any(differing_fields(family, config, written, module) for module in modules)
+    return written
+
+
+BASES = {
+    **ALL, **{name: ("deepseek_v3", values) for name, values in DEEPSEEK_MODELS.items()},
+    **{name: ("llava_next", {"model_type": "llava_next", **values}) for name, values in LLAVA_NEXT_MODELS.items()},
+    **{name: ("qwen2_5_vl" if name.startswith("qwen2") else "qwen3_vl", values)
+       for name, values in QWEN_MODELS.items()},
+    "flat": ("qwen2_5_vl", FLAT_QWEN), "nemotron-vlm": ("nemotron-moe-vlm-20l", NEMOTRON_VLM),
+    "nemotron-vlm-wide": ("nemotron-moe-vlm-20l", NEMOTRON_VLM | {
+        "vision_config": NEMOTRON_VLM["vision_config"] | {"preferred_resolution": [512, 768]}}),
+    "nemotron-vlm-dynamic": ("nemotron-moe-vlm-20l", NEMOTRON_VLM | {
+        "vision_config": NEMOTRON_VLM["vision_config"] | {"min_num_patches": 4}})}
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_base_of_the_same_model_stays_as_it_is(tmp_path: Path, name: str) -> None:
+    provider, values = BASES[name]
+    encoders = registry.model_provider(provider).encoders(None)
+    assert exported(tmp_path, provider, values, modules=(*encoders, "language")) == values
+
+
+@pytest.mark.parametrize(("name", "fields", "words"), [
+    ("siglip-qwen3", {"vision_dynamic_resolution": True}, "--vision-dynamic-resolution: a LlavaConfig takes"),
+    ("siglip-qwen3", {"vision_pixel_shuffle": 2}, "--vision-pixel-shuffle 2: a LlavaConfig takes images of one size"),
+    ("nemotron-vlm", {"vision_image_width": 768}, "NemotronH_Nano_VL_V2 has images of one size as squares alone")])
+def test_what_no_configuration_says_is_refused_with_a_base_too(tmp_path: Path, name: str, fields: dict[str, Any],
+                                                               words: str) -> None:
+    provider, values = BASES[name]
+    for base in (values, values | {"unknown": 1}):
+        with pytest.raises(ValueError, match=words):
+            exported(tmp_path, provider, base, **fields)
+    # The base of a language model alone says nothing about images.
+    exported(tmp_path, provider, values, modules=("language",), **fields)
