@@ -128,7 +128,11 @@ def exported_configuration(provider: ModelProvider, family_config: Any, base: Pa
     # The base's configuration, with this run's values where they decide what the model computes.
     own = provider.hf_config(family_config)
     towers = [name for name in ("text_config", "llm_config", "vision_config") if name in values]
-    changed = dict(values) if towers else _replaced(values, own)
+    changed = dict(values)
+    language = [module for module in modules if module == LANGUAGE]
+    if towers in ([], ["vision_config"]) and _differing(provider, family_config, values, language, base):
+        # A text model, or keys of one at the top, as in the published files of Qwen2.5-VL.
+        changed = _replaced(values, own.get("text_config") or own.get("llm_config") or own)
     for tower in towers:
         changed[tower] = _replaced(values[tower], own.get(tower) or own.get("llm_config") or {})
     left = _differing(provider, family_config, changed, modules, base)

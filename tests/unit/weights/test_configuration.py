@@ -185,3 +185,23 @@ def test_what_no_configuration_says_is_refused_with_a_base_too(tmp_path: Path, n
             exported(tmp_path, provider, base, **fields)
     # The base of a language model alone says nothing about images.
     exported(tmp_path, provider, values, modules=("language",), **fields)
+
+
+def test_values_of_a_text_model_are_written_where_the_base_has_them(tmp_path: Path) -> None:
+    flat = FLAT_QWEN | {"rope_theta": 100.0, "rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 1]}}
+    del flat["rope_parameters"]
+    for base in (FLAT_QWEN, flat):
+        written = exported(tmp_path, "qwen2_5_vl", base, norm_epsilon=1e-3, rotary_base=7.0, vision_window_size=8)
+        assert (written["rms_norm_eps"], written["rope_theta"]) == (1e-3, 7.0)
+        assert written["rope_scaling"]["mrope_section"] == [1, 2, 1] and "rope_parameters" not in written
+        assert written["vision_config"]["window_size"] == 8 and "text_config" not in written
+        assert written["model_type"] == "qwen2_5_vl" and written["image_token_id"] == VOCAB_SIZE - 1
+        other = exported(tmp_path, "qwen2_5_vl", base, vision_window_size=8)
+        assert {key: other[key] for key in base.keys() - {"vision_config"}} == {
+            key: base[key] for key in base.keys() - {"vision_config"}}, "the text model is the base's"
+    text = LLAVA["text_config"]
+    provider = registry.model_provider("llava")
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    config = dataclasses.replace(provider.from_hf(LLAVA), rotary_base=7.0)
+    assert exported_configuration(provider, config, tmp_path, ("language",)) == text | {
+        "rope_theta": 7.0, "rope_scaling": None, "head_dim": 8, "hidden_act": "silu", "tie_word_embeddings": False}
