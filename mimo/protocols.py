@@ -531,8 +531,8 @@ class ComparableProvider(Protocol):
         """
         ...
 
-    def hf_key(self, field: str) -> str:
-        """Return the key of a Hugging Face configuration that corresponds to a field, for messages."""
+    def hf_key(self, field: str, values: Mapping[str, Any]) -> str:
+        """Return the key of the config.json `values` that corresponds to a field, for messages."""
         ...
 
 

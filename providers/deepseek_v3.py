@@ -15,7 +15,7 @@ from mimo.observability.flops import FlopComponent
 from mimo.protocols import BuildContext
 from providers.common.family import TextProvider
 from providers.common.flops import latent_components
-from providers.common.hf_deepseek import deepseek_config, deepseek_sizes
+from providers.common.hf_deepseek import HF_KEYS, deepseek_config, deepseek_sizes
 from providers.common.mla import LatentDecoderConfig, check_latent, check_latent_grid, latent_shapes
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ class DeepseekV3Provider(TextProvider):
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
         return dataclasses.replace(config, **deepseek_sizes(dict(values)))
+
+    def hf_keys(self, values: Mapping[str, Any]) -> Mapping[str, str]:
+        return HF_KEYS
 
     def flop_components(self, config: Config) -> list[FlopComponent]:
         return latent_components(self.resolved(config))

@@ -15,7 +15,7 @@ from mimo.observability.flops import FlopComponent
 from mimo.protocols import MegatronSource
 from providers.common.family import HybridProvider, TextProvider
 from providers.common.flops import hybrid_components
-from providers.common.hf_nemotron import language_sizes, nemotron_config, nemotron_sizes
+from providers.common.hf_nemotron import language_sizes, nemotron_config, nemotron_keys, nemotron_sizes
 from providers.common.hybrid import HybridConfig, check_hybrid, check_hybrid_grid, hybrid_shapes, nemotron_source
 
 if TYPE_CHECKING:
@@ -47,6 +47,9 @@ class NemotronHProvider(HybridProvider, TextProvider):
 
     def with_hf(self, config: Config, values: Mapping[str, Any], module: str) -> Config:
         return dataclasses.replace(config, **language_sizes(values))
+
+    def hf_keys(self, values: Mapping[str, Any]) -> Mapping[str, str]:
+        return nemotron_keys(values)
 
     def megatron_source(self, config: Config) -> MegatronSource | None:
         """Return the checkpoint of --load-nemotron-checkpoint, whose language model is loaded."""

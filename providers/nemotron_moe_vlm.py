@@ -20,7 +20,7 @@ from providers import radio
 from providers.common import hf
 from providers.common.family import VISION, HybridProvider, VisionLanguageProvider
 from providers.common.flops import hybrid_components, projector_components, vision_components
-from providers.common.hf_nemotron import VLM_TYPES, encoder_sizes, language_sizes, vlm_config, vlm_sizes
+from providers.common.hf_nemotron import VLM_TYPES, encoder_sizes, language_sizes, nemotron_keys, vlm_config, vlm_sizes
 from providers.common.hf_radio import (
     check_radio_processor,
     radio_processing,
@@ -134,6 +134,9 @@ class NemotronVlmProvider(HybridProvider, VisionLanguageProvider):
         # A text model alone does not say which of its tokens stands for an image.
         token = values.get("img_context_token_id", config.image_token_id)
         return dataclasses.replace(config, **language_sizes(values), image_token_id=token)
+
+    def hf_keys(self, values: Mapping[str, Any]) -> Mapping[str, str]:
+        return nemotron_keys(values)
 
     def frozen_parts(self, config: Config) -> frozenset[str]:
         return STAGES[config.training_stage]

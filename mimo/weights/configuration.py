@@ -85,7 +85,7 @@ def compare_folder(provider: ModelProvider, family_config: Any, folder: str | Pa
                     f"{CONFIG_JSON}, {module}: {message} (--allow-difference {flag_name(WHOLE)[2:]} takes the weights "
                     "for the model of the flags all the same)")
     for name, (ours, theirs) in differing.items():
-        shown = f"{CONFIG_JSON}: {flag_name(name)} {ours}, but {theirs} there ({provider.hf_key(name)})"
+        shown = f"{CONFIG_JSON}: {flag_name(name)} {ours}, but {theirs} there ({provider.hf_key(name, values)})"
         if name in allowed:
             notes.append(f"{folder}: {shown}; --allow-difference keeps that of the run")
         else:
@@ -137,14 +137,14 @@ def exported_configuration(provider: ModelProvider, family_config: Any, base: Pa
         changed[tower] = _replaced(values[tower], own.get(tower) or own.get("llm_config") or {})
     left = _differing(provider, family_config, changed, modules, base)
     if left:
-        lines = [f"{flag_name(name)} {ours}, but {theirs} there ({provider.hf_key(name)})"
+        lines = [f"{flag_name(name)} {ours}, but {theirs} there ({provider.hf_key(name, values)})"
                  for name, (ours, theirs) in left.items()]
         raise ValueError("\n  ".join([
             f"--hf-base {base}: its {CONFIG_JSON} describes a model that computes something else than the "
             "checkpoint's; leave --hf-base out, or give the right one", *lines]))
     for name, (ours, theirs) in differing.items():
         logger.warning("%s has %s %s of the checkpoint's run in place of %s of --hf-base %s", CONFIG_JSON,
-                       provider.hf_key(name), ours, theirs, base)
+                       provider.hf_key(name, values), ours, theirs, base)
     return changed
 
 

@@ -26,7 +26,8 @@ YARN = frozenset({"rotary_scaling_factor", "original_max_position_embeddings", "
 # Fields that only layers of one kind use, by the symbol of the kind.
 HYBRID_PREFIXES = {MAMBA: ("mamba_",), MOE: ("moe_", "num_experts"), MLP: ("ffn_hidden_size",),
                    ATTENTION: ("num_attention_heads", "num_query_groups", "kv_channels")}
-# Field -> key of a Hugging Face configuration with the same meaning, for messages.
+# Field -> key of a Hugging Face configuration with the same meaning, for messages. Families with other keys have
+# tables of their own (`FamilyProvider.hf_keys`).
 HF_KEYS = {
     "mrope_section": "rope_scaling.mrope_section",
     "rotary_base": "rope_theta", "use_rope_scaling": "rope_scaling", "rope_scaling_factor": "rope_scaling.factor",
@@ -35,19 +36,21 @@ HF_KEYS = {
     "num_layers": "num_hidden_layers", "ffn_hidden_size": "intermediate_size",
     "moe_ffn_hidden_size": "moe_intermediate_size", "moe_router_topk": "num_experts_per_tok",
     "moe_router_pre_softmax": "norm_topk_prob", "untie_embeddings_and_output_weights": "tie_word_embeddings",
-    "moe_router_topk_scaling_factor": "routed_scaling_factor", "moe_router_num_groups": "n_group",
-    "moe_router_group_topk": "topk_group", "qk_layernorm": "model_type", "add_qkv_bias": "model_type",
-    "hybrid_layer_pattern": "layers_block_type", "mamba_num_groups": "n_groups", "mamba_state_dim": "ssm_state_size",
+    "moe_router_num_groups": "n_group", "moe_router_group_topk": "topk_group", "qk_layernorm": "model_type",
+    "add_qkv_bias": "model_type",
+    "vision_hidden_size": "vision_config.hidden_size", "vision_ffn_hidden_size": "vision_config.intermediate_size",
+    "vision_num_channels": "vision_config.num_channels",
     "vision_hidden_act": "vision_config.hidden_act", "vision_norm_epsilon": "vision_config.layer_norm_eps",
+    **dict.fromkeys(("vision_class_token", "vision_patch_bias", "vision_pre_layernorm"), "vision_config.model_type"),
     "vision_num_layers": "vision_feature_layer", "vision_num_attention_heads": "vision_config.num_attention_heads",
     "vision_image_size": "vision_config.image_size", "vision_patch_size": "vision_config.patch_size",
     "image_token_id": "image_token_index", "vision_pixel_shuffle": "downsample_ratio",
-    "vision_spatial_merge_size": "vision_config.spatial_merge_size",
-    "vision_temporal_patch_size": "vision_config.temporal_patch_size",
     "vision_window_size": "vision_config.window_size",
     "vision_full_attention_layers": "vision_config.fullatt_block_indexes",
     "vision_image_grid_pinpoints": "image_grid_pinpoints",
     "vision_tokens_per_second": "vision_config.tokens_per_second",
+    "vision_num_position_embeddings": "vision_config.num_position_embeddings",
+    "vision_deepstack_layers": "vision_config.deepstack_visual_indexes",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -93,12 +93,19 @@ class FamilyProvider:
     def computed_fields(self, config: Any, module: str) -> dict[str, Any]:
         return computed.computed_fields(config, module)
 
-    def hf_key(self, field: str) -> str:
-        return computed.HF_KEYS.get(field, field)
+    def hf_keys(self, values: Mapping[str, Any]) -> Mapping[str, str]:
+        """Return the key of each field in the config.json `values`, where `computed.HF_KEYS` has another or none."""
+        return {}
+
+    def hf_key(self, field: str, values: Mapping[str, Any]) -> str:
+        return self.hf_keys(values).get(field) or computed.HF_KEYS.get(field, field)
 
 
 class DecoderProvider(FamilyProvider):
     """Base of the providers whose language model is that of a `DecoderConfig`."""
+
+    def hf_keys(self, values: Mapping[str, Any]) -> Mapping[str, str]:
+        return hf.decoder_keys(values)
 
     def language_spec(self, config: Any, context: BuildContext | None) -> ModuleSpec:
         from providers.common.build import decoder_spec

@@ -17,6 +17,7 @@ from providers.common.decoder import DecoderConfig
 from providers.common.hf_text import (
     ALIASES,
     ARCHITECTURES,
+    MIXTRAL_KEYS,
     TEXT_DEFAULTS,
     allow,
     check_kind,
@@ -177,6 +178,12 @@ def causal_lm_sizes(config: dict[str, Any]) -> dict[str, Any]:
     """
     text = with_defaults(config, "", "", TEXT_DEFAULTS)
     return text_sizes(text, "") | {"untie_embeddings_and_output_weights": not text["tie_word_embeddings"]}
+
+
+def decoder_keys(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys of a configuration by field, where they depend on the kind of its text model."""
+    text = values.get("text_config") or values
+    return MIXTRAL_KEYS if text.get("model_type") == "mixtral" else {}
 
 
 def _square(key: str, value: Any) -> int:

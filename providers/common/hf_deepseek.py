@@ -42,6 +42,14 @@ RENAMED = {
     "max_position_embeddings": "max_position_embeddings", "norm_epsilon": "rms_norm_eps",
 }
 
+# Fields -> keys that other families do not have. Without a key of its own, a value belongs to the type.
+HF_KEYS = {
+    **RENAMED, "moe_shared_expert_intermediate_size": "n_shared_experts", "moe_router_score_function": "scoring_func",
+    "latent_norm_epsilon": "model_type", "moe_router_enable_expert_bias": "model_type",
+    **{name: f"rope_scaling.{name}" for name in (
+        "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")},
+}
+
 
 def deepseek_sizes(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a `LatentDecoderConfig` that a `DeepseekV3Config` sets.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from providers.common.checks import NO_FACTOR
-from providers.common.hf_radio import radio_config, radio_sizes
+from providers.common.hf_radio import radio_config, radio_keys, radio_sizes
 from providers.common.hf_text import allow, check_kind, refuse_quantized, renamed, with_defaults
 from providers.common.hybrid import ATTENTION, CONV_KERNEL, MAMBA, MLP, MOE, HybridConfig
 
@@ -230,6 +230,15 @@ def language_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
     refuse_quantized(dict(values), "")
     section = next((name for name in ("text_config", "llm_config") if values.get(name)), None)
     return nemotron_sizes(dict(values)) if section is None else nemotron_sizes(values[section], f"{section}.")
+
+
+def nemotron_keys(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys of a text model's or a VLM's configuration by field, where other families have others."""
+    text = values.get("text_config") or values.get("llm_config") or values
+    layers = next((key for key in ("layers_block_type", "layer_types", "hybrid_override_pattern") if text.get(key)),
+                  "layers_block_type")
+    return {**RENAMED, "hybrid_layer_pattern": layers, "moe_router_enable_expert_bias": "model_type",
+            "image_token_id": "img_context_token_id", **radio_keys(values)}
 
 
 def encoder_sizes(values: Mapping[str, Any]) -> dict[str, Any]:

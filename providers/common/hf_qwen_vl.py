@@ -156,6 +156,10 @@ TOWER_FIELDS = {
     "depth": "vision_num_layers", "num_heads": "vision_num_attention_heads",
     "intermediate_size": "vision_ffn_hidden_size"}
 
+# Fields -> keys that other families do not have.
+HF_KEYS = {**{key: key for key in TOKEN_DEFAULTS},
+           **{field: f"vision_config.{key}" for key, field in TOWER_FIELDS.items()}}
+
 
 def tower_sizes(vision: dict[str, Any], section: str) -> dict[str, Any]:
     """Return the fields that both families' towers have, of a `vision_config` with its defaults.

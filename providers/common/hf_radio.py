@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,33 @@ def radio_sizes(values: dict[str, Any]) -> dict[str, Any]:
         "vision_hidden_act": "gelu",
         "projector_hidden_size": values.get("projector_hidden_size") or 4096,
         "projector_norm_epsilon": PROJECTOR_EPSILON,
+    }
+
+
+def radio_keys(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys of a whole model's or an encoder's configuration by field of a `RadioConfig`."""
+    vision = values.get("vision_config") or values
+    args = vision.get("args") or {}
+
+    def key_of(key: str, outer: str) -> str:
+        return f"vision_config.{outer}" if args.get(key) is None and vision.get(outer) is not None else (
+            f"vision_config.args.{key}")
+
+    is_sized = all(vision.get(key) is not None for key in SIZE_KEYS)
+    image = "force_image_size" if values.get("force_image_size") else "vision_config.preferred_resolution"
+    # What has no key belongs to the type.
+    return {
+        **{field: f"vision_config.{key}" if is_sized else "vision_config.args.model"
+           for field, key in zip(SIZE_FIELDS, SIZE_KEYS, strict=True)},
+        "vision_image_size": image, "vision_image_width": image,
+        "vision_patch_size": "patch_size" if vision.get("patch_size") is None else "vision_config.patch_size",
+        "vision_num_channels": "vision_config.args.in_chans",
+        "vision_dynamic_resolution": key_of("min_num_patches", "min_num_patches"),
+        "vision_class_token_len": "vision_config.args." + (
+            "cpe_num_registers" if args.get("cpe_num_registers") else "register_multiple"),
+        "vision_max_image_size": key_of("cpe_max_size", "max_resolution"),
+        "vision_final_layernorm": "vision_config.args.model_norm",
+        **dict.fromkeys(("vision_norm_epsilon", "vision_hidden_act", "projector_norm_epsilon"), "model_type"),
     }
 
 

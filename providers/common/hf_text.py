@@ -62,6 +62,8 @@ OTHER_ROPE_THETA = 10000.0
 # Megatron's rotary embedding has these numbers of Llama 3's scaling built in. Only the factor is free.
 LLAMA3_ROPE: dict[str, Any] = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# Fields of a Mixtral -> its keys, which are not those of other mixtures of experts.
+MIXTRAL_KEYS = {"num_experts": "num_local_experts", "moe_ffn_hidden_size": "intermediate_size"}
 # Keys of which the decoder here supports only these values.
 TEXT_FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": (False, None),
@@ -221,9 +223,8 @@ def text_sizes(text: dict[str, Any], section: str) -> dict[str, Any]:
         }
     if model_type == "mixtral":
         sizes |= {
-            "num_experts": text["num_local_experts"],
+            **{field: text[key] for field, key in MIXTRAL_KEYS.items()},
             "moe_router_topk": text["num_experts_per_tok"],
-            "moe_ffn_hidden_size": text["intermediate_size"],
             "moe_router_pre_softmax": False,
         }
     return sizes

@@ -23,7 +23,7 @@ from providers.common.checks import Problems
 from providers.common.decoder import MultimodalDecoderConfig, check_decoder_grid, decoder_shapes
 from providers.common.family import VISION, VisionLanguageProvider
 from providers.common.flops import decoder_components, qwen_vision_components
-from providers.common.hf_qwen_vl import TOKEN_DEFAULTS, module_sizes
+from providers.common.hf_qwen_vl import HF_KEYS, TOKEN_DEFAULTS, module_sizes
 from providers.common.qwen_processor import (
     check_special_tokens,
     read_qwen_processing,
@@ -123,6 +123,9 @@ class QwenVlProvider(VisionLanguageProvider):
 
     def with_hf(self, config: Any, values: Mapping[str, Any], module: str) -> Any:
         return dataclasses.replace(config, **module_sizes(dict(values), module, self.model_types, self.sizes_of_hf))
+
+    def hf_keys(self, values: Mapping[str, Any]) -> Mapping[str, str]:
+        return HF_KEYS
 
     def hf_config(self, config: Any) -> dict[str, Any]:
         """Return the model as a config.json of the family. Raises ValueError if none has all its parts."""

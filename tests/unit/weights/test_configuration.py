@@ -19,6 +19,7 @@ from tests.support.hf_families import (
     LLAVA_MODELS,
     LLAVA_NEXT_MODELS,
     NEMOTRON_MODELS,
+    QWEN3_TOWER,
     QWEN_MODELS,
     QWEN_TEXT,
     QWEN_TOWER,
@@ -205,3 +206,64 @@ def test_values_of_a_text_model_are_written_where_the_base_has_them(tmp_path: Pa
     config = dataclasses.replace(provider.from_hf(LLAVA), rotary_base=7.0)
     assert exported_configuration(provider, config, tmp_path, ("language",)) == text | {
         "rope_theta": 7.0, "rope_scaling": None, "head_dim": 8, "hidden_act": "silu", "tie_word_embeddings": False}
+
+
+def holds(values: dict[str, Any], key: str) -> bool:
+    """Whether a config.json, or the configuration of its text model, has a key with dots between levels."""
+    for place in (values, values.get("text_config"), values.get("llm_config")):
+        for name in key.split("."):
+            place = place.get(name, ...) if isinstance(place, dict) else ...
+        if place is not ...:
+            return True
+    return False
+
+
+# Fields of which a configuration may say nothing: what a LLaVA cannot be, what follows from other keys, defaults.
+UNSAID = {"vision_dynamic_resolution", "vision_pixel_shuffle", "vision_final_layernorm", "projector_hidden_size",
+          "vision_num_channels", "kv_channels", "rope_type", "moe_router_pre_softmax",
+          "moe_router_force_load_balancing"}
+
+
+@pytest.mark.parametrize("name", [name for name in BASES if name != "nemotron-vlm-wide"])
+def test_keys_that_messages_name_are_in_the_file(name: str) -> None:
+    provider, base = BASES[name]
+    family = registry.model_provider(provider)
+    config = family.from_hf(base)
+    written = family.hf_config(config)
+    for module in (*family.encoders(config), "language"):
+        unsaid = UNSAID if family.num_experts(config) else UNSAID | {"num_experts"}
+        for field in family.computed_fields(config, module).keys() - unsaid:
+            key = family.hf_key(field, written)
+            assert holds(written, key), f"{field}: {key}"
+
+
+@pytest.mark.parametrize(("name", "change", "line"), [
+    ("qwen2.5-vl", {"image_token_id": 5}, "--image-token-id 151655, but 5 there (image_token_id)"),
+    ("qwen2.5-vl", {"vision_config": QWEN_TOWER | {"depth": 5}},
+     "--vision-num-layers 4, but 5 there (vision_config.depth)"),
+    ("qwen3-vl", {"vision_config": QWEN3_TOWER | {"num_heads": 4}},
+     "--vision-num-attention-heads 2, but 4 there (vision_config.num_heads)"),
+    ("siglip-qwen3", {"image_token_index": 5}, "--image-token-id 98, but 5 there (image_token_index)"),
+    ("nemotron-vlm", {"img_context_token_id": 5}, "--image-token-id 18, but 5 there (img_context_token_id)"),
+    ("nemotron-vlm", {"projector_hidden_size": 8}, "--projector-hidden-size 4096, but 8 there (projector_hidden_size)"),
+    ("nemotron-vlm", {"vision_config": {"args": {"model": "vit_base_patch16_224"}}, "vit_hidden_size": 768},
+     "--vision-num-attention-heads 6, but 12 there (vision_config.args.model)"),
+    ("nemotron-vlm", {"vision_config": {"args": {"model": "vit_small_patch16_224", "cpe_max_size": 512}}},
+     "--vision-max-image-size 1024, but 512 there (vision_config.args.cpe_max_size)"),
+    ("nemotron-vlm", {"vision_config": {"args": {"model": "vit_small_patch16_224"}, "max_resolution": 512}},
+     "--vision-max-image-size 1024, but 512 there (vision_config.max_resolution)"),
+    ("nemotron-h", {"n_routed_experts": 8}, "--num-experts 4, but 8 there (n_routed_experts)"),
+    ("nemotron-h-latent", {"layer_norm_epsilon": 1e-6}, "--norm-epsilon 1e-05, but 1e-06 there (layer_norm_epsilon)"),
+    ("nemotron-h-latent", {"layers_block_type": None, "hybrid_override_pattern": "*EE"},
+     "--hybrid-layer-pattern *E, but *EE there (hybrid_override_pattern)"),
+    ("deepseek", {"n_routed_experts": 512}, "--num-experts 256, but 512 there (n_routed_experts)"),
+    ("deepseek", {"qk_nope_head_dim": 64}, "--qk-head-dim 128, but 64 there (qk_nope_head_dim)"),
+    ("mixtral", {"num_local_experts": 8}, "--num-experts 4, but 8 there (num_local_experts)"),
+    ("mixtral", {"intermediate_size": 24}, "--moe-ffn-hidden-size 48, but 24 there (intermediate_size)"),
+    ("qwen3-moe", {"num_experts": 8}, "--num-experts 4, but 8 there (num_experts)")])
+def test_a_difference_is_named_as_the_file_names_it(tmp_path: Path, name: str, change: dict[str, Any],
+                                                    line: str) -> None:
+    provider, values = BASES[name]
+    modules = (*registry.model_provider(provider).encoders(None), "language")
+    problems, _ = found_in(tmp_path, provider, values, values | change, modules=modules)
+    assert any(line in problem for problem in problems), problems
