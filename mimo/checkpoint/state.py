@@ -86,6 +86,8 @@ class RunState:
         scheduler: the learning-rate schedule.
         streams: state of each open data stream by `module/lane`, and the number of consumed samples.
         source: the checkpoint that the run starts from; None until it is known, and without one.
+        references: where weights of the reference policy are from, by the flag that names their folder; see
+            `mimo.rl.reference`.
         data: on the first rank, `mimo.checkpoint.differences.data_fields`; empty before the start, and for a run
             without data.
         model: `mimo.checkpoint.differences.model_fields`, read at the start, because the file of --hf-config may change
@@ -100,6 +102,7 @@ class RunState:
     scheduler: OptimizerParamScheduler
     streams: dict[str, Any] = field(default_factory=lambda: {"consumed_samples": 0, "streams": {}})
     source: Source | None = None
+    references: dict[str, dict[str, str]] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(init=False)
 
@@ -163,6 +166,7 @@ def common_state(state: RunState, progress: Progress, steps: dict[str, dict[str,
         "config": state.config_toml,
         "model": state.model,
         "data": state.data,
+        "references": state.references,
     }
 
 

@@ -3,11 +3,16 @@
 Both use the run's own model, so the reference has its layout, and each rank keeps only its own shards. The contents of
 storages are exchanged, as in `mimo.rl.offload`. Parameters, buffers and Megatron Core's contiguous buffers remain the
 objects that optimizers and hooks refer to, and the policy's weights come back with the same bits.
+
+A folder of checkpoints grows and loses old ones, so that the run's own checkpoints record which one was the reference
+(`RunState.references`): by flag (`--load` for the weights that the run started from, or `--ref-load`) the given
+`folder`, and the name of the `checkpoint` in it, which is empty if the folder is the checkpoint itself.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,17 +103,25 @@ def reference_policy(state: RunState, provider: ModelProvider, config: RlConfig,
 
     Its weights come from --ref-load or --ref-load-hf. Without these flags it has the weights that the run started from.
     In a new run the model has them now. A resumed run reads them again: from --load, if that is not the folder of
-    --save and gave only weights, otherwise from --load-hf or the provider's own flag. Model, optimizers and schedule
-    are unchanged afterwards. `resumed` says whether this run has already trained the weights.
+    --save and gave only weights, otherwise from --load-hf or the provider's own flag. A checkpoint that the run has
+    read before is read again, also if its folder has newer ones by now. Model, optimizers and schedule are unchanged
+    afterwards. `resumed` says whether this run has already trained the weights.
 
     Returns:
         The policy, and a line for the log that says where it is from.
 
     Raises:
-        ValueError: the weights do not exist or do not fit the model, or it is not known what a resumed run started
-            from; raised on one rank.
+        ValueError: the weights do not exist any more or do not fit the model, or it is not known what a resumed run
+            started from; raised on one rank.
         ReportedElsewhereError: the same, on the other ranks.
     """
+    source, given = state.source, state.config.checkpoint.load
+    if source is not None and resumed:
+        # Checkpoints of older versions have no records.
+        state.references = broadcast_result(state.grids, lambda: read_common(source.folder).get("references", {}))
+    elif source is not None and source.flag == "--load" and given is not None:
+        # Recorded even without --kl-coeff, because a resumed run may have one.
+        state.references["--load"] = _record(given, source.folder)
     if not config.kl_coeff:
         return None, []
     found = _source(state, provider, config, watchdog, resumed=resumed)
@@ -127,6 +140,7 @@ def _source(state: RunState, provider: ModelProvider, config: RlConfig, watchdog
     flags, family = state.config.checkpoint, state.config.model_family
     if config.ref_load:
         folder = _find(state, config.ref_load, "--ref-load", None)
+        state.references["--ref-load"] = _record(config.ref_load, folder)
         return str(folder), lambda: load_weights(state, folder, watchdog, "--ref-load")
     if config.ref_load_hf:
         named = HfPaths(config.ref_load_hf, model_flag="--ref-load-hf")
@@ -137,6 +151,7 @@ def _source(state: RunState, provider: ModelProvider, config: RlConfig, watchdog
         began = _find(state, flags.load, "--load", flags.ckpt_step)
         # Without --finetune the run continued one that had been trained, unless the checkpoint has imported weights.
         if flags.finetune or is_imported(read_common(began)):
+            state.references["--load"] = _record(flags.load, began)
             return str(began), lambda: load_weights(state, began, watchdog, "--load")
     # Only a folder with the whole model is certain: with several modules, one may have started from random weights.
     if flags.load_hf or (flags.load_language_from and not provider.encoders(family)):
@@ -146,10 +161,12 @@ def _source(state: RunState, provider: ModelProvider, config: RlConfig, watchdog
     if source is not None:
         vocab_size = provider.token_spec(family).vocab_size
         return source.path, lambda: load_single_weights(state, source, vocab_size, watchdog)
+    first = state.references.get("--load")
+    hint = "" if first is None else f". It started with the weights of {Path(first['folder']) / first['checkpoint']}"
     raise_on_any_rank(state.grids, (
         f"--kl-coeff {config.kl_coeff} with --load {flags.load}: the run goes on from its checkpoint, which does not "
         "hold the weights that it started from, the reference policy. Name them: --ref-load FOLDER (a checkpoint), "
-        "--ref-load-hf FOLDER, or the --load-hf FOLDER that it was started with"))
+        f"--ref-load-hf FOLDER, or the --load-hf FOLDER that it was started with{hint}"))
     raise AssertionError("raised above")
 
 
@@ -165,12 +182,32 @@ def _load_hf(state: RunState, provider: ModelProvider, hf: HfPaths, watchdog: Wa
                                    f"missing are {', '.join(absent)}" if absent else None)
 
 
+def _record(given: str, folder: Path) -> dict[str, str]:
+    """Describe for the run's checkpoints which checkpoint was read from a given folder."""
+    return {"folder": given, "checkpoint": "" if folder == Path(given) else folder.name}
+
+
 def _find(state: RunState, given: str, flag: str, step: int | None) -> Path:
-    """Find the checkpoint that a flag names, on the first rank. Nothing in the folder is changed."""
+    """Find the checkpoint that a flag names, on the first rank. Nothing in the folder is changed.
+
+    It is the recorded one if the run has read one from the same folder before.
+
+    Raises:
+        ValueError: there is none, or it is not complete, or the recorded one is gone; on the first rank.
+        ReportedElsewhereError: the same, on the other ranks.
+    """
     def find() -> Path:
-        folder = paths.find(Path(given), step, flag, repair=False)
-        if folder is None:
-            raise ValueError(f"{flag} {given} " + ("holds no checkpoint" if Path(given).is_dir() else "does not exist"))
-        return folder
+        root, recorded = Path(given), state.references.get(flag)
+        if recorded and recorded["checkpoint"] and os.path.realpath(recorded["folder"]) == os.path.realpath(root):
+            folder = root / recorded["checkpoint"]
+            if not (folder / paths.METADATA).is_file():
+                raise ValueError(
+                    f"{flag} {given}: the reference policy of this run has the weights of {folder.name}, which is not "
+                    "there any more; put it back, or give --ref-load another checkpoint, or --ref-load-hf FOLDER")
+            return folder
+        found = paths.find(root, step, flag, repair=False)
+        if found is None:
+            raise ValueError(f"{flag} {given} " + ("holds no checkpoint" if root.is_dir() else "does not exist"))
+        return found
 
     return broadcast_result(state.grids, find)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -88,15 +89,19 @@ def updates(rank: int, flags: tuple[str, ...], world_size: int) -> tuple[Updated
     return plain, watched
 
 
-def save(rank: int, flags: tuple[str, ...], world_size: int, folder: str) -> None:
+def save(rank: int, flags: tuple[str, ...], world_size: int, folder: str, iteration: int = 3,
+         config: RlConfig = CONFIG) -> None:
     """A checkpoint of the model with other weights, 1.1 times those of every test."""
     with moe_trainer((*flags, "--save", folder), world_size) as parts:
+        state = _state(parts)
+        state.source = find_checkpoint(state)
+        reference_policy(state, model_provider("causal_lm"), config, parts.watchdog, resumed=False)
         with torch.no_grad():
             for parameter in parts.built.model.parameters():
                 parameter.mul_(1.1)
         parts.optimizer.reload_model_params()
-        saver = Saver(_state(parts), parts.watchdog)
-        saver.save(Progress(3, 24, 0))
+        saver = Saver(state, parts.watchdog)
+        saver.save(Progress(iteration, 8 * iteration, 0))
         saver.finish()
 
 
@@ -293,6 +298,26 @@ def test_a_run_started_again_has_the_reference_of_its_first_start(pool: WorkerPo
     # Without --finetune it began in the middle of a run.
     first, _ = pool.run(update_from, (*flags, "--save", own), 2, config, True, world_size=2)
     assert first.error.startswith(f"ValueError: --kl-coeff 0.3 with --load {began}: the run goes on from its")
+
+
+@pytest.mark.slow
+def test_a_folder_that_grows_does_not_change_the_reference(pool: WorkerPool, tmp_path) -> None:
+    folders = began, named, own = [str(tmp_path / name) for name in ("began", "named", "own")]
+    for folder in folders[:2]:
+        pool.run(save, ("--llm-dp", "2"), 2, folder, world_size=2)
+    config = dataclasses.replace(CONFIG, kl_coeff=0.3)
+    configs = {began: config, named: dataclasses.replace(config, ref_load=named)}
+    flags = ("--llm-dp", "2", "--load", began, "--finetune")
+    pool.run(save, flags, 2, own, 3, configs[named], world_size=2)
+    for folder in folders[:2]:
+        pool.run(save, ("--llm-dp", "2"), 2, folder, 4, world_size=2)
+        first, other = pool.run(update_from, (*flags, "--save", own), 2, configs[folder], True, world_size=2)
+        assert (first.error, first.lines) == ("", [f"reference policy: weights from {folder}/iter_0000003"])
+        assert other.lines == first.lines
+    shutil.rmtree(tmp_path / "named" / "iter_0000003")
+    first, _ = pool.run(update_from, (*flags, "--save", own), 2, configs[named], True, world_size=2)
+    assert first.error.startswith(f"ValueError: --ref-load {named}: the reference policy of this run has the weights "
+                                  "of iter_0000003, which is not there any more; put it back")
 
 
 @pytest.mark.slow
