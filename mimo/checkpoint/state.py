@@ -38,6 +38,7 @@ class Progress:
         skipped_iterations: iterations without an update.
         bad_samples: samples that the data set has skipped.
         passed_samples: samples of all iterations, those without an update included, which --train-samples counts.
+        evaluated_iteration: iteration of the last evaluation that was due and was made.
     """
 
     iteration: int = 0
@@ -45,16 +46,18 @@ class Progress:
     skipped_iterations: int = 0
     bad_samples: int = 0
     passed_samples: int = 0
+    evaluated_iteration: int = 0
 
     @classmethod
     def of(cls, common: dict[str, Any]) -> Progress:
         """Return the progress of a checkpoint, from its `common_state`."""
-        # Checkpoints of older versions have no number of bad samples, and none of samples of all iterations.
+        # Checkpoints of older versions have no number of bad samples, and none of samples of all iterations. They do
+        # not tell of evaluations, so that none is missing.
         iteration, passed = common["iteration"], common.get("passed_samples")
         if passed is None:
             passed = iteration * flat_config(common["config"]).get("global_batch_size", 0)
         return cls(iteration, common["consumed_samples"], common["skipped_iterations"], common.get("bad_samples", 0),
-                   passed)
+                   passed, common.get("evaluated_iteration", iteration))
 
 
 @dataclass(frozen=True)

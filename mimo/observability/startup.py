@@ -34,6 +34,7 @@ class Phase(StrEnum):
         DATA: opening the data, and waiting for the first batch.
         LOAD: looking for a checkpoint or pretrained weights, and loading them.
         RECORDS: opening metrics, TensorBoard and other trackers.
+        EVALUATION: making the evaluation that an earlier start of the run has left out.
         PASSES: forward and backward passes of the first iteration, gradient reduction included. NCCL's communicators
             and compiled kernels are made here, at their first use.
         UPDATE: the first optimizer step, and the end of the iteration.
@@ -46,6 +47,7 @@ class Phase(StrEnum):
     DATA = "data"
     LOAD = "load"
     RECORDS = "records"
+    EVALUATION = "evaluation"
     PASSES = "forward and backward"
     UPDATE = "update"
 
@@ -59,6 +61,7 @@ ACTIVITIES = {
     Phase.DATA: ("opening the data", "waiting for the first batch"),
     Phase.LOAD: ("looking for a checkpoint or pretrained weights, and loading them",),
     Phase.RECORDS: ("opening metrics and trackers",),
+    Phase.EVALUATION: ("making the evaluation that was due when the run was stopped",),
     Phase.PASSES: ("first forward and backward pass; it takes longer than later ones, which find kernels and "
                    "connections ready",),
 }

@@ -102,7 +102,7 @@ class RlLoop:
                 logger.message(line)
             with kept_objects():
                 stopped = self._train(logger, at_end)
-            self._save()
+            self._save(stopped=stopped is not None)
             session.finish_saving()
             if stopped is None:
                 self._evaluate(logger, is_last=True)
@@ -348,7 +348,7 @@ class RlLoop:
                                         device_name=self.platform.device_name)
         if self._meter is not None and self._meter.peak is not None:
             logger.message(f"MFU is against {self._meter.peak:g} TFLOP/s per GPU")
-        if not session.progress.iteration and not session.is_done:
+        if (not session.progress.iteration and not session.is_done) or session.is_evaluation_due:
             self._evaluate(logger)
         STARTUP.say("first weights to vLLM, first completions and first update")
         session.watchdog.forget_longest()  # the start does not show how long an iteration takes
@@ -361,10 +361,10 @@ class RlLoop:
             reason = next((reason for reason, _ in agreed if reason is not None), None)
             if reason is not None:
                 return reason
+            if session.is_evaluation_due:
+                self._evaluate(logger)
             if session.is_due(self.config.checkpoint.save_interval):
                 self._save()
-            if session.is_due(self.config.train.eval_interval) and not session.is_done:
-                self._evaluate(logger)
         return None
 
     def _iterate(self, logger: RunLogger) -> None:
@@ -423,8 +423,8 @@ class RlLoop:
         while self._observer.lines:
             logger.message(self._observer.lines.pop(0))
 
-    def _save(self) -> None:
-        self.session.save(lambda: self.cursor.streams(is_first_rank=self.grids.rank == 0))
+    def _save(self, *, stopped: bool = False) -> None:
+        self.session.save(lambda: self.cursor.streams(is_first_rank=self.grids.rank == 0), stopped=stopped)
 
     def _evaluate(self, logger: RunLogger, *, is_last: bool = False) -> None:
         """Score the completions of held-out prompts, unless there are none. The last score is the run's result."""
@@ -433,6 +433,7 @@ class RlLoop:
         progress = self.session.progress
         num_shown = self.config.train.num_generations if is_last else min(NUM_SHOWN, self.config.train.num_generations)
         metrics, shown = self._with_engine(logger, lambda: self.collector.evaluate(progress.iteration, num_shown))
+        progress.evaluated_iteration = progress.iteration
         logger.log_eval(progress.iteration, metrics, consumed_samples=progress.consumed_samples)
         logger.log_generations(progress.iteration, shown, prints=is_last)
         self._last_figures = self._last_figures | {"reward": metrics["reward"]}

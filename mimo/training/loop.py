@@ -163,7 +163,7 @@ class TrainingLoop:
                 logger = self._start(loader)
                 with kept_objects():
                     stopped = self._train(loader, logger)
-                session.save(loader.state_dict)
+                session.save(loader.state_dict, stopped=stopped is not None)
                 session.finish_saving()
                 figures = {}
                 if not stopped:
@@ -242,6 +242,9 @@ class TrainingLoop:
         first = progress.iteration + 1
         self.observer = observer = self.observer_type(self.parts, self.grids.layout.language.rank_at(pp=-1), first,
                                                       session.total_iterations)
+        if train.eval_iters and session.is_evaluation_due:  # the run was stopped before it
+            STARTUP.enter(Phase.EVALUATION)
+            self._evaluate(logger)
         STARTUP.enter(Phase.DATA)
         self.watchdog.forget_longest()  # the start does not show how long an iteration takes
         while not session.is_done:
@@ -278,10 +281,11 @@ class TrainingLoop:
                 with self.watchdog.waiting("reasons to stop of all ranks"):
                     reasons = gather(self.grids, reason)
                 return next(reason for reason in reasons if reason is not None)
+            if session.is_evaluation_due:
+                self._evaluate(logger)
+                self.watchdog.loader = loader.status
             if session.is_due(self.config.checkpoint.save_interval):
                 session.save(loader.state_dict)
-            if session.is_due(train.eval_interval) and not session.is_done:
-                self._evaluate(logger)
         return None
 
     def _report_start(self, logger: RunLogger) -> None:
@@ -390,7 +394,9 @@ class TrainingLoop:
         self.last_evaluation = result = evaluate(self.parts, steps, num_samples)
         self._close(loader)
         figures = {"lm loss": result.loss, "exact match": result.exact_match, "samples": result.num_samples}
-        logger.log_eval(self.session.progress.iteration, figures)
+        progress = self.session.progress
+        progress.evaluated_iteration = progress.iteration
+        logger.log_eval(progress.iteration, figures, consumed_samples=progress.consumed_samples)
 
     def _finish(self, logger: RunLogger) -> None:
         """Run the last evaluation and, on the logging rank, a few decoded samples."""

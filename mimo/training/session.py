@@ -229,6 +229,17 @@ class Session:
         """Return whether something that happens every `interval` iterations is due now; None and 0 mean never."""
         return interval is not None and interval > 0 and self.progress.iteration % interval == 0
 
+    @property
+    def is_evaluation_due(self) -> bool:
+        """Whether an evaluation of `--eval-interval` is due now and was not made, neither here nor before a resume.
+
+        It is made before the iteration is saved, so that a checkpoint tells whether there was one. A run that is told
+        to stop saves without it, and the resumed run makes it. The evaluation at the end of a run does not count.
+        """
+        progress = self.progress
+        return (progress.evaluated_iteration < progress.iteration and not self.is_done
+                and self.is_due(self._config.train.eval_interval))
+
     def stop_reason(self) -> str | None:
         """Return why this rank wants to stop early, or None. Other ranks may have reasons of their own."""
         assert self._stop is not None, "inside the context"
@@ -238,16 +249,20 @@ class Session:
         over_time = limit_mins is not None and time.monotonic() - self._began > 60 * limit_mins
         return "--exit-duration-in-mins" if over_time else None
 
-    def save(self, streams: Callable[[], dict[str, Any]]) -> None:
+    def save(self, streams: Callable[[], dict[str, Any]], *, stopped: bool = False) -> None:
         """Save the run as it stands, unless this iteration is saved already or there is no --save. Collective.
 
-        `streams` gives the position in the data (`RunState.streams`).
+        `streams` gives the position in the data (`RunState.streams`). `stopped` says that the run was told to stop.
         """
         if self.saver is None or self.saver.last_iteration == self.progress.iteration:
             return
         assert self._state is not None, "set with the saver"
         began = time.perf_counter()
         self._state.streams = streams()
+        if self.is_done and not stopped:
+            # The last evaluation comes after the last checkpoint, which it must not endanger. A run that is started
+            # again makes it in any case, and a longer run need not.
+            self.progress.evaluated_iteration = self.progress.iteration
         self.saver.save(self.progress)
         self.checkpoint_s += time.perf_counter() - began
 

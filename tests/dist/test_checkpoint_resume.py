@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -557,6 +558,39 @@ def test_the_loop_goes_on(pool: WorkerPool, tmp_path: Path) -> None:
     done = pool.run(run_loop, (*flags, "--train-iters", "3", "--load", folder), 3, str(tmp_path / "third"),
                     world_size=3)
     assert done == [[], [], []], "nothing is left to do"
+
+
+@pytest.mark.slow
+def test_evaluations_are_those_of_the_uninterrupted_run_and_change_nothing(pool: WorkerPool, tmp_path: Path) -> None:
+    flags = ("--layout", "colocated", *DROPOUT, "--global-batch-size", "4", "--num-generations", "0")
+    evaluates = ("--eval-iters", "1", "--eval-interval", "2")
+
+    def run(name: str, *more: str) -> list[tuple[int, int, float | None, float | None]]:
+        pool.run(run_loop, (*flags, *more), 1, str(tmp_path / name), world_size=1)
+        return [(line["iteration"], line["consumed_samples"], line.get("lm loss"), line.get("lm loss validation"))
+                for line in map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())]
+
+    def saves(name: str, *more: str) -> tuple[str, ...]:
+        return ("--save", str(tmp_path / f"{name}-saved"), *more)
+
+    plain = run("plain", "--train-iters", "4")
+    whole = run("whole", "--train-iters", "4", *evaluates, *saves("whole", "--save-interval", "2"))
+    assert [line[0] for line in whole if line[3] is not None] == [2, 4]
+    assert [line for line in whole if line[2] is not None] == plain
+    # Every start ends after an iteration. The fourth would evaluate at the end, had it not been told to stop.
+    again = ("--train-iters", "4", *evaluates, *saves("stopped"), "--load", str(tmp_path / "stopped-saved"))
+    for _ in range(4):
+        stopped = run("stopped", *again, "--exit-duration-in-mins", "1e-9")
+    assert stopped == whole[:-1]
+    assert run("stopped", *again) == whole
+    # What a run has evaluated before it is killed, or at its end, is not evaluated again.
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    load = ("--load", str(tmp_path / "whole-saved"))
+    assert run("killed", "--train-iters", "4", *evaluates, *load, "--ckpt-step", "2") == whole
+    longer = run("whole", "--train-iters", "5", *evaluates, *load)
+    assert longer[:len(whole)] == whole and [line[0] for line in longer[len(whole):]] == [5, 5]
+    tuned = run("tuned", "--train-iters", "2", "--eval-iters", "1", "--eval-interval", "1", *load, "--finetune")
+    assert [line[0] for line in tuned if line[3] is not None] == [1, 2]
 
 
 def test_a_length_in_samples_stays_with_another_batch_size(pool: WorkerPool, tmp_path: Path) -> None:

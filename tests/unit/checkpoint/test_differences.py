@@ -51,15 +51,22 @@ def test_the_weights_that_a_model_started_from_are_no_difference(path: str):
 
 def test_bad_samples_go_on_from_a_checkpoint_and_from_0_where_it_does_not_tell() -> None:
     common = {"iteration": 5, "consumed_samples": 80, "skipped_iterations": 1, "bad_samples": 7, "passed_samples": 90}
-    assert Progress.of(common) == Progress(5, 80, 1, 7, 90)
+    assert Progress.of(common) == Progress(5, 80, 1, 7, 90, 5)
     del common["bad_samples"]
-    assert Progress.of(common) == Progress(5, 80, 1, 0, 90)
+    assert Progress.of(common) == Progress(5, 80, 1, 0, 90, 5)
 
 
 def test_samples_of_all_iterations_follow_from_the_batch_size_where_a_checkpoint_does_not_tell() -> None:
     common = {"iteration": 5, "consumed_samples": 80, "skipped_iterations": 1,
               "config": "[train]\nglobal-batch-size = 20\n"}
-    assert Progress.of(common) == Progress(5, 80, 1, 0, 100)
+    assert Progress.of(common) == Progress(5, 80, 1, 0, 100, 5)
+
+
+@pytest.mark.parametrize("evaluated", [0, 4, None])
+def test_no_evaluation_is_missing_where_a_checkpoint_does_not_tell(evaluated: int | None) -> None:
+    common = {"iteration": 5, "consumed_samples": 80, "skipped_iterations": 1, "passed_samples": 90}
+    common |= {} if evaluated is None else {"evaluated_iteration": evaluated}
+    assert Progress.of(common).evaluated_iteration == (5 if evaluated is None else evaluated)
 
 
 def test_imported_weights_are_of_no_run() -> None:
