@@ -125,7 +125,7 @@ class RlLoop:
         STARTUP.enter(Phase.DATA)
         # The first rank opens both splits. Every rank stops if prompts are too long, before any model is built.
         self._splits: dict[str, PromptSet] = {}
-        self._has_videos = False
+        self._has_videos, num_measured = False, self._num_asked()
         with self.watchdog.on_files("the first rank, which measures the prompts"), shared_errors(self.grids):
             if self.grids.rank == 0:
                 self._splits = {split: self._prompts(split) for split in ("train", "valid")}
@@ -137,6 +137,7 @@ class RlLoop:
         self.state = RunState(self.config, self.grids, self.platform, parts.built, parts.optimizer, parts.scheduler,
                               self.cursor.streams(is_first_rank=self.grids.rank == 0))
         lines = self.session.resume(self.state, self.provider, self.cursor)
+        self._measure_more(num_measured)
         self._reference, more = reference_policy(self.state, self.provider, self.config.rl, self.watchdog,
                                                  resumed=self.session.progress.iteration > 0)
         lines += more
@@ -306,14 +307,33 @@ class RlLoop:
         Measuring them reads the sizes of all images and all of each video.
         """
         prompts = self.prompt_provider.open(self.config.dataset, self._tokens, split, self.config.train.seed)
-        num_asked = (self.session.total_iterations * self.config.prompts_per_step if split == "train"
-                     else self.config.rl.eval_prompts)
+        num_asked = self._num_asked() if split == "train" else self.config.rl.eval_prompts
         if measured:
             has_videos = fit_prompts(prompts, split, self.config, self._images, num_asked)
             self._has_videos = self._has_videos or has_videos
         if split == "valid":
             check_num_held_out(prompts, self.config)
         return prompts
+
+    def _num_asked(self) -> int:
+        """Return the number of training prompts up to the last one of the run, as far as it is known now."""
+        left = self.session.total_iterations - self.session.progress.iteration
+        return self.cursor.first + max(left, 0) * self.config.prompts_per_step
+
+    def _measure_more(self, num_measured: int) -> None:
+        """Measure the prompts that a resumed run comes to and a new one would not. Collective over the world.
+
+        Its checkpoint may be further among the prompts than its iterations say, after a larger --global-batch-size.
+        With --skip-long-prompts all prompts have been measured.
+        """
+        num_asked = self._num_asked()
+        if num_asked <= num_measured or self.config.data.skip_long_prompts:
+            return
+        with self.watchdog.on_files("the first rank, which measures the prompts"), shared_errors(self.grids):
+            if self.grids.rank == 0:
+                has_videos = fit_prompts(self._splits["train"], "train", self.config, self._images, num_asked,
+                                         num_measured)
+                self._has_videos = self._has_videos or has_videos
 
     def _source(self, client: RolloutClient, split: str) -> RolloutSource:
         """Make the source of completions of a split: its prompts, and how they are completed and scored."""

@@ -300,13 +300,13 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
 
 
 def fit_prompts(prompts: PromptSet, split: str, config: RlRunConfig, images: ImageTokens | None,
-                num_asked: int) -> bool:
+                num_asked: int, num_measured: int = 0) -> bool:
     """Refuse the prompts of a finite set that are too long, or leave them out with `--skip-long-prompts`.
 
     This finds them before the run begins. Prompts of a set without end are checked when their turn comes.
 
     Returns:
-        Whether prompts have videos; for a set without end, whether they may have some.
+        Whether prompts that were measured now have videos; for a set without end, whether they may have some.
 
     Args:
         prompts: prompts of a split; those that are too long are left out in place.
@@ -314,6 +314,8 @@ def fit_prompts(prompts: PromptSet, split: str, config: RlRunConfig, images: Ima
         config: the run.
         images: how the model takes images; None if it takes none.
         num_asked: number of prompts that the whole run uses, from the first one on.
+        num_measured: how many of them, from the first one on, an earlier call has found to fit; 0 with
+            `--skip-long-prompts`.
 
     Raises:
         ValueError: a prompt that the run uses is too long, or every prompt is; names flags and values.
@@ -329,7 +331,7 @@ def fit_prompts(prompts: PromptSet, split: str, config: RlRunConfig, images: Ima
     # What is left out must not depend on the length of the run, so that a longer run continues in the same order.
     count = total if skips else min(total, num_asked)
     lengths, has_videos = {}, False
-    for prompt in map(prompts.prompt, range(count)):
+    for prompt in map(prompts.prompt, range(num_measured, count)):
         has_videos = has_videos or bool(prompt.videos)
         if (length := prompt_length(prompt, images)) > limit:
             lengths[prompt.key] = length

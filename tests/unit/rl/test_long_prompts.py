@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from mimo.checkpoint.state import Progress
 from mimo.config.cli import parse_as
 from mimo.config.rl_run import RlRunConfig
+from mimo.rl import loop
+from mimo.rl.collector import PromptCursor
 from mimo.rl.images import ImageTokens
+from mimo.rl.loop import RlLoop
 from mimo.rl.prompts import Prompt
 from mimo.rl.rollouts import check_num_held_out, fit_prompts
 
@@ -65,6 +72,59 @@ def test_long_prompts_that_a_run_comes_to_are_refused_in_one_error():
         fit_prompts(prompts, "valid", config(), None, 4)
     assert fit_prompts(prompts, "train", config(), None, 2) is False, "no prompt has a video"
     assert prompts.num_prompts == 6
+
+
+def test_prompts_that_were_found_to_fit_are_not_measured_again():
+    prompts = Finite([3, 9, 4, 30, 8])
+    assert fit_prompts(prompts, "train", config(), None, 3, num_measured=2) is False
+    with pytest.raises(ValueError, match="^1 of 5 prompts of the train split .* p3, has 30"):
+        fit_prompts(prompts, "train", config(), None, 100, num_measured=2)
+    fit_prompts(prompts, "train", config(), None, 100, num_measured=50)
+
+
+def set_up(monkeypatch, lengths, cursor, iteration, *flags):
+    """Set up a run of 2 prompts an iteration, from a checkpoint of an iteration, and return whether it has videos."""
+    class Data(Finite):
+        def open(self, *_):
+            return self
+
+        def prompt(self, index):
+            # The last prompt has a video.
+            videos = (None,) if index % self.num_prompts == len(lengths) - 1 else ()
+            return replace(super().prompt(index), videos=videos)
+
+    run = RlLoop.__new__(RlLoop)
+    run.config = config("--global-batch-size", "8", "--completions-per-prompt", "4", "--train-iters", "4", *flags)
+    run.grids = SimpleNamespace(rank=0, layout=SimpleNamespace(encoders=()))
+    run.provider = SimpleNamespace(token_spec=lambda _: None)
+    run.platform, run.cursor, run.prompt_provider = None, PromptCursor(), Data(lengths)
+    run.watchdog = SimpleNamespace(on_files=lambda *_, **__: nullcontext())
+    run.session = SimpleNamespace(total_iterations=4, progress=Progress())
+
+    def resume(*_):
+        run.session.progress, run.cursor.first = Progress(iteration), cursor
+        return []
+
+    run.session.resume = resume
+    built = SimpleNamespace(built=SimpleNamespace(model=None), optimizer=None, scheduler=None)
+    for name, stands_in in {"setup_trainer": lambda *_: built, "RunState": lambda *_: None,
+                            "reference_policy": lambda *_, **__: (None, []), "shared_errors": lambda _: nullcontext(),
+                            "get_model_config": lambda _: None, "layout_note": lambda *_, **__: None}.items():
+        monkeypatch.setattr(loop, name, stands_in)
+    run._set_up()
+    return run._has_videos
+
+
+def test_a_resumed_run_measures_the_prompts_that_it_comes_to(monkeypatch):
+    """The checkpoint may be of a run with a larger batch. A new run of these flags would come to 8 prompts."""
+    long_one = [3] * 10 + [9] + [3] * 9
+    for cursor, iteration in ((0, 0), (2, 1), (6, 2), (10, 4)):
+        assert set_up(monkeypatch, long_one, cursor, iteration) is False
+    with pytest.raises(ValueError, match="^1 of 12 prompts of the train split .* p10, has 9: give --seq-length 21 or"):
+        set_up(monkeypatch, long_one, 8, 2)
+    assert set_up(monkeypatch, long_one, 8, 2, "--skip-long-prompts")
+    assert set_up(monkeypatch, [3] * 12, 8, 2), "the last prompt has a video"
+    assert not set_up(monkeypatch, [3] * 12, 7, 2)
 
 
 def test_the_seq_length_that_is_asked_for_is_enough():
