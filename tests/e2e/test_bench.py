@@ -149,12 +149,13 @@ def test_run_ahead_off_and_on_in_one_run():
 
 
 def test_prefetch_off_and_on_in_one_run():
-    found = bench("schedule", *SCHEDULE, *"""40,40 --global-batch-size 2 --encoder-dp 1 --llm-dp 1 --freeze vision
+    # So long that what a busy machine adds between passes is a small share of a step.
+    found = bench("schedule", *SCHEDULE, *"""120,120 --global-batch-size 2 --encoder-dp 1 --llm-dp 1 --freeze vision
         --encoder-prefetch-depth 3""".split())
     prefetch = found["prefetch"]
-    assert min(prefetch["off_ms"], prefetch["on_ms"]) > 2 * 40 and prefetch["speedup"] > 0
+    assert min(prefetch["off_ms"], prefetch["on_ms"]) > 2 * 120 and prefetch["speedup"] > 0
     assert 1 < prefetch["bound_of_step"] < prefetch["bound"] <= 2
-    assert found["grids"]["vision"]["microbatch_ms"] >= 40
+    assert found["grids"]["vision"]["microbatch_ms"] >= 120
 
 
 # Training
