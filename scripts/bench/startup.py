@@ -37,7 +37,8 @@ from scripts.bench.harness import argument_parser, check_run_names, device_name,
 from scripts.training_runs import ROOT, num_ranks, train
 
 LAUNCHER = "launcher"
-PARTS = (LAUNCHER, *(phase.value for phase in Phase))
+# Only a run that continues may have an evaluation to make first.
+PARTS = (LAUNCHER, *(phase.value for phase in Phase if phase != Phase.EVALUATION))
 # Imports what a trainer on Megatron cannot do without, then prints the age of the process.
 BASELINE = """import logging, warnings; warnings.simplefilter("ignore")
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -187,7 +187,7 @@ STARTUP = """--device cpu --repeats 1 --warmup-runs 0 --steps 3 --warmup-steps 1
 
 def test_a_start_is_taken_apart():
     (run,) = bench("startup", *STARTUP)["runs"]
-    assert set(run["parts_s"]) == {"launcher", *(phase.value for phase in Phase)}
+    assert set(run["parts_s"]) == {"launcher", *(phase.value for phase in Phase if phase != Phase.EVALUATION)}
     assert sum(run["parts_s"].values()) == pytest.approx(run["whole_s"])
     assert min(run["parts_s"].values()) >= 0 and run["parts_s"]["imports"] > 0
     assert min(run["first_over_steady"], run["baseline_s"], run["imports_over_baseline"]) > 0
