@@ -394,20 +394,17 @@ def _check_model(config: RunConfig, layout: Layout) -> None:
     refuse(bool(encoders) and model.encoder_recompute != "none" and model.frozen >= set(encoders),
            f"--encoder-recompute {model.encoder_recompute} with --freeze {model.freeze}: a frozen encoder keeps no "
            "activations; leave it out")
-    refuse(not encoders and model.encoder_recompute != "none", "a run without an encoder would ignore "
-           f"--encoder-recompute {model.encoder_recompute}: leave it out")
-    # Without a rate of its own, the projector has that of the encoder.
-    nothing_trains = model.frozen >= {*encoders, "projector"} or not encoders
-    ignored = {"encoder_lr": nothing_trains, "projector_lr": nothing_trains or "projector" in model.frozen,
-               "encoder_weight_decay": nothing_trains}
-    given = [f"{flag_name(name)} {vars(config.optim)[name]}" for name, is_ignored in ignored.items()
-             if is_ignored and vars(config.optim)[name] is not None]
-    if not encoders and config.ddp.encoder_ddp_overlap:
-        given.append("--encoder-ddp-overlap")
-    if nothing_trains and config.optim.correct_encoder_grad_for_partial_participation:
-        given.append("--correct-encoder-grad-for-partial-participation")
-    refuse(bool(given), f"a run {f'with --freeze {model.freeze}' if encoders else 'without an encoder'} would ignore "
-           f"{', '.join(given)}: leave it out")
+    if not encoders:
+        refuse(model.encoder_recompute != "none", "a run without an encoder would ignore --encoder-recompute "
+               f"{model.encoder_recompute}: leave it out")
+        given = [f"{flag_name(name)} {getattr(config.optim, name)}"
+                 for name in ("encoder_lr", "projector_lr", "encoder_weight_decay")
+                 if getattr(config.optim, name) is not None]
+        if config.ddp.encoder_ddp_overlap:
+            given.append("--encoder-ddp-overlap")
+        if config.optim.correct_encoder_grad_for_partial_participation:
+            given.append("--correct-encoder-grad-for-partial-participation")
+        refuse(bool(given), f"a run without an encoder would ignore {', '.join(given)}: leave it out")
 
 
 def _check_schedule(config: RunConfig) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support import offloading
-from tests.support.equality import DENSE, MOE, NO_RATES
+from tests.support.equality import DENSE, MOE
 from tests.support.marks import fast_only
 from tests.support.spawn import WorkerPool
 
@@ -24,7 +24,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "unsharded-optimizer-float32": (2, ("--no-use-distributed-optimizer",)),
     "colocated-frozen-encoder": (2, ("--layout", "colocated", "--encoder-dp", "2", "--llm-tp", "2",
                                      "--micro-batch-size", "2", "--sequence-parallel", "--bf16", "--freeze",
-                                     "vision,projector", *NO_RATES.split())),
+                                     "vision,projector")),
     "moe-ep2-overlap": (3, ("--llm-dp", "2", "--llm-ep", "2", "--bf16", *OVERLAP, *MOE)),
     "pp2": (3, ("--llm-pp", "2", "--bf16", "--freeze", "vision")),
     "graphs": (2, ("--cuda-graphs", "--bf16")),
@@ -49,7 +49,7 @@ def test_no_memory_is_left_behind_and_training_goes_on_bit_by_bit(pool: WorkerPo
 
 @pytest.mark.slow
 def test_a_frozen_module_gives_its_weights_and_has_nothing_else(pool: WorkerPool) -> None:
-    found = pool.run(offloading.train, ("--freeze", "vision,projector", *NO_RATES.split()), 2, True, world_size=2)
+    found = pool.run(offloading.train, ("--freeze", "vision,projector"), 2, True, world_size=2)
     assert found[0].freed["weights"] > 0 and found[0].freed["gradients"] == found[0].freed["optimizer"] == 0
     assert found[1].freed["gradients"] > 0 and found[1].freed["optimizer"] > 0
 

@@ -35,8 +35,6 @@ MODEL = """--model-provider mock --num-layers 2 --hidden-size 32 --num-attention
 --ffn-hidden-size 64 --vocab-size 96 --vision-num-layers 2 --vision-hidden-size 32 --vision-num-attention-heads 4
 --vision-ffn-hidden-size 64 --vision-image-size 16 --vision-patch-size 8 --image-token-id 95
 --mock-image-size 16""".split()
-# For runs in which neither encoder nor projector trains, which refuse the rates of `BASE`.
-NO_RATES = "--encoder-lr none --projector-lr none --encoder-weight-decay none"
 DENSE: tuple[str, ...] = ()
 MOE = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "32", "--moe-aux-loss-coeff", "0.01")
 
