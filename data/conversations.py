@@ -293,9 +293,9 @@ def _question(record: Mapping[str, Any], shown: Sequence[Any]) -> list[dict[str,
         if not given:
             raise ValueError("no text: the question has neither answer nor answers")
         # The elements of a text would be letters, and those of an object its keys.
-        listed = given if isinstance(given, list) else [None]
-        answers = [each.get("answer") if isinstance(each, Mapping) else each for each in listed]
-        if not all(isinstance(each, str) for each in answers):
+        answers = [each.get("answer") if isinstance(each, Mapping) else each
+                   for each in (given if isinstance(given, list) else ())]
+        if not answers or not all(isinstance(each, str) for each in answers):
             raise ValueError("answers: expected a list of texts, or of objects with `answer`")
         answer = Counter(answers).most_common(1)[0][0]  # the first of equally frequent ones
     if not isinstance(question, str) or not _marks(question, {"type": "video"} in shown):
