@@ -88,6 +88,7 @@ def keep_spaces(backend: Any) -> None:
     processor = backend.post_processor
     if processor is None:
         return
+    # Only what pickle uses tells and sets the options of a post-processor of any kind.
     state = json.loads(processor.__getstate__())
     for each in [state, *state.get("processors", [])]:
         if "trim_offsets" in each:

@@ -242,7 +242,7 @@ class TrainingLoop:
         first = progress.iteration + 1
         self.observer = observer = self.observer_type(self.parts, self.grids.layout.language.rank_at(pp=-1), first,
                                                       session.total_iterations)
-        if train.eval_iters and session.is_evaluation_due:  # the run was stopped before it
+        if session.is_evaluation_due:  # the run was stopped before it
             STARTUP.enter(Phase.EVALUATION)
             self._evaluate(logger)
         STARTUP.enter(Phase.DATA)
