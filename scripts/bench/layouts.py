@@ -32,7 +32,8 @@ that of the best homogeneous layout: the median over rounds, and from three roun
 (Student's t). `eta split` of a disjoint layout is the best that its division of whole GPUs allows: for each grid its
 share of GPUs is divided by its share of the work, and the smallest of these ratios counts. Work is counted in FLOPs,
 and in JSON also in GPU-seconds of the passes. The last line of output is JSON; above it, a Markdown table shows the
-same.
+same. `allocation_retries` in JSON is how often a step found the device full and had to wait until the allocator had
+freed what it kept. A layout that has any would be faster with less memory.
 
 With --profile FILE, which `mimo plan --measure FILE` has written, each row also has three figures of the planner for
 these batches: the predicted step, its bound (the step if transfers took no time, docs/predictions.md) and `bound /
@@ -297,7 +298,7 @@ class Bench:
         ended = [outcome for outcome in turns or [self.searched[candidate.name]] if not outcome.error]
         errors = [outcome.error for outcome in (*turns, self.searched[candidate.name]) if outcome.error]
         figures: dict[str, float | None] = {}
-        for name in ("tokens_per_s", "tflops", "step_ms", "peak_gib"):
+        for name in ("tokens_per_s", "tflops", "step_ms", "peak_gib", "allocation_retries"):
             known = [vars(outcome)[name] for outcome in ended if vars(outcome)[name] is not None]
             figures[name] = statistics.median(known) if known else None
         reference = self.best(HOMOGENEOUS)

@@ -56,6 +56,8 @@ class Outcome:
         busy_s: GPU-seconds of the passes of a step by module.
         grad_norms: gradient norms of all iterations; None for one that was skipped.
         hardware_flops: FLOPs of a step by module, with padding and recomputation.
+        allocation_retries: how often the device was full in a timed step, on the rank with the most. Each time, the
+            allocator waits for the device and frees what it had kept, so such steps are slow.
     """
 
     error: str = ""
@@ -68,6 +70,7 @@ class Outcome:
     busy_s: dict[str, float] = field(default_factory=dict)
     grad_norms: list[float | None] = field(default_factory=list)
     hardware_flops: dict[str, float] = field(default_factory=dict)
+    allocation_retries: float = 0.0
 
 
 def outcome_of(config: RunConfig, records: Sequence[dict[str, Any]], warmup: int, ranks: int) -> Outcome:
@@ -93,7 +96,11 @@ def outcome_of(config: RunConfig, records: Sequence[dict[str, Any]], warmup: int
         step_ms=1000 * statistics.median(record["iteration-time"] for record in timed),
         peak_gib=max(record[name] for record in records for name in record if name.startswith("peak-memory-bytes/"))
         / 2**30, losses=[record["lm loss"] for record in records],
-        grad_norms=[record["grad-norm"] for record in records])
+        grad_norms=[record["grad-norm"] for record in records],
+        # Records have them by module, and only those that are not zero.
+        allocation_retries=statistics.fmean(
+            max((count for name, count in record.items() if name.startswith("allocation-retries/")), default=0)
+            for record in timed))
 
 
 def run_all(configs: Sequence[RunConfig], names: Sequence[str], folder: Path, ranks: int, warmup: int,
@@ -132,8 +139,9 @@ def run_all(configs: Sequence[RunConfig], names: Sequence[str], folder: Path, ra
         """Print the figures of runs that have ended, so that a benchmark that is stopped has shown what it knew."""
         for index in [index for index, place in waiting.items() if (place / DONE).exists()]:
             found = outcome_of(configs[index], iterations(waiting.pop(index)), warmup, ranks)
+            full = f", full {found.allocation_retries:.1f} times a step" if found.allocation_retries else ""
             print(f"{names[index]}: {found.step_ms:,.0f} ms a step, {found.tokens_per_s:,.0f} tokens/s per GPU, "
-                  f"{found.peak_gib:.1f} GiB", file=sys.stderr, flush=True)
+                  f"{found.peak_gib:.1f} GiB{full}", file=sys.stderr, flush=True)
 
     outcomes: list[Outcome] = []
     while len(outcomes) < len(runs) and not (until_failure and outcomes and outcomes[-1].error):

@@ -110,6 +110,7 @@ def figures(config: RunConfig, records: Sequence[dict[str, Any]], warmup: int) -
         "pass_tflops_per_gpu": pass_tflops(config, timed), "peak_memory_gib": peaks, "time_ms": time_ms(timed),
         "packing_utilisation": statistics.mean(record["packing-utilisation"] for record in timed),
         "loss_first": outcome.losses[0], "loss_last": outcome.losses[-1], "losses": outcome.losses,
+        "allocation_retries": outcome.allocation_retries,
     }
 
 

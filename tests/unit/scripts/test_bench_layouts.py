@@ -63,6 +63,13 @@ def test_figures_of_a_run_are_those_of_its_timed_iterations():
     assert found.busy_s == {"vision": pytest.approx(0.3), "language": pytest.approx(2.7)} and not found.error
 
 
+def test_a_run_says_how_often_the_device_was_full():
+    config = parse([*BASE, "--encoder-dp", "1", "--llm-dp", "3"])
+    full = {"allocation-retries/vision": 1, "allocation-retries/language": 3}
+    records = [record(9.0, 5.0) | {"allocation-retries/vision": 7}, record(1.0, 4.0), record(3.0, 3.0) | full]
+    assert outcome_of(config, records, 1, 4).allocation_retries == 1.5
+
+
 class Runs:
     """Made-up runs in place of real ones: tokens/s by kind and number of lanes.
 
