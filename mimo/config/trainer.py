@@ -137,11 +137,11 @@ class DataConfig:
     lane_loader: Literal["routed", "per-lane"] = "routed"
     """Which ranks read data that is costly to read. routed: one rank reads each lane and sends the samples to the
     others. per-lane: every rank opens the lanes that it needs. Both give the same batches."""
-    microbatch_order: Literal["images", "read"] = "images"
-    """Order of a lane's microbatches within an iteration, in disjoint layouts and in homogeneous pipelines. images:
-    those with the fewest pixels come first and last, because the language model waits for the first of them to be
-    encoded, and nothing hides the encoder's last backward pass. read: as the data set gives them. Other layouts always
-    read, and so do indexed data sets if several encoder replicas share a lane."""
+    microbatch_order: Literal["lengths", "images", "read"] = "lengths"
+    """Order of a lane's microbatches within an iteration. lengths: if rows differ in length, pipelines and lanes that
+    share experts run neighbours of similar length, because they wait for each other in every microbatch; otherwise as
+    images. images: on disjoint grids and in homogeneous pipelines, those with the fewest pixels come first and last.
+    read: as the data set gives them."""
     row_lengths: int | None = None
     """Number of lengths that rows can have. The rows of a microbatch are as long as its longest sample, rounded up to a
     multiple of --seq-length / N, so that little padding is computed and few shapes occur. 1: all rows have --seq-length

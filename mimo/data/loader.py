@@ -16,8 +16,8 @@ from mimo.comm import HostChannel
 from mimo.config.trainer import DataConfig
 from mimo.data.batch import Microbatch, with_part
 from mimo.data.collate import Placeholders, collate_encoder, collate_text
-from mimo.data.sources import ReaderSource, RoutedSource, Source, StreamSource, order_by_pixels
-from mimo.grid.lanes import Need, data_request, has_cheap_ends, lanes_read_by, needs_of, sequence_multiple
+from mimo.data.sources import ReaderSource, RoutedSource, Source, StreamSource, ordered
+from mimo.grid.lanes import LaneOrder, Need, data_request, lane_order, lanes_read_by, needs_of, sequence_multiple
 from mimo.grid.spec import Layout
 from mimo.protocols import LANGUAGE, DataProvider, ModelProvider, RoutedDataProvider
 from mimo.watchdog.status import LoaderStatus
@@ -230,14 +230,15 @@ class StepLoader:
 
 def open_loader(layout: Layout, rank: int, *, model_provider: ModelProvider, model_config: Any,
                 data_provider: DataProvider | RoutedDataProvider, data_config: Any, micro_batch_size: int,
-                num_microbatches: int, seq_length: int, seed: int, split: str = "train",
-                lane_loader: str = DataConfig.lane_loader, microbatch_order: str = DataConfig.microbatch_order,
-                host: dist.ProcessGroup | None = None, tag: int = 0, **loader: Any) -> StepLoader:
+                num_microbatches: int, seq_length: int, row_multiple: int | None = None, seed: int,
+                split: str = "train", lane_loader: str = DataConfig.lane_loader,
+                microbatch_order: str = DataConfig.microbatch_order, host: dist.ProcessGroup | None = None,
+                tag: int = 0, **loader: Any) -> StepLoader:
     """Open the data of one rank as microbatches. Collective over the world where lanes are routed.
 
     `lane_loader` is `routed` or `per-lane`, for a data set that is costly to read; routed lanes need `host`, the gloo
     group of the world, and a `tag` that no other open loader has. The split `train` has its microbatches in
-    `microbatch_order` (`mimo.grid.lanes.has_cheap_ends`). The other arguments are those of `data_request` and
+    `microbatch_order` (`mimo.grid.lanes.lane_order`). The other arguments are those of `data_request` and
     `StepLoader`.
 
     Raises:
@@ -246,9 +247,10 @@ def open_loader(layout: Layout, rank: int, *, model_provider: ModelProvider, mod
     request = data_request(layout, model_provider, model_config, micro_batch_size=micro_batch_size,
                            seq_length=seq_length, seed=seed, split=split)
     # An evaluation tells from a sample's place whether the split has ended before it.
-    ordered = split == "train" and has_cheap_ends(microbatch_order, layout, data_provider)
+    order = LaneOrder.READ if split != "train" else lane_order(
+        microbatch_order, layout, data_provider, rows_differ=(row_multiple or seq_length) < seq_length)
     rows: dict[str, Any] = {"micro_batch_size": micro_batch_size, "num_microbatches": num_microbatches,
-                            "order": partial(order_by_pixels, request.tokens) if ordered else list}
+                            "order": list if order is LaneOrder.READ else partial(ordered, order, request)}
     needs = needs_of(layout, rank, micro_batch_size)
     source: Source
     if not isinstance(data_provider, RoutedDataProvider):
@@ -264,4 +266,4 @@ def open_loader(layout: Layout, rank: int, *, model_provider: ModelProvider, mod
         source = RoutedSource(local, layout, rank, micro_batch_size, HostChannel(host, tag))
     return StepLoader(layout, rank, source, model_provider=model_provider, model_config=model_config,
                       micro_batch_size=micro_batch_size, num_microbatches=num_microbatches, seq_length=seq_length,
-                      **loader)
+                      row_multiple=row_multiple, **loader)

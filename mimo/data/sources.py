@@ -15,9 +15,19 @@ from typing import Any, Protocol, runtime_checkable
 from mimo.checkpoint.paths import SHARED_STREAM
 from mimo.comm import HostChannel, gather, raise_known_errors
 from mimo.data.batch import Microbatch
-from mimo.grid.lanes import Need, cheap_ends, lanes_read_by, needs_from, needs_of, reader_of
+from mimo.grid.lanes import LaneOrder, Need, in_order, lanes_read_by, needs_from, needs_of, reader_of
 from mimo.grid.spec import Layout
-from mimo.protocols import LANGUAGE, DataProvider, Lane, LaneReader, RoutedDataProvider, Sample, SampleStream, TokenSpec
+from mimo.protocols import (
+    LANGUAGE,
+    DataProvider,
+    DataRequest,
+    Lane,
+    LaneReader,
+    RoutedDataProvider,
+    Sample,
+    SampleStream,
+    TokenSpec,
+)
 from mimo.text import counted
 from mimo.training.step import TrainerParts
 from mimo.watchdog.process_exit import ReportedElsewhereError
@@ -80,11 +90,20 @@ class GivenSource(Source):
         return self._what
 
 
-def order_by_pixels(tokens: TokenSpec, microbatches: list[list[Sample]]) -> list[list[Sample]]:
-    """Put the microbatches of a whole lane into the order of `mimo.grid.lanes.cheap_ends`, by what the encoder gets."""
-    pixels = [sum(math.prod(tokens.pixel_shape(size)) for sample in samples for size in sample.image_sizes)
+def ordered(order: LaneOrder, request: DataRequest, microbatches: list[list[Sample]]) -> list[list[Sample]]:
+    """Put the microbatches of a whole lane into the order in which they run."""
+    pixels = [sum(math.prod(request.tokens.pixel_shape(size)) for sample in samples for size in sample.image_sizes)
               for samples in microbatches]
-    return [microbatches[number] for number in cheap_ends(pixels)]
+    lengths = [max((_row_tokens(request, sample) for sample in samples), default=0) for samples in microbatches]
+    return [microbatches[number] for number in in_order(order, lengths, pixels)]
+
+
+def _row_tokens(request: DataRequest, sample: Sample) -> int:
+    """Count the tokens of a row, in which each image is one placeholder."""
+    try:
+        return len(sample.tokens) + sum(request.num_image_tokens(*size) - 1 for size in sample.image_sizes)
+    except ValueError:
+        return 0  # an image of a size that the encoder cannot take: collation will name the sample
 
 
 class StreamSource(Source):

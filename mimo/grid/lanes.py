@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -83,18 +84,69 @@ def needs_from(layout: Layout, reader: int, rank: int, micro_batch_size: int) ->
                  if reader_of(layout, need.share.lane) == reader)
 
 
-def has_cheap_ends(microbatch_order: str, layout: Layout, data_provider: object) -> bool:
-    """Return whether `cheap_ends` orders the microbatches of each lane. All ranks of a run agree.
+class LaneOrder(Enum):
+    """Order of the microbatches of a lane within an iteration, see `lane_order`."""
 
-    The order matters where ranks wait for the first microbatch to be encoded: on disjoint grids and in pipelines that
-    begin with an encoder. With encoder windows, all ranks encode, and do so while the pipeline fills and drains.
+    READ = "as the data set gives them"
+    CHEAP_ENDS = "those with the fewest pixels first and last"
+    SHORT_ENDS = "those with the shortest rows first and last"
+    LONG_ENDS = "those with the longest rows first and last"
 
-    A rank that reads only its share of a lane does not know the images of the others. This is so with an indexed data
-    set where several replicas of an encoder share a lane, whose order then stays as it is.
+
+def lane_order(wanted: str, layout: Layout, data_provider: object, *, rows_differ: bool) -> LaneOrder:
+    """Return how a run orders the microbatches of each lane. All ranks agree.
+
+    The order matters where ranks wait for each other within an iteration:
+
+    - On disjoint grids, and in pipelines that begin with an encoder, ranks wait for the first microbatch to be encoded,
+      and nothing hides the encoder's backward pass of the last one. So these two should have few pixels.
+    - Pipeline stages, lanes that share experts, and lanes that share encoder windows wait for each other in every
+      microbatch or window. If neighbouring microbatches, and those of all lanes, are about equally long, the wait is
+      short. The ends of a pipeline cannot be hidden, so the shortest microbatches belong there.
+    - With encoder windows in a pipeline, all ranks encode while it fills and drains, which hides the ends: the longest
+      microbatches, which tend to have the most images, belong there.
+
+    Simulated steps (`mimo.planner`) have chosen these orders; docs/layouts.md has what they gain.
+
+    A rank that reads only its share of a lane does not know the other rows. This is so with an indexed data set where
+    several replicas of an encoder share a lane, whose order then stays as it is.
+
+    Args:
+        wanted: `DataConfig.microbatch_order`.
+        layout: the run's layout.
+        data_provider: the run's data set.
+        rows_differ: whether the rows of a microbatch are as long as its samples. If not, all have --seq-length tokens.
     """
-    waits = layout.kind == "disjoint" or (layout.kind == "homogeneous" and layout.language.pp > 1)
-    whole = all(encoder.dp <= layout.num_lanes for encoder in layout.encoders)
-    return microbatch_order == "images" and waits and (whole or isinstance(data_provider, RoutedDataProvider))
+    whole = layout.encoder_window is not None or all(encoder.dp <= layout.num_lanes for encoder in layout.encoders)
+    if wanted == "read" or not (whole or isinstance(data_provider, RoutedDataProvider)):
+        return LaneOrder.READ
+    language, is_disjoint = layout.language, layout.kind == "disjoint" and bool(layout.encoders)
+    shares_encoder = layout.kind == "colocated" and (
+        layout.encoder_window is not None or any(encoder.dp != layout.num_lanes for encoder in layout.encoders))
+    meets = language.pp > 1 or (layout.num_lanes > 1 and (language.ep > 1 or shares_encoder))
+    if wanted == "lengths" and rows_differ and meets and not is_disjoint:
+        hides_ends = language.pp > 1 and layout.encoder_window is not None and not layout.encoder_spans_stages
+        return LaneOrder.LONG_ENDS if hides_ends else LaneOrder.SHORT_ENDS
+    begins_with_encoder = is_disjoint or (layout.kind == "homogeneous" and language.pp > 1)
+    return LaneOrder.CHEAP_ENDS if begins_with_encoder else LaneOrder.READ
+
+
+def in_order(order: LaneOrder, lengths: Sequence[int], pixels: Sequence[int]) -> list[int]:
+    """Return the numbers of a lane's microbatches in the order in which they run.
+
+    Args:
+        order: from `lane_order`.
+        lengths: tokens of the longest row of each microbatch.
+        pixels: pixels of each microbatch.
+    """
+    numbers = list(range(len(lengths)))
+    if order is LaneOrder.READ:
+        return numbers
+    if order is LaneOrder.CHEAP_ENDS:
+        return cheap_ends(pixels)
+    numbers.sort(key=lambda number: (lengths[number], pixels[number]), reverse=order is LaneOrder.LONG_ENDS)
+    # From both ends towards the middle: the first of them comes last, because backward passes take longer.
+    return [*numbers[1::2], *numbers[::2][::-1]]
 
 
 def cheap_ends(costs: Sequence[float]) -> list[int]:

@@ -88,9 +88,10 @@ def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[S
         busy = timeline.busy_s[timeline.last]
         whole, longer = timeline.seconds, 1.0
         if short < count:
-            # Each further microbatch is assumed to add as much as the mean of half of these, between the two ends.
-            ends = simulate(step.programs([*batch[: short // 2 - 1], batch[-1]]), step.transfer_s)
-            each = (whole - ends.seconds) / (short - short // 2)
+            # Each further microbatch is assumed to add as much as the mean of half of these: every other one, because
+            # they may be in the order of their lengths, and the last one.
+            half = [*batch[: short - 2 : 2], batch[-1]]
+            each = (whole - simulate(step.programs(half), step.transfer_s).seconds) / (short - len(half))
             longer = 1 + each * (count - short) / whole
         bound += step.bound_s(batch, programs) * longer / len(batches)
         for label, spent in busy.items():

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from mimo.config.trainer import RunConfig
-from mimo.grid.lanes import cheap_ends, data_request, has_cheap_ends
+from mimo.config.validate import row_multiple
+from mimo.grid.lanes import data_request, in_order, lane_order
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE, CheckedDataProvider, Lane, ModelProvider, RoutedDataProvider, Sample
 from mimo.visual import count_tokens, num_pictures
@@ -104,14 +105,15 @@ def iterations(samples: Sequence[SampleSize], config: RunConfig, layout: Layout,
     """
     micro_batch_size, data = config.train.micro_batch_size, config.data
     rows = micro_batch_size * num_microbatches
-    is_ordered = has_cheap_ends(data.microbatch_order, layout, config.find_dataset(data.dataset_provider))
+    order = lane_order(data.microbatch_order, layout, config.find_dataset(data.dataset_provider),
+                       rows_differ=row_multiple(config, layout) < config.train.seq_length)
     for start in range(0, len(samples) - rows * num_lanes + 1, rows * num_lanes):
         lanes = [[[samples[start + (microbatch * micro_batch_size + row) * num_lanes + lane]
                    for row in range(micro_batch_size)] for microbatch in range(num_microbatches)]
                  for lane in range(num_lanes)]
-        if is_ordered:
-            lanes = [[lane[number] for number in cheap_ends(
-                [sum(sum(sample.images) for sample in batch) for batch in lane])] for lane in lanes]
+        lanes = [[lane[number] for number in in_order(
+            order, [max(sample.num_tokens for sample in batch) for batch in lane],
+            [sum(sum(sample.images) for sample in batch) for batch in lane])] for lane in lanes]
         yield [list(batch) for batch in zip(*lanes, strict=True)]
 
 

@@ -109,6 +109,23 @@ def test_short_microbatches_at_both_ends_leave_less_to_wait_for() -> None:
         assert ordered == read, (preset, ordered, read)
 
 
+@pytest.mark.parametrize(("preset", "flags", "most"), [
+    ("10b-uneven", f"{PP2} --encoder-window 2", 0.95), ("10b-even", f"{PP2} --encoder-window 2", 0.985),
+    ("10b-uneven", "--layout homogeneous --llm-pp 2 --llm-pp-layout 10,30", 0.98),
+    ("10b-even", "--layout homogeneous --llm-pp 2 --llm-pp-layout 10,30", 0.98)])
+def test_neighbours_of_similar_length_leave_less_to_wait_for(preset: str, flags: str, most: float) -> None:
+    def seconds(more: str) -> dict[str, float]:
+        configs = {order: config_of(f"{flags} --microbatch-order {order} {more}", preset)
+                   for order in ("lengths", "images", "read")}
+        return {order: predicted(config, 2, drawn(config, 48), H200).step_s for order, config in configs.items()}
+
+    found = seconds("--cuda-graphs")
+    assert found["lengths"] < most * min(found["images"], found["read"]), found
+    # Rows that all have --seq-length tokens leave nothing to order by length.
+    found = seconds(WHOLE_ROWS)
+    assert found["lengths"] == found["images"]
+
+
 def test_a_layout_without_stages_takes_the_sum_of_its_passes() -> None:
     config = config_of(f"{WHOLE_ROWS} --layout homogeneous", "10b-even")
     step = step_of(config, 1)
@@ -542,7 +559,7 @@ def test_cuts_leave_the_first_stage_room_for_the_encoder() -> None:
 
 def test_a_cut_that_fits_is_tried_where_the_fastest_ones_do_not() -> None:
     # Balanced, this encoder leaves the first stage three layers, and the second one needs more memory than there is.
-    config = config_of("", "10b-uneven")
+    config = config_of("--microbatch-order images", "10b-uneven")
     found = searched(config, 2, drawn(config, 48), Profile.load(PROFILE))
     pipelines = [each for each in found if each.kind == HOMOGENEOUS and "--llm-pp-layout" in each.flags]
     assert not any(each.fits for each in pipelines if "--llm-pp-layout 3,37" in each.flags)
@@ -558,7 +575,7 @@ def test_a_plan_has_cuda_graphs_where_they_pay_and_may_be_used() -> None:
         return [each.flags for each in found if each.fits]
 
     short, whole = flags_of(""), flags_of(WHOLE_ROWS)
-    assert short[0].startswith("--layout colocated") and "--llm-tp 2" in short[0] and "--cuda-graphs" in short[0]
+    assert short[0].startswith("--layout colocated") and "--cuda-graphs" in short[0]
     assert any("--llm-pp 2" in each and "--cuda-graphs" not in each for each in short)
     assert len([each for each in short if "--cuda-graphs" in each]) > len([each for each in whole if "graphs" in each])
     for refused in ("--transformer-impl local", "--attention-dropout 0.1"):
@@ -830,7 +847,8 @@ def test_the_command_plans_for_the_context_parallelism_of_the_run(capsys: pytest
     "--encoder-dp 4 --llm-dp 2 --llm-tp 2 --sequence-parallel --encoder-window 2"])
 def test_lanes_of_different_rows_wait_for_each_other_at_windows_only(flags, monkeypatch):
     monkeypatch.setattr("mimo.planner.costs.LAUNCH_S", {False: (0.0, 0.0), True: (0.0, 0.0)})
-    config = config_of(f"--num-layers 8 --global-batch-size 64 --layout colocated {flags}", "10b-uneven")
+    config = config_of(f"--num-layers 8 --global-batch-size 64 --layout colocated --microbatch-order read {flags}",
+                       "10b-uneven")
     step, rng = step_of(config, 4), random.Random(1)
     samples = [SampleSize(rng.choice((300, 3900)), (64,)) for _ in range(64)]
     batch = step.batches(samples)[0]

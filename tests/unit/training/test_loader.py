@@ -12,7 +12,7 @@ import torch
 from data import digits, mock
 from data.indexed import IndexedStream
 from mimo.data.loader import StepLoader, open_loader
-from mimo.grid.lanes import cheap_ends
+from mimo.grid.lanes import LaneOrder, cheap_ends, in_order, lane_order
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import Sample, TokenSpec
 from tests.support.routed_data import RoutedMock
@@ -182,6 +182,84 @@ def test_the_first_and_the_last_microbatch_of_a_lane_have_the_fewest_images(prov
     ([4, 1, 6, 1, 9], [1, 0, 2, 4, 3]), ([0, 8, 8, 0], [0, 1, 2, 3])])
 def test_the_cheapest_microbatch_is_last_and_the_next_one_first(costs, order):
     assert cheap_ends(costs) == order
+
+
+VISION = (GridSpec("vision", 0, dp=2),)
+TWO_STAGES, EXPERTS = GridSpec("language", 0, pp=2), GridSpec("language", 0, dp=2, ep=2)
+
+
+@pytest.mark.parametrize(("grids", "differ", "order"), [
+    (layout(), True, LaneOrder.CHEAP_ENDS),
+    (Layout("homogeneous", 2, (GridSpec("vision", 0),), TWO_STAGES), True, LaneOrder.SHORT_ENDS),
+    (Layout("homogeneous", 2, (GridSpec("vision", 0),), TWO_STAGES), False, LaneOrder.CHEAP_ENDS),
+    (Layout("homogeneous", 2, VISION, GridSpec("language", 0, dp=2)), True, LaneOrder.READ),
+    (Layout("homogeneous", 2, VISION, EXPERTS), True, LaneOrder.SHORT_ENDS),
+    (Layout("homogeneous", 2, VISION, EXPERTS), False, LaneOrder.READ),
+    (Layout("disjoint", 2, (), EXPERTS), True, LaneOrder.SHORT_ENDS),
+    (Layout("disjoint", 2, (), TWO_STAGES), True, LaneOrder.SHORT_ENDS),
+    (Layout("colocated", 2, VISION, TWO_STAGES, encoder_window=2), True, LaneOrder.LONG_ENDS),
+    (Layout("colocated", 2, VISION, TWO_STAGES, encoder_window=2), False, LaneOrder.READ),
+    (Layout("colocated", 2, VISION, GridSpec("language", 0, tp=2), encoder_window=2), True, LaneOrder.READ),
+    (Layout("colocated", 2, VISION, GridSpec("language", 0, dp=2), encoder_window=2), True, LaneOrder.SHORT_ENDS),
+    (Layout("colocated", 2, VISION, GridSpec("language", 0, dp=2)), True, LaneOrder.READ),
+    # Two replicas share a lane of an indexed data set, of which each knows a half.
+    (layout(2, 1), True, LaneOrder.READ),
+])
+def test_the_order_of_microbatches_depends_on_who_waits_for_whom(grids, differ, order):
+    assert lane_order("lengths", grids, mock.provider, rows_differ=differ) is order
+    assert lane_order("read", grids, mock.provider, rows_differ=differ) is LaneOrder.READ
+    by_images = LaneOrder.READ if grids.kind == "colocated" or order is LaneOrder.READ else LaneOrder.CHEAP_ENDS
+    if grids.encoders and (grids.kind == "disjoint" or grids.language.pp > 1):
+        assert lane_order("images", grids, mock.provider, rows_differ=differ) is by_images
+
+
+@pytest.mark.parametrize(("order", "expected"), [
+    (LaneOrder.READ, [0, 1, 2, 3, 4]), (LaneOrder.CHEAP_ENDS, [3, 1, 2, 4, 0]),
+    (LaneOrder.SHORT_ENDS, [2, 1, 0, 3, 4]), (LaneOrder.LONG_ENDS, [1, 2, 4, 3, 0])])
+def test_microbatches_climb_or_fall_from_both_ends(order, expected):
+    # The rows of 1 and 3 are equally long, so their pixels decide.
+    assert in_order(order, [9, 4, 3, 4, 2], [0, 8, 8, 7, 9]) == expected
+
+
+@pytest.mark.parametrize("provider", [mock.provider, RoutedMock()], ids=["indexed", "routed"])
+@pytest.mark.parametrize(("kind", "lanes"), [("homogeneous", 1), ("homogeneous", 2), ("colocated", 1),
+                                             ("colocated", 2)])
+def test_every_stage_has_the_microbatches_in_order_of_length(provider, kind, lanes):
+    language = GridSpec("language", 0, dp=lanes, pp=2)
+    is_colocated = kind == "colocated"
+    vision = GridSpec("vision", 0, dp=language.size if is_colocated else lanes)
+    grids = Layout(kind, language.size, (vision,), language, encoder_window=2 if is_colocated else None)
+
+    def steps(rank, order, split="train"):
+        config = mock.Config(mock_images_max=6, mock_min_length=2, mock_max_length=20)
+        return loader(grids, rank, provider, config, num=7, lane_loader="per-lane", microbatch_order=order,
+                      row_multiple=8, split=split).next_step()
+
+    for lane in range(lanes):
+        read = steps(language.rank_at(dp=lane), "read")
+        longest = [max(map(sum, batch.text.lengths)) for batch in read]
+        pixels = [sum(batch.text.token_counts["vision"]) for batch in read]
+        assert len(set(longest)) > 3
+        order = in_order(LaneOrder.LONG_ENDS if is_colocated else LaneOrder.SHORT_ENDS, longest, pixels)
+        for stage in range(2):
+            rank = language.rank_at(dp=lane, pp=stage)
+            found = steps(rank, "lengths")
+            assert [batch.text.keys for batch in found] == [read[number].text.keys for number in order]
+            for batch in found:
+                assert not batch.encoders or batch.encoders["vision"].keys == batch.text.keys
+            held_out = [[batch.text.keys for batch in steps(rank, each, "valid")] for each in ("lengths", "read")]
+            assert held_out[0] == held_out[1], "an evaluation counts on the places of its samples"
+
+
+def test_an_image_that_the_encoder_cannot_take_is_named_by_its_sample(monkeypatch):
+    def refuse(self, config, module, height, width):
+        raise ValueError("no such size")
+
+    monkeypatch.setattr(Model, "num_image_tokens", refuse)
+    grids = Layout("homogeneous", 2, (GridSpec("vision", 0),), TWO_STAGES)
+    with pytest.raises(ValueError, match=r"sample mock/train/\d+: .*no such size"):
+        loader(grids, 0, microbatch_order="lengths", row_multiple=8,
+               config=mock.Config(mock_text_only_fraction=0)).next_step()
 
 
 def test_ranks_hold_only_their_sides():
