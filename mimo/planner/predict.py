@@ -34,7 +34,7 @@ MAX_LANES = 4
 # Most lanes whose samples are read. With more lanes, which are alike, a layout with fewer replicas stands for them.
 LANES_WITH_DATA = 8
 # Most microbatches of an iteration that are simulated, or four for each pipeline stage if that is more.
-SHORT_ITERATION = 16
+SHORT_ITERATION = 24
 # Most iterations and most passes that are simulated, but at least one iteration.
 MAX_ITERATIONS, MAX_PASSES = 4, 1000
 # Share of the expected calls of an encoder that a lower bound counts, because the simulated samples may have fewer.
@@ -88,10 +88,11 @@ def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[S
         busy = timeline.busy_s[timeline.last]
         whole, longer = timeline.seconds, 1.0
         if short < count:
-            # Each further microbatch is assumed to add as much as the mean of half of these: every other one, because
-            # they may be in the order of their lengths, and the last one.
-            half = [*batch[: short - 2 : 2], batch[-1]]
-            each = (whole - simulate(step.programs(half), step.transfer_s).seconds) / (short - len(half))
+            # Each further microbatch adds as much as the mean of these, at the pace at which a half of them adds to the
+            # step. The half is every other one, because they may be in the order of their lengths, and the last one.
+            fewer = step.programs([*batch[: short - 2 : 2], batch[-1]])
+            pace = (whole - simulate(fewer, step.transfer_s).seconds) / (_work(programs) - _work(fewer))
+            each = pace * _work(programs) / short
             longer = 1 + each * (count - short) / whole
         bound += step.bound_s(batch, programs) * longer / len(batches)
         for label, spent in busy.items():
@@ -103,6 +104,11 @@ def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[S
     memory, images, fullest = step.memory(batches)
     return Prediction(seconds, bound, tokens / seconds / layout.world_size, memory / GIB, fullest, images / GIB,
                       {name: value for name, value in parts.items() if value})
+
+
+def _work(programs: Mapping[Hashable, Sequence[Action]]) -> float:
+    """Return the seconds of work of all workers."""
+    return sum(action.seconds for program in programs.values() for action in program)
 
 
 class Step:
@@ -264,6 +270,14 @@ class Step:
         return [[self._padded(max(sample.num_tokens for sample in rows)) for rows in lane]
                 for lane in zip(*batch, strict=True)]
 
+    def paces(self, batch: Microbatches) -> list[list[int]]:
+        """Return `lengths` as passes take them: lanes that share experts wait for the longest row in every layer."""
+        lanes, language = self.lengths(batch), self.layout.language
+        together = max(language.ep * language.expt_tp // (language.tp * language.cp), 1)
+        longest = [[max(rows) for rows in zip(*lanes[first:first + together], strict=True)]
+                   for first in range(0, len(lanes), together)]
+        return [longest[lane // together] for lane in range(len(lanes))]
+
     def _stage_work(self, lengths: Sequence[int], stage: int, kind: str, microbatch: int) -> Work:
         return Work(self.language_s(kind, stage, lengths[microbatch]), self.launch_s(kind, stage, lengths[microbatch]))
 
@@ -317,7 +331,7 @@ class Step:
 
     def _homogeneous(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
         programs: dict[Hashable, list[Action]] = {}
-        stages, lengths = self.layout.language.pp, self.lengths(batch)
+        stages, lengths = self.layout.language.pp, self.paces(batch)
         for (lane,) in self._heaviest(batch, 1):
             def first(kind: str, microbatch: int, lane: int = lane) -> Work:
                 images = self.images(batch[microbatch][lane])
@@ -337,7 +351,7 @@ class Step:
 
         Lanes that share a replica wait for each other.
         """
-        (encoder,), lengths = self.sampled.encoders, self.lengths(batch)
+        (encoder,), lengths = self.sampled.encoders, self.paces(batch)
         programs: dict[Hashable, list[Action]] = {}
         for members in self._heaviest(batch, max(self.sampled.num_lanes // encoder.dp, 1)):
             replicas = self._replicas(encoder, members)
@@ -358,7 +372,7 @@ class Step:
         """Return the programs of a layout in which all replicas encode a window together; a stage is one worker."""
         (encoder,), stages, dealt = self.sampled.encoders, self.layout.language.pp, self.windows(batch)
         whole, (forward, backward) = dealt.schedule, dealt.work()
-        lengths = longest_in_windows(self.lengths(batch), whole.windows)
+        lengths = longest_in_windows(self.paces(batch), whole.windows)
         programs: dict[Hashable, list[Action]] = {}
         for stage in range(stages):
             schedule = replace(whole, stage=stage)
@@ -414,7 +428,7 @@ class Step:
         stages, ahead = encoder.pp + language.pp, self.config.layout.encoder_run_ahead
         trains = self.costs.trains(encoder.name) or self.costs.trains("projector")
         programs: dict[Hashable, list[Action]] = {}
-        lengths = self.lengths(batch)
+        lengths = self.paces(batch)
         for members in self._heaviest(batch, max(self.sampled.num_lanes // encoder.dp, 1)):
             replicas = self._replicas(encoder, members)
             links = {(replica, lane): ("bridge", replica, lane) for replica in replicas for lane in members}

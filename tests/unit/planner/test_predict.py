@@ -251,6 +251,22 @@ def test_experts_on_several_ranks_that_were_measured(gpus, rows, flags, step_ms,
     assert peak_gib is None or found.memory_gib == pytest.approx(peak_gib, rel=0.08)
 
 
+def test_lanes_that_share_experts_wait_for_the_longest_row() -> None:
+    def seconds(flags: str) -> float:
+        config = config_of(f"{QWEN_MOE} --cuda-graphs --global-batch-size 64 --llm-dp 4 --mock-min-length 400 "
+                           f"--mock-max-length 4000 {flags}")
+        return predicted(config, 4, drawn(config, 256)).step_s
+
+    apart, read, ordered = (seconds(flags) for flags in (
+        "", "--llm-ep 4 --microbatch-order read", "--llm-ep 4 --microbatch-order lengths"))
+    assert ordered < 0.95 * read, (ordered, read)
+    assert apart < read
+    step = step_of(config_of(f"{QWEN_MOE} --llm-dp 4 --llm-ep 2 --row-lengths 8"), 4)
+    batch = [[[SampleSize(length)] for length in lanes] for lanes in ([512, 1024, 4096, 1536], [2048, 512, 512, 512])]
+    assert step.lengths(batch) == [[512, 2048], [1024, 512], [4096, 512], [1536, 512]]
+    assert step.paces(batch) == [[1024, 2048], [1024, 2048], [4096, 512], [4096, 512]]
+
+
 @pytest.mark.parametrize("gemm", ["packed", "cutlass", "separate"])
 def test_the_host_launches_kernels_of_the_experts_of_a_rank(gemm: str) -> None:
     # So little work that the host is the limit.
