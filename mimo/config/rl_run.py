@@ -118,7 +118,7 @@ class PromptDataConfig(DataConfig):
     """Prompt data set: a name (arithmetic, conversations, digits, gsm8k) or pkg.module:attr."""
     lane_loader: Literal["routed", "per-lane"] = "routed"
     """train_hetero.py only."""
-    microbatch_order: Literal["lengths", "images", "read"] = "lengths"
+    microbatch_order: Literal["images", "lengths", "read"] = "images"
     """train_hetero.py only."""
     row_lengths: int | None = None
     """train_hetero.py only."""

@@ -137,11 +137,11 @@ class DataConfig:
     lane_loader: Literal["routed", "per-lane"] = "routed"
     """Which ranks read data that is costly to read. routed: one rank reads each lane and sends the samples to the
     others. per-lane: every rank opens the lanes that it needs. Both give the same batches."""
-    microbatch_order: Literal["lengths", "images", "read"] = "lengths"
-    """Order of a lane's microbatches within an iteration. lengths: if rows differ in length, pipelines and lanes that
-    share experts run neighbours of similar length, because they wait for each other in every microbatch; otherwise as
-    images. images: on disjoint grids and in homogeneous pipelines, those with the fewest pixels come first and last.
-    read: as the data set gives them."""
+    microbatch_order: Literal["images", "lengths", "read"] = "images"
+    """Order of a lane's microbatches within an iteration. images: on disjoint grids and in homogeneous pipelines, those
+    with the fewest pixels come first and last. lengths: if rows differ in length, neighbours are of similar length
+    where pipeline stages or lanes wait for each other, which may need more memory; otherwise as images. read: as the
+    data set gives them, and so are indexed data sets if several encoder replicas share a lane."""
     row_lengths: int | None = None
     """Number of lengths that rows can have. The rows of a microbatch are as long as its longest sample, rounded up to a
     multiple of --seq-length / N, so that little padding is computed and few shapes occur. 1: all rows have --seq-length

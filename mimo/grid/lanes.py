@@ -100,13 +100,11 @@ def lane_order(wanted: str, layout: Layout, data_provider: object, *, rows_diffe
 
     - On disjoint grids, and in pipelines that begin with an encoder, ranks wait for the first microbatch to be encoded,
       and nothing hides the encoder's backward pass of the last one. So these two should have few pixels.
-    - Pipeline stages, lanes that share experts, and lanes that share encoder windows wait for each other in every
-      microbatch or window. If neighbouring microbatches, and those of all lanes, are about equally long, the wait is
-      short. The ends of a pipeline cannot be hidden, so the shortest microbatches belong there.
-    - With encoder windows in a pipeline, all ranks encode while it fills and drains, which hides the ends: the longest
+    - Pipeline stages, and lanes that share experts, an encoder or encoder windows, wait for each other in every
+      microbatch or window. If neighbours, and the microbatches of all lanes, are about equally long, they wait less.
+      The ends of a pipeline cannot be hidden, so the shortest microbatches belong there.
+    - With encoder windows, all ranks encode while the pipeline fills and drains, which hides the ends. So the longest
       microbatches, which tend to have the most images, belong there.
-
-    Simulated steps (`mimo.planner`) have chosen these orders; docs/layouts.md has what they gain.
 
     A rank that reads only its share of a lane does not know the other rows. This is so with an indexed data set where
     several replicas of an encoder share a lane, whose order then stays as it is.
@@ -117,16 +115,18 @@ def lane_order(wanted: str, layout: Layout, data_provider: object, *, rows_diffe
         data_provider: the run's data set.
         rows_differ: whether the rows of a microbatch are as long as its samples. If not, all have --seq-length tokens.
     """
-    whole = layout.encoder_window is not None or all(encoder.dp <= layout.num_lanes for encoder in layout.encoders)
+    windows, language = layout.encoder_window is not None, layout.language
+    whole = windows or all(encoder.dp <= layout.num_lanes for encoder in layout.encoders)
     if wanted == "read" or not (whole or isinstance(data_provider, RoutedDataProvider)):
         return LaneOrder.READ
-    language, is_disjoint = layout.language, layout.kind == "disjoint" and bool(layout.encoders)
-    shares_encoder = layout.kind == "colocated" and (
-        layout.encoder_window is not None or any(encoder.dp != layout.num_lanes for encoder in layout.encoders))
-    meets = language.pp > 1 or (layout.num_lanes > 1 and (language.ep > 1 or shares_encoder))
-    if wanted == "lengths" and rows_differ and meets and not is_disjoint:
-        hides_ends = language.pp > 1 and layout.encoder_window is not None and not layout.encoder_spans_stages
-        return LaneOrder.LONG_ENDS if hides_ends else LaneOrder.SHORT_ENDS
+    is_disjoint = layout.kind == "disjoint" and bool(layout.encoders)
+    if wanted == "lengths" and rows_differ and not is_disjoint:
+        if language.pp > 1:
+            return LaneOrder.LONG_ENDS if windows and not layout.encoder_spans_stages else LaneOrder.SHORT_ENDS
+        shares_encoder = layout.kind == "colocated" and (
+            windows or any(encoder.dp < layout.num_lanes for encoder in layout.encoders))
+        if layout.num_lanes > 1 and (language.shares_experts or shares_encoder):
+            return LaneOrder.SHORT_ENDS
     begins_with_encoder = is_disjoint or (layout.kind == "homogeneous" and language.pp > 1)
     return LaneOrder.CHEAP_ENDS if begins_with_encoder else LaneOrder.READ
 

@@ -44,6 +44,11 @@ class GridSpec:
         return self.tp * self.cp * self.dp // (self.ep * self.expt_tp)
 
     @property
+    def shares_experts(self) -> bool:
+        """Whether data-parallel replicas share experts, so that they wait for each other in every layer."""
+        return self.ep * self.expt_tp > self.tp * self.cp
+
+    @property
     def ranks(self) -> range:
         """Global ranks of the grid."""
         return range(self.offset, self.offset + self.size)

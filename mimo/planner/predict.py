@@ -17,14 +17,21 @@ from statistics import fmean
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import layers_of_stages, num_microbatches, row_multiple, share_with_graphs
 from mimo.grid.dry_run import parameters_per_rank
-from mimo.grid.lanes import row_length
+from mimo.grid.lanes import LaneOrder, row_length
 from mimo.grid.spec import GridSpec, LaneShare, Layout, lane_shares
 from mimo.grid.windows import WindowSchedule
 from mimo.planner.activations import Windows, peak
 from mimo.planner.costs import FP8_COPY_BYTES, GIB, GPUS, LATENCY_S, STATIC, Costs, Profile
 from mimo.planner.shapes import multiplies_in_fp8
 from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, Work, links_of, simulate
-from mimo.planner.workload import Microbatches, SampleSize, draw_samples, iterations, longest_in_windows
+from mimo.planner.workload import (
+    Microbatches,
+    SampleSize,
+    draw_samples,
+    iterations,
+    longest_in_windows,
+    order_of,
+)
 from mimo.protocols import LANGUAGE, ParameterShape, RoutedDataProvider
 
 # Samples of a run whose sizes `memory_line` takes into account.
@@ -34,7 +41,9 @@ MAX_LANES = 4
 # Most lanes whose samples are read. With more lanes, which are alike, a layout with fewer replicas stands for them.
 LANES_WITH_DATA = 8
 # Most microbatches of an iteration that are simulated, or four for each pipeline stage if that is more.
-SHORT_ITERATION = 24
+SHORT_ITERATION = 16
+# The same if they are ordered by length. The longest follow each other then, and need more memory the more there are.
+ORDERED_ITERATION = 64
 # Most iterations and most passes that are simulated, but at least one iteration.
 MAX_ITERATIONS, MAX_PASSES = 4, 1000
 # Share of the expected calls of an encoder that a lower bound counts, because the simulated samples may have fewer.
@@ -88,11 +97,10 @@ def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[S
         busy = timeline.busy_s[timeline.last]
         whole, longer = timeline.seconds, 1.0
         if short < count:
-            # Each further microbatch adds as much as the mean of these, at the pace at which a half of them adds to the
-            # step. The half is every other one, because they may be in the order of their lengths, and the last one.
-            fewer = step.programs([*batch[: short - 2 : 2], batch[-1]])
-            pace = (whole - simulate(fewer, step.transfer_s).seconds) / (_work(programs) - _work(fewer))
-            each = pace * _work(programs) / short
+            # Each further microbatch is assumed to add as much as the mean of half of these, between the two ends. If
+            # they are ordered by length, every other one stands for all.
+            half = [*batch[: short - 2 : 2], batch[-1]] if step.is_ordered else [*batch[: short // 2 - 1], batch[-1]]
+            each = (whole - simulate(step.programs(half), step.transfer_s).seconds) / (short - len(half))
             longer = 1 + each * (count - short) / whole
         bound += step.bound_s(batch, programs) * longer / len(batches)
         for label, spent in busy.items():
@@ -106,11 +114,6 @@ def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[S
                       {name: value for name, value in parts.items() if value})
 
 
-def _work(programs: Mapping[Hashable, Sequence[Action]]) -> float:
-    """Return the seconds of work of all workers."""
-    return sum(action.seconds for program in programs.values() for action in program)
-
-
 class Step:
     """One training step of a layout, whose arguments are those of `predict`.
 
@@ -118,6 +121,7 @@ class Step:
         sampled: the layout with few enough lanes to read the samples of each.
         language_cost: returns the costs of a microbatch of the language model, by the length of its rows.
         pass_cost: those of rows of --seq-length tokens.
+        is_ordered: whether microbatches are ordered by their lengths.
     """
 
     def __init__(self, config: RunConfig, layout: Layout, costs: Costs) -> None:
@@ -131,6 +135,7 @@ class Step:
             layout, language=replace(layout.language, dp=layout.num_lanes // factor),
             encoders=tuple(replace(encoder, dp=encoder.dp // factor) for encoder in layout.encoders))
         self.num_microbatches = num_microbatches(config)
+        self.is_ordered = order_of(config, layout) in (LaneOrder.SHORT_ENDS, LaneOrder.LONG_ENDS)
         language, self._row_multiple = layout.language, row_multiple(config, layout)
         self.language_cost = cache(partial(
             costs.language, language.tp, config.train.micro_batch_size, language.ep, language.cp,
@@ -147,7 +152,8 @@ class Step:
     def batches(self, samples: Sequence[SampleSize]) -> list[Microbatches]:
         """Return the iterations to simulate, shortened if they have many microbatches."""
         lanes, rows, stages = self.sampled.num_lanes, self.config.train.micro_batch_size, self.layout.language.pp
-        count = min(self.num_microbatches, max(4 * stages, SHORT_ITERATION))
+        most = ORDERED_ITERATION if self.is_ordered else SHORT_ITERATION
+        count = min(self.num_microbatches, max(4 * stages, most))
         samples = list(islice(cycle(samples), max(lanes * count * rows, len(samples))))
         found = iterations(samples, self.config, self.layout, num_lanes=lanes, num_microbatches=count)
         most = MAX_PASSES // (min(lanes, MAX_LANES) * stages * count)
@@ -270,14 +276,6 @@ class Step:
         return [[self._padded(max(sample.num_tokens for sample in rows)) for rows in lane]
                 for lane in zip(*batch, strict=True)]
 
-    def paces(self, batch: Microbatches) -> list[list[int]]:
-        """Return `lengths` as passes take them: lanes that share experts wait for the longest row in every layer."""
-        lanes, language = self.lengths(batch), self.layout.language
-        together = max(language.ep * language.expt_tp // (language.tp * language.cp), 1)
-        longest = [[max(rows) for rows in zip(*lanes[first:first + together], strict=True)]
-                   for first in range(0, len(lanes), together)]
-        return [longest[lane // together] for lane in range(len(lanes))]
-
     def _stage_work(self, lengths: Sequence[int], stage: int, kind: str, microbatch: int) -> Work:
         return Work(self.language_s(kind, stage, lengths[microbatch]), self.launch_s(kind, stage, lengths[microbatch]))
 
@@ -331,7 +329,7 @@ class Step:
 
     def _homogeneous(self, batch: Microbatches) -> dict[Hashable, list[Action]]:
         programs: dict[Hashable, list[Action]] = {}
-        stages, lengths = self.layout.language.pp, self.paces(batch)
+        stages, lengths = self.layout.language.pp, self.lengths(batch)
         for (lane,) in self._heaviest(batch, 1):
             def first(kind: str, microbatch: int, lane: int = lane) -> Work:
                 images = self.images(batch[microbatch][lane])
@@ -351,7 +349,7 @@ class Step:
 
         Lanes that share a replica wait for each other.
         """
-        (encoder,), lengths = self.sampled.encoders, self.paces(batch)
+        (encoder,), lengths = self.sampled.encoders, self.lengths(batch)
         programs: dict[Hashable, list[Action]] = {}
         for members in self._heaviest(batch, max(self.sampled.num_lanes // encoder.dp, 1)):
             replicas = self._replicas(encoder, members)
@@ -372,7 +370,7 @@ class Step:
         """Return the programs of a layout in which all replicas encode a window together; a stage is one worker."""
         (encoder,), stages, dealt = self.sampled.encoders, self.layout.language.pp, self.windows(batch)
         whole, (forward, backward) = dealt.schedule, dealt.work()
-        lengths = longest_in_windows(self.paces(batch), whole.windows)
+        lengths = longest_in_windows(self.lengths(batch), whole.windows)
         programs: dict[Hashable, list[Action]] = {}
         for stage in range(stages):
             schedule = replace(whole, stage=stage)
@@ -428,7 +426,7 @@ class Step:
         stages, ahead = encoder.pp + language.pp, self.config.layout.encoder_run_ahead
         trains = self.costs.trains(encoder.name) or self.costs.trains("projector")
         programs: dict[Hashable, list[Action]] = {}
-        lengths = self.paces(batch)
+        lengths = self.lengths(batch)
         for members in self._heaviest(batch, max(self.sampled.num_lanes // encoder.dp, 1)):
             replicas = self._replicas(encoder, members)
             links = {(replica, lane): ("bridge", replica, lane) for replica in replicas for lane in members}

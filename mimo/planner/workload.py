@@ -8,7 +8,7 @@ from itertools import islice
 
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import row_multiple
-from mimo.grid.lanes import data_request, in_order, lane_order
+from mimo.grid.lanes import LaneOrder, data_request, in_order, lane_order
 from mimo.grid.spec import GridSpec, Layout
 from mimo.protocols import LANGUAGE, CheckedDataProvider, Lane, ModelProvider, RoutedDataProvider, Sample
 from mimo.visual import count_tokens, num_pictures
@@ -97,16 +97,21 @@ def _stream(config: RunConfig, provider: ModelProvider, module: str) -> Iterator
         reader.close()
 
 
+def order_of(config: RunConfig, layout: Layout) -> LaneOrder:
+    """Return the order of the microbatches of each lane of a run."""
+    return lane_order(config.data.microbatch_order, layout, config.find_dataset(config.data.dataset_provider),
+                      rows_differ=row_multiple(config, layout) < config.train.seq_length)
+
+
 def iterations(samples: Sequence[SampleSize], config: RunConfig, layout: Layout, *, num_lanes: int,
                num_microbatches: int) -> Iterator[Microbatches]:
     """Yield the samples of each whole iteration. Lane l of n lanes has the samples l, l + n, l + 2 n and so on.
 
     The run may have more lanes and microbatches than are given here.
     """
-    micro_batch_size, data = config.train.micro_batch_size, config.data
+    micro_batch_size = config.train.micro_batch_size
     rows = micro_batch_size * num_microbatches
-    order = lane_order(data.microbatch_order, layout, config.find_dataset(data.dataset_provider),
-                       rows_differ=row_multiple(config, layout) < config.train.seq_length)
+    order = order_of(config, layout)
     for start in range(0, len(samples) - rows * num_lanes + 1, rows * num_lanes):
         lanes = [[[samples[start + (microbatch * micro_batch_size + row) * num_lanes + lane]
                    for row in range(micro_batch_size)] for microbatch in range(num_microbatches)]

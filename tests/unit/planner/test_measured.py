@@ -105,9 +105,7 @@ def measured_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def predicted(preset: str, flags: str, iterations: int = 2) -> Prediction:
-    # The versions that were measured knew no other order than these two.
-    config = parse([*presets.PRESETS[preset], "--bf16", "--train-iters", "1", "--microbatch-order", "images",
-                    *flags.split()])
+    config = parse([*presets.PRESETS[preset], "--bf16", "--train-iters", "1", *flags.split()])
     costs = Costs(config, Profile.load(PROFILE))
     samples = draw_samples(config, costs.provider, iterations * config.train.global_batch_size)
     return predict(config, validate(config, 4 if preset.startswith("22b") else 2), costs, samples)
@@ -135,9 +133,9 @@ def test_short_rows() -> None:
             memory.append(further)
         else:
             assert 0 < further < 9, key
-    assert median(times) <= 0.035 and max(times) <= 0.11, times
-    # The last layout needed 2.3 GiB more than planned, and had no room in one of four turns.
-    assert sorted(memory)[0] > -2.4 and sorted(memory)[1] > -1.5 and max(memory) < 1.5, memory
+    assert median(times) <= 0.035 and max(times) <= 0.1, times
+    # The last layout needed 2.1 GiB more than planned, and had no room in one of four turns.
+    assert sorted(memory)[0] > -2.2 and sorted(memory)[1] > -1.5 and max(memory) < 1.5, memory
 
 
 def test_no_schedule_of_a_layout_beats_its_bound() -> None:

@@ -16,7 +16,7 @@ from mimo.config.validate import layers_of_stages, validate
 from mimo.grid.windows import BACKWARD_COST, Image, deal_in_order, deal_iteration, encoding_cost
 from mimo.observability.flops import SequenceSums
 from mimo.planner.activations import Windows, image_bytes
-from mimo.planner.candidates import BEST, HOMOGENEOUS, USABLE, Candidate, Found, Search, cuts
+from mimo.planner.candidates import BEST, COLOCATED, HOMOGENEOUS, USABLE, Candidate, Found, Search, cuts
 from mimo.planner.costs import (
     EXCHANGE_SHARE,
     EXPERT_EFFICIENCY,
@@ -110,8 +110,8 @@ def test_short_microbatches_at_both_ends_leave_less_to_wait_for() -> None:
 
 
 @pytest.mark.parametrize(("preset", "flags", "most"), [
-    ("10b-uneven", f"{PP2} --encoder-window 2", 0.95), ("10b-even", f"{PP2} --encoder-window 2", 0.985),
-    ("10b-uneven", "--layout homogeneous --llm-pp 2 --llm-pp-layout 10,30", 0.98),
+    ("10b-uneven", f"{PP2} --encoder-window 2 --encoder-activation-gib 24", 0.95),
+    ("10b-even", f"{PP2} --encoder-window 2", 0.99),
     ("10b-even", "--layout homogeneous --llm-pp 2 --llm-pp-layout 10,30", 0.98)])
 def test_neighbours_of_similar_length_leave_less_to_wait_for(preset: str, flags: str, most: float) -> None:
     def seconds(more: str) -> dict[str, float]:
@@ -124,6 +124,33 @@ def test_neighbours_of_similar_length_leave_less_to_wait_for(preset: str, flags:
     # Rows that all have --seq-length tokens leave nothing to order by length.
     found = seconds(WHOLE_ROWS)
     assert found["lengths"] == found["images"]
+
+
+def test_a_shortened_iteration_in_order_of_length_stands_for_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags, error in ((f"{PP2} --encoder-window 2 --encoder-activation-gib 24", 0.03),
+                         ("--layout homogeneous --llm-pp 2 --llm-pp-layout 10,30", 0.03)):
+        config = config_of(f"{flags} --global-batch-size 128 --cuda-graphs --microbatch-order lengths", "10b-uneven")
+        # The same 64 samples twice, so that the first half of an iteration has the images of the whole one.
+        samples = drawn(config, 64) * 2
+        short = predicted(config, 2, samples)
+        monkeypatch.setattr("mimo.planner.predict.ORDERED_ITERATION", 128)
+        whole = predicted(config, 2, samples)
+        monkeypatch.undo()
+        assert short.step_s == pytest.approx(whole.step_s, rel=error)
+        # Here the longest two of 128 are one of 64 twice, which is the worst case.
+        assert -5 < short.memory_gib - whole.memory_gib <= 0.01
+
+
+def test_a_plan_orders_microbatches_by_length_where_that_pays() -> None:
+    def orders(preset: str, more: str) -> set[tuple[str, bool]]:
+        config = config_of(f"--cuda-graphs {more}", preset)
+        return {(each.kind, "--microbatch-order lengths" in each.flags)
+                for each in searched(config, 2, drawn(config, 48), Profile.load(PROFILE)) if "--llm-pp" in each.flags}
+
+    assert (COLOCATED, True) in orders("10b-uneven", "")
+    # Without a difference there is no choice, and what the run's own flags say is kept.
+    for more in (WHOLE_ROWS, "--microbatch-order read", "--microbatch-order lengths"):
+        assert not any(ordered for _, ordered in orders("10b-uneven", more)), more
 
 
 def test_a_layout_without_stages_takes_the_sum_of_its_passes() -> None:
@@ -249,22 +276,6 @@ def test_experts_on_several_ranks_that_were_measured(gpus, rows, flags, step_ms,
     found = predicted(config, gpus, [SampleSize(4096)] * 16 * gpus)
     assert found.step_s * 1000 == pytest.approx(step_ms, rel=0.065)
     assert peak_gib is None or found.memory_gib == pytest.approx(peak_gib, rel=0.08)
-
-
-def test_lanes_that_share_experts_wait_for_the_longest_row() -> None:
-    def seconds(flags: str) -> float:
-        config = config_of(f"{QWEN_MOE} --cuda-graphs --global-batch-size 64 --llm-dp 4 --mock-min-length 400 "
-                           f"--mock-max-length 4000 {flags}")
-        return predicted(config, 4, drawn(config, 256)).step_s
-
-    apart, read, ordered = (seconds(flags) for flags in (
-        "", "--llm-ep 4 --microbatch-order read", "--llm-ep 4 --microbatch-order lengths"))
-    assert ordered < 0.95 * read, (ordered, read)
-    assert apart < read
-    step = step_of(config_of(f"{QWEN_MOE} --llm-dp 4 --llm-ep 2 --row-lengths 8"), 4)
-    batch = [[[SampleSize(length)] for length in lanes] for lanes in ([512, 1024, 4096, 1536], [2048, 512, 512, 512])]
-    assert step.lengths(batch) == [[512, 2048], [1024, 512], [4096, 512], [1536, 512]]
-    assert step.paces(batch) == [[1024, 2048], [1024, 2048], [4096, 512], [4096, 512]]
 
 
 @pytest.mark.parametrize("gemm", ["packed", "cutlass", "separate"])
@@ -575,7 +586,7 @@ def test_cuts_leave_the_first_stage_room_for_the_encoder() -> None:
 
 def test_a_cut_that_fits_is_tried_where_the_fastest_ones_do_not() -> None:
     # Balanced, this encoder leaves the first stage three layers, and the second one needs more memory than there is.
-    config = config_of("--microbatch-order images", "10b-uneven")
+    config = config_of("", "10b-uneven")
     found = searched(config, 2, drawn(config, 48), Profile.load(PROFILE))
     pipelines = [each for each in found if each.kind == HOMOGENEOUS and "--llm-pp-layout" in each.flags]
     assert not any(each.fits for each in pipelines if "--llm-pp-layout 3,37" in each.flags)
@@ -863,8 +874,7 @@ def test_the_command_plans_for_the_context_parallelism_of_the_run(capsys: pytest
     "--encoder-dp 4 --llm-dp 2 --llm-tp 2 --sequence-parallel --encoder-window 2"])
 def test_lanes_of_different_rows_wait_for_each_other_at_windows_only(flags, monkeypatch):
     monkeypatch.setattr("mimo.planner.costs.LAUNCH_S", {False: (0.0, 0.0), True: (0.0, 0.0)})
-    config = config_of(f"--num-layers 8 --global-batch-size 64 --layout colocated --microbatch-order read {flags}",
-                       "10b-uneven")
+    config = config_of(f"--num-layers 8 --global-batch-size 64 --layout colocated {flags}", "10b-uneven")
     step, rng = step_of(config, 4), random.Random(1)
     samples = [SampleSize(rng.choice((300, 3900)), (64,)) for _ in range(64)]
     batch = step.batches(samples)[0]

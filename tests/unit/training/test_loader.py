@@ -2,7 +2,7 @@
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -184,33 +184,43 @@ def test_the_cheapest_microbatch_is_last_and_the_next_one_first(costs, order):
     assert cheap_ends(costs) == order
 
 
-VISION = (GridSpec("vision", 0, dp=2),)
-TWO_STAGES, EXPERTS = GridSpec("language", 0, pp=2), GridSpec("language", 0, dp=2, ep=2)
+ONE, TWO = (GridSpec("vision", 0),), (GridSpec("vision", 0, dp=2),)
+STAGES, LANES, TENSORS = (GridSpec("language", 0, **{size: 2}) for size in ("pp", "dp", "tp"))
+FOUR = (GridSpec("vision", 0, dp=4),)
 
 
-@pytest.mark.parametrize(("grids", "differ", "order"), [
-    (layout(), True, LaneOrder.CHEAP_ENDS),
-    (Layout("homogeneous", 2, (GridSpec("vision", 0),), TWO_STAGES), True, LaneOrder.SHORT_ENDS),
-    (Layout("homogeneous", 2, (GridSpec("vision", 0),), TWO_STAGES), False, LaneOrder.CHEAP_ENDS),
-    (Layout("homogeneous", 2, VISION, GridSpec("language", 0, dp=2)), True, LaneOrder.READ),
-    (Layout("homogeneous", 2, VISION, EXPERTS), True, LaneOrder.SHORT_ENDS),
-    (Layout("homogeneous", 2, VISION, EXPERTS), False, LaneOrder.READ),
-    (Layout("disjoint", 2, (), EXPERTS), True, LaneOrder.SHORT_ENDS),
-    (Layout("disjoint", 2, (), TWO_STAGES), True, LaneOrder.SHORT_ENDS),
-    (Layout("colocated", 2, VISION, TWO_STAGES, encoder_window=2), True, LaneOrder.LONG_ENDS),
-    (Layout("colocated", 2, VISION, TWO_STAGES, encoder_window=2), False, LaneOrder.READ),
-    (Layout("colocated", 2, VISION, GridSpec("language", 0, tp=2), encoder_window=2), True, LaneOrder.READ),
-    (Layout("colocated", 2, VISION, GridSpec("language", 0, dp=2), encoder_window=2), True, LaneOrder.SHORT_ENDS),
-    (Layout("colocated", 2, VISION, GridSpec("language", 0, dp=2)), True, LaneOrder.READ),
+@pytest.mark.parametrize(("grids", "differ", "by_images", "by_length"), [
+    (layout(), True, LaneOrder.CHEAP_ENDS, LaneOrder.CHEAP_ENDS),
+    (Layout("homogeneous", 2, ONE, STAGES), True, LaneOrder.CHEAP_ENDS, LaneOrder.SHORT_ENDS),
+    (Layout("homogeneous", 2, ONE, STAGES), False, LaneOrder.CHEAP_ENDS, LaneOrder.CHEAP_ENDS),
+    (Layout("disjoint", 2, (), STAGES), True, LaneOrder.READ, LaneOrder.SHORT_ENDS),
+    (Layout("homogeneous", 2, TWO, LANES), True, LaneOrder.READ, LaneOrder.READ),
+    # Lanes that share experts, and experts that are split inside a lane alone.
+    (Layout("homogeneous", 2, TWO, replace(LANES, ep=2)), True, LaneOrder.READ, LaneOrder.SHORT_ENDS),
+    (Layout("homogeneous", 2, TWO, replace(LANES, ep=2)), False, LaneOrder.READ, LaneOrder.READ),
+    (Layout("homogeneous", 2, TWO, replace(LANES, expt_tp=2)), True, LaneOrder.READ, LaneOrder.SHORT_ENDS),
+    (Layout("homogeneous", 4, TWO, replace(LANES, tp=2, ep=2)), True, LaneOrder.READ, LaneOrder.READ),
+    (Layout("disjoint", 2, (), replace(LANES, ep=2)), True, LaneOrder.READ, LaneOrder.SHORT_ENDS),
+    # Encoder windows, also of a replica whose ranks lie in both stages.
+    (Layout("colocated", 2, TWO, STAGES, encoder_window=2), True, LaneOrder.READ, LaneOrder.LONG_ENDS),
+    (Layout("colocated", 2, TWO, STAGES, encoder_window=2), False, LaneOrder.READ, LaneOrder.READ),
+    (Layout("colocated", 2, (GridSpec("vision", 0, tp=2),), STAGES, encoder_window=2), True, LaneOrder.READ,
+     LaneOrder.SHORT_ENDS),
+    (Layout("colocated", 2, TWO, TENSORS, encoder_window=2), True, LaneOrder.READ, LaneOrder.READ),
+    (Layout("colocated", 2, TWO, LANES, encoder_window=2), True, LaneOrder.READ, LaneOrder.SHORT_ENDS),
+    # Lanes that share a replica, that have one each, and that have two each.
+    (Layout("colocated", 2, (GridSpec("vision", 0, tp=2),), LANES), True, LaneOrder.READ, LaneOrder.SHORT_ENDS),
+    (Layout("colocated", 2, TWO, LANES), True, LaneOrder.READ, LaneOrder.READ),
+    (Layout("colocated", 4, FOUR, replace(LANES, tp=2)), True, LaneOrder.READ, LaneOrder.READ),
     # Two replicas share a lane of an indexed data set, of which each knows a half.
-    (layout(2, 1), True, LaneOrder.READ),
+    (layout(2, 1), True, LaneOrder.READ, LaneOrder.READ),
 ])
-def test_the_order_of_microbatches_depends_on_who_waits_for_whom(grids, differ, order):
-    assert lane_order("lengths", grids, mock.provider, rows_differ=differ) is order
-    assert lane_order("read", grids, mock.provider, rows_differ=differ) is LaneOrder.READ
-    by_images = LaneOrder.READ if grids.kind == "colocated" or order is LaneOrder.READ else LaneOrder.CHEAP_ENDS
-    if grids.encoders and (grids.kind == "disjoint" or grids.language.pp > 1):
-        assert lane_order("images", grids, mock.provider, rows_differ=differ) is by_images
+def test_the_order_of_microbatches_depends_on_who_waits_for_whom(grids, differ, by_images, by_length):
+    found = [lane_order(wanted, grids, mock.provider, rows_differ=differ) for wanted in ("images", "lengths", "read")]
+    assert found == [by_images, by_length, LaneOrder.READ]
+    if grids.encoders == TWO and grids.kind == "disjoint":
+        # Whoever reads a whole lane for all others knows it.
+        assert lane_order("images", grids, RoutedMock(), rows_differ=differ) is LaneOrder.CHEAP_ENDS
 
 
 @pytest.mark.parametrize(("order", "expected"), [
@@ -256,7 +266,7 @@ def test_an_image_that_the_encoder_cannot_take_is_named_by_its_sample(monkeypatc
         raise ValueError("no such size")
 
     monkeypatch.setattr(Model, "num_image_tokens", refuse)
-    grids = Layout("homogeneous", 2, (GridSpec("vision", 0),), TWO_STAGES)
+    grids = Layout("homogeneous", 2, ONE, STAGES)
     with pytest.raises(ValueError, match=r"sample mock/train/\d+: .*no such size"):
         loader(grids, 0, microbatch_order="lengths", row_multiple=8,
                config=mock.Config(mock_text_only_fraction=0)).next_step()
