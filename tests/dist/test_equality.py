@@ -173,9 +173,11 @@ def test_balancing_lowers_the_imbalance_that_a_run_reports(pool: WorkerPool, tmp
 EXPERTS = f"{' '.join(MOE)} --moe-aux-loss-coeff 1"
 ROW_LAYOUTS = {
     "pp2": (3, "--llm-pp 2 --micro-batch-size 2"),
-    "cp2-pp2": (4, "--layout colocated --encoder-dp 4 --llm-cp 2 --llm-pp 2 --encoder-window 1"),
+    # Microbatches are in order of their lengths, unless all rows have --seq-length tokens.
+    "cp2-pp2": (4, "--layout colocated --encoder-dp 4 --llm-cp 2 --llm-pp 2 --encoder-window 1 --microbatch-order "
+                   "lengths"),
     # Lanes whose rows differ in length exchange tokens.
-    "ep2-pp2": (4, f"{EXPERTS} --layout homogeneous --llm-pp 2 --llm-dp 2 --llm-ep 2"),
+    "ep2-pp2": (4, f"{EXPERTS} --layout homogeneous --llm-pp 2 --llm-dp 2 --llm-ep 2 --microbatch-order lengths"),
     "two-samples-tp2-ep2": (2, f"{EXPERTS} --layout homogeneous --llm-tp 2 --llm-ep 2 --sequence-parallel "
                                "--micro-batch-size 2"),
     "microbatches-are-balanced": (2, f"{EXPERTS} --layout colocated --encoder-dp 2 --llm-cp 2 --micro-batch-size 2 "
