@@ -140,8 +140,8 @@ class DataConfig:
     microbatch_order: Literal["images", "lengths", "read"] = "images"
     """Order of a lane's microbatches within an iteration. images: on disjoint grids and in homogeneous pipelines, those
     with the fewest pixels come first and last. lengths: if rows differ in length, neighbours are of similar length
-    where pipeline stages or lanes wait for each other, which may need more memory; otherwise as images. read: as the
-    data set gives them, and so are indexed data sets if several encoder replicas share a lane."""
+    where pipeline stages or lanes wait for each other, which may need more memory; otherwise as images. read: in the
+    order of the data set, which indexed data sets always keep if several encoder replicas share a lane."""
     row_lengths: int | None = None
     """Number of lengths that rows can have. The rows of a microbatch are as long as its longest sample, rounded up to a
     multiple of --seq-length / N, so that little padding is computed and few shapes occur. 1: all rows have --seq-length
