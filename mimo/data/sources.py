@@ -92,10 +92,11 @@ class GivenSource(Source):
 
 def ordered(order: LaneOrder, request: DataRequest, microbatches: list[list[Sample]]) -> list[list[Sample]]:
     """Put the microbatches of a whole lane into the order in which they run."""
-    pixels = [sum(math.prod(request.tokens.pixel_shape(size)) for sample in samples for size in sample.image_sizes)
-              for samples in microbatches]
-    lengths = [max((_row_tokens(request, sample) for sample in samples), default=0) for samples in microbatches]
-    return [microbatches[number] for number in in_order(order, lengths, pixels)]
+    def cost(samples: list[Sample]) -> Any:
+        pixels = sum(math.prod(request.tokens.pixel_shape(size)) for sample in samples for size in sample.image_sizes)
+        return (max(_row_tokens(request, sample) for sample in samples), pixels) if order.by_length else pixels
+
+    return [microbatches[number] for number in in_order(order, list(map(cost, microbatches)))]
 
 
 def _row_tokens(request: DataRequest, sample: Sample) -> int:

@@ -92,6 +92,11 @@ class LaneOrder(Enum):
     SHORT_ENDS = "those with the shortest rows first and last"
     LONG_ENDS = "those with the longest rows first and last"
 
+    @property
+    def by_length(self) -> bool:
+        """Whether the lengths of rows decide."""
+        return self in (LaneOrder.SHORT_ENDS, LaneOrder.LONG_ENDS)
+
 
 def lane_order(wanted: str, layout: Layout, data_provider: object, *, rows_differ: bool) -> LaneOrder:
     """Return how a run orders the microbatches of each lane. All ranks agree.
@@ -131,20 +136,20 @@ def lane_order(wanted: str, layout: Layout, data_provider: object, *, rows_diffe
     return LaneOrder.CHEAP_ENDS if begins_with_encoder else LaneOrder.READ
 
 
-def in_order(order: LaneOrder, lengths: Sequence[int], pixels: Sequence[int]) -> list[int]:
+def in_order(order: LaneOrder, costs: Sequence[Any]) -> list[int]:
     """Return the numbers of a lane's microbatches in the order in which they run.
 
     Args:
         order: from `lane_order`.
-        lengths: tokens of the longest row of each microbatch.
-        pixels: pixels of each microbatch.
+        costs: for an order by length, the tokens of the longest row of each microbatch and its pixels; otherwise its
+            pixels.
     """
-    numbers = list(range(len(lengths)))
+    numbers = list(range(len(costs)))
     if order is LaneOrder.READ:
         return numbers
     if order is LaneOrder.CHEAP_ENDS:
-        return cheap_ends(pixels)
-    numbers.sort(key=lambda number: (lengths[number], pixels[number]), reverse=order is LaneOrder.LONG_ENDS)
+        return cheap_ends(costs)
+    numbers.sort(key=costs.__getitem__, reverse=order is LaneOrder.LONG_ENDS)
     # From both ends towards the middle: the first of them comes last, because backward passes take longer.
     return [*numbers[1::2], *numbers[::2][::-1]]
 

@@ -21,7 +21,7 @@ from mimo.config.validate import (
     row_multiple,
     validate_without_data,
 )
-from mimo.grid.lanes import LaneOrder, row_length
+from mimo.grid.lanes import row_length
 from mimo.grid.layout import divisors
 from mimo.grid.spec import GridSpec, Layout
 from mimo.planner.costs import GIB, Costs
@@ -323,7 +323,7 @@ class Search:
         """
         if config.data.microbatch_order == DataConfig.microbatch_order and layout.language.pp > 1:
             ordered = replace(config, data=replace(config.data, microbatch_order=BY_LENGTH))
-            if order_of(ordered, layout) in (LaneOrder.SHORT_ENDS, LaneOrder.LONG_ENDS):
+            if order_of(ordered, layout).by_length:
                 yield ordered
 
     def _longest(self, micro_batch_size: int) -> Counter[int]:

@@ -17,7 +17,7 @@ from statistics import fmean
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import layers_of_stages, num_microbatches, row_multiple, share_with_graphs
 from mimo.grid.dry_run import parameters_per_rank
-from mimo.grid.lanes import LaneOrder, row_length
+from mimo.grid.lanes import row_length
 from mimo.grid.spec import GridSpec, LaneShare, Layout, lane_shares
 from mimo.grid.windows import WindowSchedule
 from mimo.planner.activations import Windows, peak
@@ -135,7 +135,7 @@ class Step:
             layout, language=replace(layout.language, dp=layout.num_lanes // factor),
             encoders=tuple(replace(encoder, dp=encoder.dp // factor) for encoder in layout.encoders))
         self.num_microbatches = num_microbatches(config)
-        self.is_ordered = order_of(config, layout) in (LaneOrder.SHORT_ENDS, LaneOrder.LONG_ENDS)
+        self.is_ordered = order_of(config, layout).by_length
         language, self._row_multiple = layout.language, row_multiple(config, layout)
         self.language_cost = cache(partial(
             costs.language, language.tp, config.train.micro_batch_size, language.ep, language.cp,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import row_multiple
@@ -112,13 +113,16 @@ def iterations(samples: Sequence[SampleSize], config: RunConfig, layout: Layout,
     micro_batch_size = config.train.micro_batch_size
     rows = micro_batch_size * num_microbatches
     order = order_of(config, layout)
+
+    def cost(batch: list[SampleSize]) -> Any:
+        pixels = sum(sum(sample.images) for sample in batch)
+        return (max(sample.num_tokens for sample in batch), pixels) if order.by_length else pixels
+
     for start in range(0, len(samples) - rows * num_lanes + 1, rows * num_lanes):
         lanes = [[[samples[start + (microbatch * micro_batch_size + row) * num_lanes + lane]
                    for row in range(micro_batch_size)] for microbatch in range(num_microbatches)]
                  for lane in range(num_lanes)]
-        lanes = [[lane[number] for number in in_order(
-            order, [max(sample.num_tokens for sample in batch) for batch in lane],
-            [sum(sum(sample.images) for sample in batch) for batch in lane])] for lane in lanes]
+        lanes = [[lane[number] for number in in_order(order, list(map(cost, lane)))] for lane in lanes]
         yield [list(batch) for batch in zip(*lanes, strict=True)]
 
 

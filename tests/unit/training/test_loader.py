@@ -228,7 +228,8 @@ def test_the_order_of_microbatches_depends_on_who_waits_for_whom(grids, differ, 
     (LaneOrder.SHORT_ENDS, [2, 1, 0, 3, 4]), (LaneOrder.LONG_ENDS, [1, 2, 4, 3, 0])])
 def test_microbatches_climb_or_fall_from_both_ends(order, expected):
     # The rows of 1 and 3 are equally long, so their pixels decide.
-    assert in_order(order, [9, 4, 3, 4, 2], [0, 8, 8, 7, 9]) == expected
+    lengths, pixels = [9, 4, 3, 4, 2], [0, 8, 8, 7, 9]
+    assert in_order(order, list(zip(lengths, pixels, strict=True)) if order.by_length else pixels) == expected
 
 
 @pytest.mark.parametrize("provider", [mock.provider, RoutedMock()], ids=["indexed", "routed"])
@@ -250,7 +251,8 @@ def test_every_stage_has_the_microbatches_in_order_of_length(provider, kind, lan
         longest = [max(map(sum, batch.text.lengths)) for batch in read]
         pixels = [sum(batch.text.token_counts["vision"]) for batch in read]
         assert len(set(longest)) > 3
-        order = in_order(LaneOrder.LONG_ENDS if is_colocated else LaneOrder.SHORT_ENDS, longest, pixels)
+        order = in_order(LaneOrder.LONG_ENDS if is_colocated else LaneOrder.SHORT_ENDS,
+                         list(zip(longest, pixels, strict=True)))
         for stage in range(2):
             rank = language.rank_at(dp=lane, pp=stage)
             found = steps(rank, "lengths")
