@@ -128,9 +128,20 @@ def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, descriptio
         if _prints():
             print(to_toml(config.resolved()), end="")
         raise SystemExit(0)
+    if known.dataset_provider is None and "dataset_provider" not in merged:
+        _refuse_default_data(config)
     config = with_local_folders(config)
     _refuse_replaced_flags(config, argv)
     return with_media_processing(with_tokenizer(with_training_stage(config)))
+
+
+def _refuse_default_data(config: RunConfig) -> None:
+    """Raise ValueError if a pretrained language model would get the default data set, whose token ids are its own."""
+    for name in ("load_hf", "load_language_from"):
+        folder = getattr(config.checkpoint, name)
+        if folder:
+            raise ValueError(f"{toml_file.flag_name(name)} {folder} needs --dataset-provider: the default, "
+                             f"{config.data.dataset_provider}, has a vocabulary of its own")
 
 
 def _refuse_replaced_flags(config: RunConfig, argv: list[str]) -> None:

@@ -539,7 +539,7 @@ class Costs:
         """Return how many bf16 FLOPs of a token's forward pass take as long as FP8 makes its layers faster."""
         return (1 - 1 / self._fp8_gain(module)) * sum(
             2.0 * shape.count * math.prod(shape.shape) for shape in self.shapes[module]
-            if multiplies_in_fp8(shape) and shape.split != "expert")
+            if shape.stage == "layer" and multiplies_in_fp8(shape) and shape.split != "expert")
 
     def fp8_copies(self, module: str) -> list[ParameterShape]:
         """Return the weights of a module of which each step keeps FP8 copies. Frozen ones are copied in every pass."""

@@ -87,7 +87,8 @@ def mtp_layers(shapes: Sequence[ParameterShape]) -> list[ParameterShape]:
 
 def multiplies_in_fp8(shape: ParameterShape) -> bool:
     """Return whether a parameter is a weight that --fp8-format quantises; routers keep their precision."""
-    return shape.stage == "layer" and len(shape.shape) == 2 and "router" not in shape.name
+    in_layers = shape.stage == "layer" or shape.name.startswith(MTP)
+    return in_layers and len(shape.shape) == 2 and "router" not in shape.name
 
 
 def is_in(shape: ParameterShape, parts: Sequence[str]) -> bool:

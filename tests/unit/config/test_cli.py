@@ -112,6 +112,15 @@ def test_hf_config_replaces_sizes_of_files_and_refuses_those_of_the_command_line
             parse([*words, *flags])
 
 
+def test_pretrained_weights_need_a_data_set_by_name(tmp_path):
+    for flag in ("--load-hf", "--load-language-from"):
+        with pytest.raises(ValueError, match=f"^{flag} {tmp_path} needs --dataset-provider: the default, digits, has"):
+            parse([flag, str(tmp_path)])
+    file = tmp_path / "run.toml"
+    file.write_text('dataset-provider = "digits"')
+    assert parse(["--load-hf", str(tmp_path), "--config", str(file)]).data.dataset_provider == "digits"
+
+
 def test_a_file_cannot_choose_the_family_by_values_that_are_no_names(tmp_path):
     for line, expected in (("hf-config = 5", "hf-config = 5: "), ('model-provider = ""', "--model-provider : unknown")):
         path = write(tmp_path / "a.toml", f"{line}\n")

@@ -86,6 +86,17 @@ def test_multi_token_prediction_has_an_embedding_logits_and_activations_of_its_o
     assert memory[1] > memory[0]
 
 
+def test_multi_token_prediction_keeps_fp8_copies_of_its_matrices() -> None:
+    pattern = "--hybrid-layer-pattern M*M*/*- --llm-pp 2"
+    plain, quantised = (step_of(config_of(f"{MTP} {pattern}{more}"), 2) for more in ("", " --fp8-format hybrid"))
+    copied = sum(shape.count * shape.shape[0] * shape.shape[1] for shape in plain.costs.shapes["language"]
+                 if shape.name.startswith("mtp.") and len(shape.shape) == 2)
+    assert copied
+    # Both stages have as many layers of the decoder, and only the last one has multi-token prediction.
+    first, last = (states(quantised, stage) - states(plain, stage) for stage in (0, 1))
+    assert last - first == 2 * copied
+
+
 def test_only_sequence_parallelism_divides_norms_and_residuals() -> None:
     one, rows, whole = (step_of(config_of(f"{SMALL} {flags}"), gpus).pass_cost for flags, gpus in (
         ("", 1), ("--llm-tp 2 --sequence-parallel", 2), ("--llm-tp 2", 2)))
