@@ -33,12 +33,11 @@ MAX_SAMPLES = 4096
 # all flags of the section.
 RUN_SECTIONS: Mapping[str, Sequence[str] | None] = {
     "train": ("global-batch-size", "seq-length"), "model-family": None,
-    "data": ("dataset-provider", "row-lengths"), "dataset": None,
+    "data": ("dataset-provider", "microbatch-order", "row-lengths"), "dataset": None,
     "optim": ("use-distributed-optimizer", "use-precision-aware-optimizer", "exp-avg-dtype", "exp-avg-sq-dtype"),
     "ddp": ("grad-reduce-in-fp32", "overlap-grad-reduce", "encoder-ddp-overlap")}
 LAYOUT_SECTIONS: Mapping[str, Sequence[str] | None] = {
-    "layout": None, "model": None, "train": ("micro-batch-size", "encoder-prefetch-depth"),
-    "data": ("microbatch-order",)}
+    "layout": None, "model": None, "train": ("micro-batch-size", "encoder-prefetch-depth")}
 
 
 def plan(flags: PlanFlags, run_flags: list[str]) -> int:

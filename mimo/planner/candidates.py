@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import batched, islice
 from statistics import fmean
-from typing import Literal
 
 from mimo.config.toml_file import flag_words
-from mimo.config.trainer import DataConfig, LayoutConfig, ModelConfig, RunConfig, TrainConfig
+from mimo.config.trainer import LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from mimo.config.validate import (
     can_recompute_some_layers,
     check_data,
@@ -26,7 +25,7 @@ from mimo.grid.layout import divisors
 from mimo.grid.spec import GridSpec, Layout
 from mimo.planner.costs import GIB, Costs
 from mimo.planner.predict import Prediction, Step, predict
-from mimo.planner.workload import Microbatches, SampleSize, order_of
+from mimo.planner.workload import Microbatches, SampleSize
 from mimo.protocols import LANGUAGE
 
 HOMOGENEOUS, COLOCATED, DISJOINT = "homogeneous", "colocated", "disjoint"
@@ -50,9 +49,8 @@ MANY_GPUS = 16
 BEST, BEST_OF_KIND = 20, 6
 # A prediction simulates a few iterations, so it may be below the lower bound for a mean sample by this share.
 TOLERANCE = 0.05
-# CUDA graphs, a dispatcher and an order that the user has not chosen have to make a step shorter by this share.
+# CUDA graphs and a dispatcher that the user has not chosen have to make a step shorter by this share.
 VARIANT_GAIN = 0.02
-BY_LENGTH: Literal["lengths"] = "lengths"
 # Share of a GPU's memory that a run may plan with.
 USABLE = 0.97
 
@@ -109,14 +107,11 @@ def flags_of(config: RunConfig, base: RunConfig) -> str:
     They also undo the layout of `base`, whose flags may be in a file that the run reads.
     """
     words = _changed(config.layout, LayoutConfig(), base.layout) or ["--encoder-dp", "1", "--llm-dp", "1"]
-    return shlex.join([*words, *(word for name in ("model", "train", "data")
-                                 for word in _changed(vars(config)[name], vars(base)[name]))])
+    return shlex.join([*words, *_changed(config.model, base.model), *_changed(config.train, base.train)])
 
 
-Section = LayoutConfig | ModelConfig | TrainConfig | DataConfig
-
-
-def _changed(section: Section, *others: Section) -> list[str]:
+def _changed(section: LayoutConfig | ModelConfig | TrainConfig, *others: LayoutConfig | ModelConfig | TrainConfig
+             ) -> list[str]:
     """Return the flags of a section whose values differ from those of any of the others."""
     words = []
     for name, value in vars(section).items():
@@ -126,15 +121,14 @@ def _changed(section: Section, *others: Section) -> list[str]:
 
 
 def _without_variant(kind: str, config: RunConfig) -> tuple[str, LayoutConfig, TrainConfig]:
-    """Return what a layout has in common with and without CUDA graphs, recomputation, static rows and an order."""
+    """Return what a layout has in common with and without CUDA graphs, recomputation and static rows."""
     return kind, replace(config.layout, encoder_activation_gib=None), config.train
 
 
 def _handicapped_s(candidate: Candidate) -> float:
     """Return the step of a candidate, made longer by `VARIANT_GAIN` for each choice that has to pay."""
     model = candidate.config.model
-    choices = (model.cuda_graphs + (model.moe_token_dispatcher_type == "allgather") + model.moe_static_rows
-               + (candidate.config.data.microbatch_order == BY_LENGTH))
+    choices = model.cuda_graphs + (model.moe_token_dispatcher_type == "allgather") + model.moe_static_rows
     return candidate.prediction.step_s * (1 + VARIANT_GAIN * choices)
 
 
@@ -142,10 +136,10 @@ class Found:
     """Predicted layouts.
 
     Attributes:
-        all: every candidate; a layout may have one with and one without CUDA graphs, one with each dispatcher, one with
-            static rows of experts, and one with microbatches in order of their lengths.
-        chosen: one candidate for each layout: with CUDA graphs, the dispatcher `allgather`, static rows or the order of
-            lengths if that makes it faster by `VARIANT_GAIN`, else without.
+        all: every candidate; a layout may have one with and one without CUDA graphs, one with each dispatcher, and one
+            with static rows of experts.
+        chosen: one candidate for each layout: with CUDA graphs, the dispatcher `allgather` or static rows if that makes
+            it faster by `VARIANT_GAIN`, else without.
     """
 
     def __init__(self) -> None:
@@ -204,7 +198,7 @@ class Search:
         slow: number of layouts that were not predicted because they cannot be among the best.
         large: number of layouts that were not predicted because they do not fit.
         others: predictions of layouts that are among the results in another form, with or without CUDA graphs or
-            static rows, with another dispatcher, or with microbatches in another order.
+            static rows, or with another dispatcher.
     """
 
     def __init__(self, base: RunConfig, costs: Costs, samples: list[SampleSize], size: int, best: int = BEST) -> None:
@@ -279,9 +273,6 @@ class Search:
                 variants = [config, *self._with_graphs(config)]
                 variants += itertools.chain.from_iterable(map(self._with_gathered_tokens, tuple(variants)))
                 variants += itertools.chain.from_iterable(map(self._with_static_rows, tuple(variants)))
-                if self.size <= MANY_GPUS:
-                    variants += itertools.chain.from_iterable(
-                        self._ordered(variant, accepted) for variant in tuple(variants))
                 for variant in variants:
                     least = 0.0 if self.size <= MANY_GPUS else Step(variant, accepted, self.costs).least_s(
                         images, share, self._longest(train.micro_batch_size))
@@ -315,16 +306,6 @@ class Search:
                 and model.moe_token_dispatcher_type == "allgather" and not model.moe_static_rows
                 and model.moe_gemm in ("auto", "packed") and model.moe_permute_fusion):
             yield replace(config, model=replace(model, moe_static_rows=True))
-
-    def _ordered(self, config: RunConfig, layout: Layout) -> Iterator[RunConfig]:
-        """Yield a pipeline with microbatches in order of their lengths, if its flags leave the order as it is.
-
-        Lanes without a pipeline may profit, too, but their passes are predicted as if they did not wait for each other.
-        """
-        if config.data.microbatch_order == DataConfig.microbatch_order and layout.language.pp > 1:
-            ordered = replace(config, data=replace(config.data, microbatch_order=BY_LENGTH))
-            if order_of(ordered, layout).by_length:
-                yield ordered
 
     def _longest(self, micro_batch_size: int) -> Counter[int]:
         """Count the tokens of the longest sample of each microbatch, if neighbouring samples share one."""

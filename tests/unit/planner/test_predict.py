@@ -16,7 +16,7 @@ from mimo.config.validate import layers_of_stages, validate
 from mimo.grid.windows import BACKWARD_COST, Image, deal_in_order, deal_iteration, encoding_cost
 from mimo.observability.flops import SequenceSums
 from mimo.planner.activations import Windows, image_bytes
-from mimo.planner.candidates import BEST, COLOCATED, HOMOGENEOUS, USABLE, Candidate, Found, Search, cuts
+from mimo.planner.candidates import BEST, HOMOGENEOUS, USABLE, Candidate, Found, Search, cuts
 from mimo.planner.costs import (
     EXCHANGE_SHARE,
     EXPERT_EFFICIENCY,
@@ -139,18 +139,6 @@ def test_a_shortened_iteration_in_order_of_length_stands_for_the_whole_one(monke
         assert short.step_s == pytest.approx(whole.step_s, rel=error)
         # Here the longest two of 128 are one of 64 twice, which is the worst case.
         assert -5 < short.memory_gib - whole.memory_gib <= 0.01
-
-
-def test_a_plan_orders_microbatches_by_length_where_that_pays() -> None:
-    def orders(preset: str, more: str) -> set[tuple[str, bool]]:
-        config = config_of(f"--cuda-graphs {more}", preset)
-        return {(each.kind, "--microbatch-order lengths" in each.flags)
-                for each in searched(config, 2, drawn(config, 48), Profile.load(PROFILE)) if "--llm-pp" in each.flags}
-
-    assert (COLOCATED, True) in orders("10b-uneven", "")
-    # Without a difference there is no choice, and what the run's own flags say is kept.
-    for more in (WHOLE_ROWS, "--microbatch-order read", "--microbatch-order lengths"):
-        assert not any(ordered for _, ordered in orders("10b-uneven", more)), more
 
 
 def test_a_layout_without_stages_takes_the_sum_of_its_passes() -> None:
