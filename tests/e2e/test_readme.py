@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from data import character_tokenizer
@@ -37,6 +36,7 @@ EXAMPLE_PAGES = {"providers.md": "own_provider.py", "own_data.md": "own_data.py"
 OTHER_FLAGS = {
     "--steps": "scripts/quickstart.sh",
     **dict.fromkeys(("--learning-rate", "--tensor-model-parallel-size")),
+    **dict.fromkeys(("--nnodes", "--node-rank", "--master-addr")),
     "--slow": "scripts/test.sh",
     "--head": "scripts/rl/gsm8k_ray_slurm.sh",
     "--prove": "scripts/bench/refit_plan.py",
@@ -122,8 +122,8 @@ def training_commands(script: str = "train_hetero.py") -> list[tuple[int | None,
     for command in typed:
         launcher, entry, flags = command.partition(script)
         if entry:
-            processes = re.search(r"--nproc-per-node (\d+)", launcher)
-            found.append((int(processes[1]) if processes else None, shlex.split(flags)))
+            counts = re.findall(r"--(?:nnodes|nproc-per-node) (\d+)", launcher)
+            found.append((math.prod(map(int, counts)) if counts else None, shlex.split(flags)))
     return found
 
 
@@ -163,6 +163,9 @@ def test_every_command_is_accepted(processes, flags, tmp_path, data, monkeypatch
     # models/NAME stands for a folder that a reader has: one of a LLaVA.
     llava = registry.model_provider("llava")
     (tmp_path / "config.json").write_text(json.dumps(llava.hf_config(llava.Config())))
+    character_tokenizer.write(tmp_path)
+    template = "{% for each in messages %}{{ each.content }}{{ eos_token }}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
     flags = [str(tmp_path) if flag.startswith("models/") else flag for flag in flags]
     flags = placed(flags, data)
     if "--print-config" in flags:
@@ -280,15 +283,8 @@ def test_the_examples_train(processes: int, flags: list[str], tmp_path: Path) ->
     for page, name in EXAMPLE_PAGES.items():
         (code,) = blocks(ROOT / "docs" / page, "python")
         (tmp_path / name).write_text(code)
-    (tmp_path / "qa").mkdir()
-    rng = np.random.default_rng(0)
-    for split, num_samples in (("train", 5), ("valid", 3)):
-        samples = [
-            {"image": f"{split}{i}.npy", "question": "how many?", "answer": str(10**i)} for i in range(num_samples)
-        ]
-        (tmp_path / "qa" / f"{split}.jsonl").write_text("\n".join(json.dumps(sample) for sample in samples))
-        for sample in samples:
-            np.save(tmp_path / "qa" / sample["image"], rng.standard_normal((3, 32, 32), dtype=np.float32))
+    subprocess.run([sys.executable, "own_data.py"], cwd=tmp_path, check=True,
+                   env=os.environ | {"PYTHONPATH": str(ROOT)})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
                str(ROOT / "train_hetero.py"), *flags, "--device", "cpu", "--run-dir", "run"]
     settings = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
@@ -301,8 +297,8 @@ def test_the_examples_train(processes: int, flags: list[str], tmp_path: Path) ->
     assert len(steps) == 2
     assert all(math.isfinite(step["lm loss"]) and step["grad-norm"] > 0 and step["image-tokens"] > 0 for step in steps)
     if "--eval-iters" in flags:
-        assert records[-1]["samples validation"] == 3
-        assert re.search(r"valid/0: read '.*', is '1'", done.stdout)
+        assert records[-1]["samples validation"] == 8
+        assert re.search(r"valid/1: read '.*', is 'yes'", done.stdout)
 
 
 def memory_rows() -> list[tuple[str, int, str]]:
