@@ -46,7 +46,7 @@ class StatsConfig:
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATASET")] = ""
     """Folder prepared with `energon prepare`, or a metadataset YAML that blends several; with --dataset-provider
-    conversations, a file or folder of these. Left out: --data-path."""
+    conversations, a file or folder of records. Left out: --data-path."""
     samples: int = 1000
     """Samples to read, bad ones included; at most one pass over the data set."""
     out: Path = Path("data_stats.html")

@@ -17,7 +17,7 @@ has an even size, and data parallel otherwise. Experts are split over the whole 
   --encoder-dp 4 --llm-tp 2 --llm-dp 2 --sequence-parallel, and --llm-ep 4 for a mixture of experts
 
 A text model takes all processes, and with --layout colocated or homogeneous both modules do. The flags are printed
-before the start; those of the trainer given here come after them and win. A model's flags:
+before the start; those of the trainer given here follow and override them. A model's flags:
   python train_hetero.py --model-provider NAME --help all"
 nproc=8
 dry_run=

@@ -22,7 +22,7 @@ usage="usage: scripts/rl/gsm8k_qwen3.sh MODEL DATA [--nproc N] [--stage FOLDER] 
   --dry-run        print the plan with the memory of each rank, on any machine; this reads DATA, and of MODEL only
                    config.json and the tokenizer
 
-Flags come behind those of scripts/configs/rl_gsm8k.toml and of scripts/rl/hf_model.py, and win."
+Your flags follow those of scripts/configs/rl_gsm8k.toml and of scripts/rl/hf_model.py, and override them."
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     echo "$usage"
     exit 0

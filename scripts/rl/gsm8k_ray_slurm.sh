@@ -13,16 +13,16 @@
 #SBATCH --output=%x-%j.out
 #
 # GRPO on GSM8K over several nodes: the trainer on the first ones, by torchrun; the engine's replicas on the others, by
-# Ray, whose head is on the trainer's first node and gives none of that node's GPUs away. With ENGINE_NODES=0, the
+# Ray, whose head is on the trainer's first node and offers none of its GPUs. With ENGINE_NODES=0, the
 # replicas share the GPUs of all the trainer's nodes, and take turns with it.
 #
 #   sbatch --account=... --partition=... scripts/rl/gsm8k_ray_slurm.sh [flags of train_rl.py ...]
 #   scripts/rl/gsm8k_ray_slurm.sh --dry-run    # the plan, with the memory of each rank; on any machine, without Slurm
 #
 # From the top of the checkout, after editing the paths. PYTHON is one with the extra rl-gpu (scripts/setup.sh rl-gpu).
-# Flags behind the script's name win over its own, but for --train-iters, --save and --run-dir: edit TRAIN_ITERS and
-# RUN_DIR. --ckpt-step and --no-load-* need a --load of another folder. The job goes back into the queue as those of
-# scripts/sbatch do (README.md there), and goes on from its last checkpoint.
+# Flags after the script's name override its own, except that --train-iters, --save and --run-dir are refused: edit
+# TRAIN_ITERS and RUN_DIR. --ckpt-step and --no-load-* need a --load of another folder. The job goes back into the
+# queue as those of scripts/sbatch do (README.md there), and continues from its last checkpoint.
 set -euo pipefail
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     sed -n '/^#SBATCH/d;2,/^set /s/^# \{0,1\}//p' "$0"
