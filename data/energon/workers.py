@@ -197,6 +197,9 @@ class WorkerProcesses:
             collate_fn=lambda row: row,  # torch's conversion would turn tuples into lists
             multiprocessing_context="fork",
             worker_init_fn=partial(_init_worker, os.getpid()),
+            # Starting an iterator draws a seed, by default from torch's generator, which makes dropout on CPUs. A
+            # worker sets its generators itself (`RowStream._restore`), so that this seed does not matter.
+            generator=torch.Generator(),
         )
         self._rows: Any = None
 

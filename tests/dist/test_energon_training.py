@@ -78,6 +78,18 @@ def test_packed_rows_train_and_go_on_exactly(pool: WorkerPool, shards: Path, tmp
     assert last["encoder-imbalance-unbalanced"] >= 1
 
 
+def test_dropout_goes_on_exactly_beside_workers(pool: WorkerPool, shards: Path, tmp_path: Path) -> None:
+    """Starting the workers must not draw from the generator of dropout, which on CPUs is torch's default one."""
+    flags = (*MODEL, *data_flags(shards), "--dataset-provider", "energon", "--layout", "colocated", "--encoder-tp", 2,
+             "--llm-tp", 2, "--micro-batch-size", 4, "--global-batch-size", 4, "--hidden-dropout", 0.1)
+    for name, parts in (("whole", (4,)), ("resumed", (2, 4))):
+        for iterations in parts:
+            words = (*flags, "--train-iters", iterations, "--save", tmp_path / f"{name}-save", "--load",
+                     tmp_path / f"{name}-save", "--run-dir", tmp_path / name)
+            pool.run(noting_training, tuple(map(str, words)), 2, None, world_size=2, timeout_s=250)
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
+
+
 def test_lanes_may_change_where_their_workers_stay(pool: WorkerPool, shards: Path, tmp_path: Path) -> None:
     """Two lanes of two workers become one of four without losing or repeating a sample; other numbers are refused."""
     before, after, save = tmp_path / "before", tmp_path / "after", tmp_path / "save"
