@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -18,6 +19,8 @@ from preflight_checks.run_plan import Checkpoints
 MAX_USED_MIB = 2048
 QUERY = ("index", "name", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total")
 NVIDIA_SMI_LIMIT_S = 60.0
+# Files that a process has open besides its connections to other ranks: libraries, data, checkpoints.
+OTHER_FILES = 512
 UNITS = {"KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
 
 
@@ -120,6 +123,18 @@ def check_space(save: Path, wanted: Checkpoints, findings: Findings) -> None:
         findings.warnings.append(f"--save {save}: {format_size(free)} free, and the {to_come} checkpoints to come need "
                                  f"{format_size(to_come * wanted.bytes_each)}: set --keep-last or a longer "
                                  "--save-interval")
+
+
+def check_open_files(world_size: int, findings: Findings) -> None:
+    """Compare the hard limit of open files, up to which the job raises the soft one, with what its ranks need.
+
+    The launcher of the first node, which needs the most, has two connections to every rank.
+    """
+    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], 2 * world_size + OTHER_FILES
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        findings.problems.append(f"open files: the hard limit (ulimit -Hn) is {limit}, and {world_size} ranks need "
+                                 f"about {needed}, two connections for each rank and {OTHER_FILES} more; have the "
+                                 "cluster's administrators raise it")
 
 
 def last_line(text: str) -> str:

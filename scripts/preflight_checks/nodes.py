@@ -11,6 +11,7 @@ from preflight_checks.host import (
     Findings,
     check_gpus,
     check_mamba_kernels,
+    check_open_files,
     check_read,
     check_space,
     check_transformer_engine,
@@ -35,7 +36,7 @@ def check_nodes(board: MessageBoard, config: RunConfig, timeout_s: float) -> int
     """
     place, device = board.place, _device(config)
     nodes = list(range(len(place.hosts)))
-    findings = check_host(config, device, place.gpus_per_node, timeout_s)
+    findings = check_host(config, device, place.gpus_per_node, len(nodes), timeout_s)
     board.post("host", asdict(findings))
     report = Report(board, device) if place.is_first else None
     # A check ends within twice its time limit, and one node may start it that much later than another. The other nodes
@@ -61,8 +62,9 @@ def check_nodes(board: MessageBoard, config: RunConfig, timeout_s: float) -> int
     return 0 if verdict == READY else 1
 
 
-def check_host(config: RunConfig, device: str, gpus_per_node: int, timeout_s: float) -> Findings:
+def check_host(config: RunConfig, device: str, gpus_per_node: int, num_nodes: int, timeout_s: float) -> Findings:
     findings = Findings()
+    check_open_files(num_nodes * gpus_per_node, findings)
     if device == "cuda":
         check_gpus(gpus_per_node, findings)
         if config.model.transformer_impl == "transformer_engine":

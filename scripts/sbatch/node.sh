@@ -29,6 +29,12 @@ launcher=
 trap stop TERM
 # The rank of this node is its index in the list of the job's nodes.
 export PET_NODE_RANK="$SLURM_NODEID"
+# Each process has a connection to every other one, and the launcher's store has two to every rank. In a large job,
+# these are more files than the usual soft limit of 1024 allows.
+files="$(ulimit -Hn)"
+# No limit is not a value that Linux accepts as the soft one.
+[[ "$files" != unlimited ]] || files=1048576
+ulimit -Sn "$files"
 setsid "$@" &
 launcher=$!
 # The signal may have come before the launcher was there.

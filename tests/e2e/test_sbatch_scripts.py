@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -225,6 +226,19 @@ def test_a_run_that_comes_to_its_end_is_not_requeued(cluster):
     checked = (cluster / "preflight").read_text()
     assert "--gpus-per-node 8 --timeout-s 300 -- --layout disjoint" in checked
     assert f"--save {cluster}/run/checkpoints" in checked
+
+
+def test_ranks_may_open_as_many_files_as_the_hard_limit_allows(cluster):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fewer = 256
+    assert fewer < hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (fewer, hard))
+    try:
+        output = end(submit(cluster, 2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    allowed = str(1048576 if hard == resource.RLIM_INFINITY else hard)
+    assert (cluster / "open_files").read_text().split() == [allowed, allowed], output
 
 
 def test_a_run_that_stops_by_the_clock_is_requeued_and_goes_on_in_logs_of_its_own(cluster):

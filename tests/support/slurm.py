@@ -49,6 +49,7 @@ exit $code
 TRAINER = r"""
 printf '%s\0' "$@" >"$STATE/command"
 echo "${PET_NODE_RANK:-}" >>"$STATE/ranks"
+ulimit -Sn >>"$STATE/open_files"
 [[ -e "$STATE/mode" ]] || exit 0
 stopping=
 trap 'stopping=1' TERM

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import shutil
 import sys
 import threading
@@ -19,6 +20,7 @@ from preflight_checks.host import (
     Findings,
     check_gpus,
     check_mamba_kernels,
+    check_open_files,
     check_read,
     check_space,
     check_transformer_engine,
@@ -92,6 +94,18 @@ def test_checkpoints_that_are_there_need_no_space(tmp_path, monkeypatch):
     findings = Findings()
     check_space(tmp_path, Checkpoints(1000 * 1024**2, 20, 3, 50), findings)
     assert (findings.problems, findings.warnings) == ([], []), "one is written before the oldest is deleted"
+
+
+@pytest.mark.parametrize(("hard", "world_size", "refused"), [
+    (1024, 256, False), (1024, 264, True), (4096, 1792, False), (4096, 1800, True),
+    (resource.RLIM_INFINITY, 100_000, False),
+])
+def test_the_limit_of_open_files_is_enough_for_all_connections(monkeypatch, hard, world_size, refused):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: {resource.RLIMIT_NOFILE: (64, hard)}[kind])
+    findings = Findings()
+    check_open_files(world_size, findings)
+    assert len(findings.problems) == refused
+    assert not refused or f"is {hard}, and {world_size} ranks need about {2 * world_size + 512}" in findings.problems[0]
 
 
 def test_sizes_as_text():
@@ -177,7 +191,7 @@ def test_packages_are_asked_for_by_the_flags(monkeypatch, flags, device, asked):
     monkeypatch.setattr(nodes, "check_mamba_kernels", lambda *_: seen.add("mamba"))
     monkeypatch.setattr(nodes, "check_written", lambda *_: None)
     config = parse([*MOCK[:-2], *flags])
-    nodes.check_host(config, device, 1, 60.0)
+    nodes.check_host(config, device, 1, 1, 60.0)
     assert seen == asked and has_mamba_layers(config) == ("nemotron" in "".join(flags) and "*E*E" not in flags)
 
 
