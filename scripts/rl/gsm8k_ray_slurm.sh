@@ -21,8 +21,9 @@
 #
 # From the top of the checkout, after editing the paths. PYTHON is one with the extra rl-gpu (scripts/setup.sh rl-gpu).
 # Flags after the script's name override its own, except that --train-iters, --save and --run-dir are refused: edit
-# TRAIN_ITERS and RUN_DIR. --ckpt-step and --no-load-* need a --load of another folder. The job goes back into the
-# queue as those of scripts/sbatch do (README.md there), and continues from its last checkpoint.
+# TRAIN_ITERS and RUN_DIR. --ckpt-step and --no-load-* need a --load of another folder than that of the job's
+# checkpoints. The job goes back into the queue as those of scripts/sbatch do (README.md there), and continues from its
+# last checkpoint.
 set -euo pipefail
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     sed -n '/^#SBATCH/d;2,/^set /s/^# \{0,1\}//p' "$0"

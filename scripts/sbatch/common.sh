@@ -54,19 +54,34 @@ refuse_flags() {
 }
 
 # Refuse words that take an earlier checkpoint or only a part of one. The job loads what it has saved, so every attempt
-# would do that again. With a --load of the user's own, only the first attempt does.
+# would do that again. With a --load of the user's own, only the first attempt does. As in the trainer, that is neither
+# the folder of the job's checkpoints nor one of them.
 refuse_partial_loads() {
-    local word flag found=
+    local word flag found='' load='' takes_load='' own name
     for word in "$@"; do
+        if [[ -n "$takes_load" ]]; then
+            load="$word" takes_load=''
+            continue
+        fi
         flag="${word%%=*}"
         flag="${flag//_/-}"
         case "$flag" in
-            --load) return 0 ;;
+            --load) if [[ "$word" == *=* ]]; then load="${word#*=}"; else takes_load=1; fi ;;
             --ckpt-step | --no-load-optim | --no-load-scheduler | --no-load-rng | --no-load-data) found="$flag" ;;
         esac
     done
-    [[ -z "$found" ]] || die "$found: every attempt of the job would do this again; give it with a --load of another \
-folder, or write the iteration into $RUN_DIR/checkpoints/latest_checkpointed_iteration.txt"
+    if [[ -n "$load" ]]; then
+        own="$(realpath -m -- "$RUN_DIR/checkpoints")"
+        load="$(realpath -m -- "$load")"
+        name="${load##*/}"
+        if [[ "${load%/*}" == "$own" && ("$name" == iter_* || "$name" == release) ]]; then
+            found="--load $load"
+        elif [[ "$load" != "$own" ]]; then
+            return 0
+        fi
+    fi
+    [[ -z "$found" ]] || die "$found: every attempt of the job would do this again; use a --load of another folder than \
+$RUN_DIR/checkpoints, or write the iteration into $RUN_DIR/checkpoints/latest_checkpointed_iteration.txt"
 }
 
 # Refuse variables that are not set, or empty.

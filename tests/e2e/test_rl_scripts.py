@@ -241,17 +241,33 @@ def test_flags_that_requeueing_depends_on_are_refused(place, arguments, flag, va
     assert not (place / "srun").exists() and not (place / "scontrol").exists()
 
 
-@pytest.mark.parametrize("flag", ["--ckpt-step=40", "--no_load_optim", "--no-load-data"])
-def test_flags_that_each_attempt_would_obey_again_are_refused(place, flag):
-    job = start(place, flag)
+@pytest.mark.parametrize(("words", "named"), [
+    ("--ckpt-step=40", "--ckpt-step"), ("--no_load_optim", "--no-load-optim"), ("--no-load-data", "--no-load-data"),
+    ("--load SAVE --ckpt-step 100", "--ckpt-step"), ("--no-load-optim --load=SAVE/../checkpoints/", "--no-load-optim"),
+    ("--load LINK --no-load-rng", "--no-load-rng"), ("--load SAVE/iter_0000100", "--load SAVE/iter_0000100"),
+    ("--load=LINK/release", "--load SAVE/release"), ("--load /elsewhere --load SAVE --ckpt-step 3", "--ckpt-step"),
+])
+def test_flags_that_each_attempt_would_obey_again_are_refused(place, words, named):
+    def filled(text: str) -> str:
+        return text.replace("SAVE", f"{place}/run/checkpoints").replace("LINK", f"{place}/link")
+
+    (place / "link").symlink_to(place / "run" / "checkpoints")
+    job = start(place, *(filled(word) for word in words.split()))
     output = end(job)
-    name = flag.partition("=")[0].replace("_", "-")
-    assert job.returncode == 2 and output.startswith(f"error: {name}: every attempt of the job would do this again")
+    assert job.returncode == 2, output
+    assert output.startswith(f"error: {filled(named)}: every attempt of the job would do this again")
     assert not (place / "srun").exists()
 
 
-def test_such_flags_are_for_the_first_attempt_where_load_is_another_folder(place):
-    output = end(start(place, "--load", "/elsewhere", "--ckpt-step", "40"))
+@pytest.mark.parametrize("words", ["--load /elsewhere --ckpt-step 40", "--load=/elsewhere/iter_0000040",
+                                   "--no-load-optim --load /elsewhere"])
+def test_such_flags_are_for_the_first_attempt_where_load_is_another_folder(place, words):
+    output = end(start(place, *words.split()))
+    assert "finished: " in output, output
+
+
+def test_the_folder_of_the_checkpoints_may_be_named_again(place):
+    output = end(start(place, "--load", f"{place}/run/checkpoints"))
     assert "finished: " in output, output
 
 
