@@ -209,10 +209,10 @@ if [[ -n "$stopped" ]]; then
     exit 0
 fi
 on_nodes "${trainers[@]}"
-# The first task notes which step this is, so that it alone can be told to stop; unless it was while it started.
+# The first task notes which step this is, so that it alone can be told to stop.
 # shellcheck disable=SC2016 # expanded on the node
 run_step "${step_flags[@]}" --output="$logs/%N.log" "$BASH" -c \
-    '[[ "$SLURM_NODEID" != 0 ]] || echo "$SLURM_STEP_ID" >"$1"; [[ ! -e "$3" ]] || exit 0; shift; exec "$@"' \
+    '[[ "$SLURM_NODEID" != 0 ]] || echo "$SLURM_STEP_ID" >"$1"; shift; exec "$@"' \
     bash "$logs/step" "$ROOT/scripts/sbatch/node.sh" "$logs/stopped" "$PYTHON" -m torch.distributed.run --nnodes "$TRAINER_NODES" \
     --nproc-per-node "$GPUS_PER_NODE" --master-addr "${trainers[0]}" --master-port "$MASTER_PORT" \
     --shutdown-timeout "$SHUTDOWN_TIMEOUT_S" "$ROOT/train_rl.py" "${FLAGS[@]}" || code=$?

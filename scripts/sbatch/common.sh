@@ -189,6 +189,8 @@ set_communication() {
 pass_stop_on() {
     stopped=SIGTERM
     say "$(date +%FT%T) SIGTERM: the run has to save and end"
+    # For nodes that are just being started and do not get the signal.
+    : >"$logs/stopped"
     scancel --signal=TERM "$SLURM_JOB_ID" || say "scancel failed: the step was not told to save"
 }
 
@@ -258,12 +260,24 @@ is_finished() {
     grep -Eqs '^finished iteration [0-9]+/' "$1"/*.log || (($(saved_iterations) >= TRAIN_ITERS))
 }
 
+# Whether the trainer, with logs in $1, has said that a rank failed.
+has_error() { grep -Eqs '^error on ' "$1"/*.log; }
+
+# Whether the trainer, with logs in $1, has come to its summary, which follows the last save.
+has_summary() { grep -Eqs '^(stopped by .* after|finished) iteration [0-9]+/' "$1"/*.log; }
+
 # End the job after a training step with exit code $1 and logs in $2: with an error, by requeueing, or as finished.
 conclude() {
+    local code=$1
+    # A node that gets SIGTERM before node.sh can handle it returns 143.
+    if ((code == 143)) && [[ -n "$stopped" ]] && ! has_error "$2"; then code=0; fi
     # A stopped node returns 0. After an error, srun stops the other nodes, too, so the exit code comes first.
-    if (($1 != 0)); then die "training ended with exit code $1; see $2"; fi
+    if ((code != 0)); then die "training ended with exit code $code; see $2"; fi
     if [[ -e "$2/stopped" ]]; then stopped=SIGTERM; fi
-    if [[ -n "$stopped" ]]; then
+    if [[ -n "$stopped" ]] && has_error "$2" && ! has_summary "$2"; then
+        # Stopped nodes return 0 also where the last save has failed.
+        die "the run was told to stop ($stopped), and an error ended it before it had saved; see $2"
+    elif [[ -n "$stopped" ]]; then
         requeue "$stopped"
     elif is_finished "$2"; then
         say "finished: $(saved_iterations) iterations"

@@ -8,15 +8,7 @@
 # nothing is wrong. With that code, srun --kill-on-bad-exit would end the nodes that still save, so this script creates
 # MARKER, a file on the shared file system, and exits with 0.
 set -uo pipefail
-if [[ "$*" == -h || "$*" == --help ]]; then
-    sed -n '2,/^set /s/^# \{0,1\}//p' "$0"
-    exit 0
-fi
-
-marker="$1"
-shift
-stopping=
-
+marker="$1" stopping='' launcher=''
 # shellcheck disable=SC2329 # called by trap
 stop() {
     [[ -z "$stopping" ]] || return 0
@@ -24,9 +16,17 @@ stop() {
     : >"$marker"
     if [[ -n "$launcher" ]]; then kill -TERM "$launcher" 2>/dev/null; fi
 }
-
-launcher=
+# First of all, because the signal may come while the step starts.
 trap stop TERM
+
+if [[ "$*" == -h || "$*" == --help ]]; then
+    sed -n '2,/^set /s/^# \{0,1\}//p' "$0"
+    exit 0
+fi
+shift
+# The job was told to stop before this node could be.
+[[ ! -e "$marker" ]] || exit 0
+
 # The rank of this node is its index in the list of the job's nodes.
 export PET_NODE_RANK="$SLURM_NODEID"
 # Each process has a connection to every other one, and the launcher's store has two to every rank. In a large job,

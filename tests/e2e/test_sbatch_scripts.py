@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import shutil
@@ -328,11 +329,41 @@ def test_a_job_that_was_cancelled_is_not_requeued(cluster):
 
 def test_a_crash_is_not_requeued_even_where_slurm_then_stops_the_other_nodes(cluster):
     (cluster / "mode").write_text("crash")
-    (cluster / "run" / "logs" / "42-attempt-000").mkdir(parents=True)
-    (cluster / "run" / "logs" / "42-attempt-000" / "stopped").touch()
     job = submit(cluster, 2)
     output = end(job)
     assert job.returncode == 2 and "training ended with exit code 1; see" in output and not requeued(cluster)
+
+
+def test_a_stop_while_the_step_starts_requeues_a_job_that_did_not_train(cluster):
+    (cluster / "stop_at_start").touch()
+    job = submit(cluster, 2)
+    output = end(job)
+    assert job.returncode == 0 and "requeued: SIGTERM" in output and requeued(cluster), output
+    assert not (cluster / "ranks").exists()
+
+
+@pytest.mark.parametrize(("code", "told", "log", "expected"), [
+    (0, "script", "", "requeued SIGTERM"), (0, "nodes", "", "requeued SIGTERM"),
+    (0, "nodes", "stopped by SIGTERM after iteration 5/9 | samples 7\n", "requeued SIGTERM"),
+    (0, "nodes", "error on rank 3: lost\nstopped by SIGTERM after iteration 5/9 | samples 7\n", "requeued SIGTERM"),
+    (0, "nodes", "error on rank 3: No space left on device\n", "an error ended it before it had saved; see logs"),
+    (0, "script", "error on rank 3: No space left on device\n", "an error ended it before it had saved; see logs"),
+    (143, "script", "", "requeued SIGTERM"), (143, "script", "error on rank 3: lost\n", "exit code 143; see logs"),
+    (143, "", "", "exit code 143; see logs"), (1, "script", "", "exit code 1; see logs"),
+])
+def test_how_a_step_ended_decides_whether_the_job_is_requeued(tmp_path, code, told, log, expected):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "n1.log").write_text(f"training\n{log}")
+    if told == "nodes":
+        (tmp_path / "logs" / "stopped").touch()
+    program = f"""source "$SLURM_SUBMIT_DIR/scripts/sbatch/common.sh"
+        requeue() {{ say "requeued $1"; }}
+        stopped={"SIGTERM" if told == "script" else ""} RUN_DIR=run TRAIN_ITERS=9
+        conclude {code} logs"""
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", program], cwd=tmp_path, text=True, check=False,
+                          capture_output=True, env={"PATH": os.environ["PATH"], "SLURM_SUBMIT_DIR": str(ROOT)})
+    assert expected in done.stdout + done.stderr, done
+    assert done.returncode == (0 if expected.startswith("requeued") else 2)
 
 
 def test_nothing_starts_after_a_preflight_that_failed(cluster):

@@ -28,6 +28,10 @@ done
 # Slurm does so in a job that was submitted with --export=NONE.
 [[ "${SLURM_EXPORT_ENV:-ALL}" != NONE ]] || unset JOB_HOSTS MASTER_ADDR MASTER_PORT OMP_NUM_THREADS
 export SLURM_STEP_ID=7
+if [[ "$*" == *torch.distributed.run* && -e "$STATE/stop_at_start" ]]; then
+    kill -TERM "$PPID"
+    sleep 1
+fi
 pids=()
 for ((node = 0; node < nodes; node++)); do
     SLURM_NODEID=$node "$@" >>"${output//%N/n$((node + 1))}" &
@@ -63,7 +67,11 @@ case "$(<"$STATE/mode")" in
         [[ "$SLURM_NODEID" != 1 ]] || { read -r _ said <"$STATE/mode" && echo "$said | samples 7"; }
         echo -n 999 >"$STATE/run/checkpoints/latest_checkpointed_iteration.txt"
         ;;
-    crash) [[ "$SLURM_NODEID" == 0 ]] || exit 1 ;;
+    crash)
+        # Slurm stops the other nodes then.
+        touch "$STATE/run/logs/42-attempt-000/stopped"
+        [[ "$SLURM_NODEID" == 0 ]] || exit 1
+        ;;
 esac
 """
 
