@@ -38,7 +38,7 @@ from mimo.checkpoint.state import (
     rng_objects,
     stream_object,
 )
-from mimo.comm import broadcast_result, gather, raise_known_errors, raise_on_any_rank
+from mimo.comm import broadcast_object, broadcast_result, gather, raise_known_errors, raise_on_any_rank
 from mimo.config.optim import OptimConfig
 from mimo.config.trainer import CheckpointConfig, RunConfig
 from mimo.protocols import LANGUAGE
@@ -154,6 +154,9 @@ def load_checkpoint(state: RunState, folder: Path, watchdog: Watchdog, flag: str
     progress, streams = Progress(), None
     if not weights_only:
         progress, streams = _restore(state, flags, common, loaded, has_streams="loader" in objects)
+        # One rank looks, because all of them have to agree on whether an evaluation is due.
+        if broadcast_object(state.grids, (folder / paths.EVALUATED).exists()):
+            progress.evaluated_iteration = progress.iteration
     return Loaded(weights_only, progress, streams, notes)
 
 

@@ -21,6 +21,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 SHARED_STREAM = "data"
 RELEASE = "release"
 METADATA = "metadata.json"
+# Empty file in a checkpoint whose iteration was evaluated after it had been saved.
+EVALUATED = "evaluated"
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _UNFINISHED = ".saving_"
 _REPLACED = ".replaced_"
@@ -145,6 +147,15 @@ def check_writable(root: Path, name: str) -> None:
 def discard(root: Path, iteration: int) -> None:
     """Remove what a failed save has written; the disk may be full."""
     shutil.rmtree(unfinished_dir(root, iteration), ignore_errors=True)
+
+
+def mark_evaluated(root: Path, iteration: int) -> None:
+    """Note in a complete checkpoint that the evaluation of its iteration was made. A failure is a warning."""
+    try:
+        write_file(iteration_dir(root, iteration) / EVALUATED, b"")
+    except OSError as problem:
+        logger.warning("%s: the evaluation of iteration %d could not be noted there, so that a run which continues "
+                       "from it makes it again: %s", root, iteration, problem)
 
 
 def saved_iterations(root: Path) -> list[int]:

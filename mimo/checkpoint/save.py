@@ -77,6 +77,7 @@ class _Pending:
         written: this rank's files, see `write_files`.
         is_written: whether every rank has written its files.
         published: set on rank 0 once they have.
+        is_evaluated: whether the evaluation of the iteration was made meanwhile.
     """
 
     iteration: int
@@ -84,6 +85,7 @@ class _Pending:
     written: Future[bytes]
     is_written: bool = False
     published: Future[None] | None = None
+    is_evaluated: bool = False
 
 
 def _error_of(done: Future[Any] | None) -> str | None:
@@ -95,7 +97,7 @@ def _error_of(done: Future[Any] | None) -> str | None:
 
 
 class Saver:
-    """Saves the checkpoints of a run. The constructor and every method are collective over the world.
+    """Saves the checkpoints of a run. The constructor and, unless stated, every method are collective over the world.
 
     Attributes:
         last_iteration: iteration of the last `save`; None before the first.
@@ -182,6 +184,15 @@ class Saver:
             while self._pending is not None:
                 self._advance()
 
+    def mark_evaluated(self, iteration: int) -> None:
+        """Note in the last checkpoint, if it is that of `iteration`, that the evaluation was made. Not collective."""
+        if self.last_iteration != iteration or self._state.grids.rank != 0:
+            return
+        if self._pending is None:
+            paths.mark_evaluated(self.root, iteration)
+        else:  # noted once it is published
+            self._pending.is_evaluated = True
+
     def close(self) -> None:
         """Let other runs save into the folder. Nothing is saved afterwards."""
         if self._unlock is not None:
@@ -203,6 +214,8 @@ class Saver:
             self._pending = pending
             return
         self._agree(pending.iteration, _error_of(pending.published))
+        if pending.is_evaluated:
+            paths.mark_evaluated(self.root, pending.iteration)
         logger.info("saved checkpoint of iteration %d in %s", pending.iteration, self.root)
 
     def _check_folder(self) -> None:

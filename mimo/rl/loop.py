@@ -13,7 +13,7 @@ from megatron.core.utils import get_model_config
 
 from mimo import registry
 from mimo.checkpoint.state import RunState
-from mimo.comm import broadcast_object, gather, shared_errors
+from mimo.comm import broadcast_object, shared_errors
 from mimo.config.rl_run import RlRunConfig
 from mimo.grid.groups import Grids
 from mimo.model.build import OPTIMIZER, WEIGHTS, layer_impl
@@ -370,21 +370,24 @@ class RlLoop:
             logger.message(f"MFU is against {self._meter.peak:g} TFLOP/s per GPU")
         if (not session.progress.iteration and not session.is_done) or session.is_evaluation_due:
             self._evaluate(logger)
+            # Before the first iteration nothing is saved, so a start that is longer than the limit of time must go on.
+            reason = session.agree_to_stop(by_signal=not session.progress.iteration)
+            if reason is not None:
+                return reason
         STARTUP.say("first weights to vLLM, first completions and first update")
         session.watchdog.forget_longest()  # the start does not show how long an iteration takes
         while not session.is_done:
             self._iterate(logger)
-            # One exchange for both: every rank has to take part in what follows from it, or none.
-            with session.watchdog.waiting("agreement on whether to stop"):
-                agreed = gather(self.grids, (session.stop_reason(), session.is_writing))
-            session.continue_saving(any(writing for _, writing in agreed))
-            reason = next((reason for reason, _ in agreed if reason is not None), None)
+            reason = session.agree_to_stop()
             if reason is not None:
                 return reason
-            if session.is_evaluation_due:
-                self._evaluate(logger)
             if session.is_due(self.config.checkpoint.save_interval):
                 self._save()
+            if session.is_evaluation_due:
+                self._evaluate(logger)
+                reason = session.agree_to_stop()
+                if reason is not None:
+                    return reason
         return None
 
     def _iterate(self, logger: RunLogger) -> None:
@@ -453,8 +456,8 @@ class RlLoop:
         progress = self.session.progress
         num_shown = self.config.train.num_generations if is_last else min(NUM_SHOWN, self.config.train.num_generations)
         metrics, shown = self._with_engine(logger, lambda: self.collector.evaluate(progress.iteration, num_shown))
-        progress.evaluated_iteration = progress.iteration
         logger.log_eval(progress.iteration, metrics, consumed_samples=progress.consumed_samples)
+        self.session.note_evaluation()
         logger.log_generations(progress.iteration, shown, prints=is_last)
         self._last_figures = self._last_figures | {"reward": metrics["reward"]}
 

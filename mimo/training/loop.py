@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import batched
 from pathlib import Path
 
@@ -167,10 +167,10 @@ class TrainingLoop:
                 session.finish_saving()
                 figures = {}
                 if not stopped:
-                    self._finish(logger)
-                    if self.last_evaluation is not None:
-                        figures = {"held-out loss": self.last_evaluation.loss,
-                                   "exact match": self.last_evaluation.exact_match}
+                    stopped = self._finish(logger)
+                if not stopped and self.last_evaluation is not None:
+                    figures = {"held-out loss": self.last_evaluation.loss,
+                               "exact match": self.last_evaluation.exact_match}
                 logger.summary(figures, stopped=stopped)
                 # The groups of the bridges, in one order on every rank.
                 self.parts.built.model.destroy()
@@ -244,7 +244,9 @@ class TrainingLoop:
                                                       session.total_iterations)
         if session.is_evaluation_due:  # the run was stopped before it
             STARTUP.enter(Phase.EVALUATION)
-            self._evaluate(logger)
+            reason = self._evaluate(logger) or session.agree_to_stop()
+            if reason is not None:
+                return reason
         STARTUP.enter(Phase.DATA)
         self.watchdog.forget_longest()  # the start does not show how long an iteration takes
         while not session.is_done:
@@ -281,11 +283,12 @@ class TrainingLoop:
                 with self.watchdog.waiting("reasons to stop of all ranks"):
                     reasons = gather(self.grids, reason)
                 return next(reason for reason in reasons if reason is not None)
-            if session.is_evaluation_due:
-                self._evaluate(logger)
-                self.watchdog.loader = loader.status
             if session.is_due(self.config.checkpoint.save_interval):
                 session.save(loader.state_dict)
+            if session.is_evaluation_due:
+                reason = self._evaluate(logger) or session.agree_to_stop()
+                if reason is not None:
+                    return reason
         return None
 
     def _report_start(self, logger: RunLogger) -> None:
@@ -370,7 +373,7 @@ class TrainingLoop:
         )
 
     def _next_step(self, loader: StepLoader) -> list[Microbatch]:
-        """Read the next step of an evaluation."""
+        """Read the next step of an evaluation or of samples to decode."""
         self.watchdog.loader = loader.status
         with self.watchdog.waiting("data of an evaluation", state=loader.describe, on_loader=True):
             microbatches = loader.next_step()
@@ -381,29 +384,49 @@ class TrainingLoop:
         with self.watchdog.waiting("data that is still under way", state=loader.describe, on_loader=True):
             loader.close(failed=failed)
 
-    def _evaluate(self, logger: RunLogger) -> None:
+    def _evaluate(self, logger: RunLogger) -> str | None:
+        """Evaluate on held-out samples. Collective over the world.
+
+        Returns:
+            The signal that has ended the evaluation early, so that it has to be made again; otherwise None. The limit
+            of --exit-duration-in-mins lets it end, so that a run whose evaluations take longer still gets on.
+        """
         train = self.config.train
         if not train.eval_iters:
-            return
+            return None
         loader = self._open("valid", prefetch=True)
         if not self.num_valid_samples:  # only one rank is asked, because others may not have opened the data
             found = self.dataset.num_samples(self.config.dataset, "valid") if self.grids.rank == 0 else None
             self.num_valid_samples = (broadcast_object(self.grids, found),)
         (num_samples,) = self.num_valid_samples
-        steps = (self._next_step(loader) for _ in range(train.eval_iters))
-        self.last_evaluation = result = evaluate(self.parts, steps, num_samples)
+        status, stopped = self.watchdog.loader, None
+
+        def steps() -> Iterator[list[Microbatch]]:
+            nonlocal stopped
+            for _ in range(train.eval_iters):
+                stopped = self.session.agree_to_stop(by_signal=True)
+                if stopped is not None:
+                    return
+                yield self._next_step(loader)
+
+        result = evaluate(self.parts, steps(), num_samples)
         self._close(loader)
+        self.watchdog.loader = status
+        if stopped is not None:
+            return stopped
+        self.last_evaluation = result
         figures = {"lm loss": result.loss, "exact match": result.exact_match, "samples": result.num_samples}
         progress = self.session.progress
-        progress.evaluated_iteration = progress.iteration
         logger.log_eval(progress.iteration, figures, consumed_samples=progress.consumed_samples)
+        self.session.note_evaluation()
+        return None
 
-    def _finish(self, logger: RunLogger) -> None:
-        """Run the last evaluation and, on the logging rank, a few decoded samples."""
-        self._evaluate(logger)
+    def _finish(self, logger: RunLogger) -> str | None:
+        """Run the last evaluation and, on the logging rank, a few decoded samples. Return as `_evaluate`."""
+        stopped = self._evaluate(logger)
         wanted = self.config.train.num_generations
-        if not self.config.train.eval_iters or not wanted:
-            return
+        if stopped is not None or not self.config.train.eval_iters or not wanted:
+            return stopped
         loader = self._open("valid", prefetch=False)
         per_step = num_microbatches(self.config) * self.config.train.micro_batch_size
         steps = [self._next_step(loader) for _ in range(-(-wanted // per_step))]
@@ -420,3 +443,4 @@ class TrainingLoop:
             text, truth = (self.dataset.decode(self.config.dataset, tokens) for tokens in (answer, expected))
             generations.append(Generation(key, [Answer(text)], truth, images=images.get(key, ())))
         logger.log_generations(self.session.progress.iteration, generations)
+        return None

@@ -10,13 +10,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from mimo.checkpoint.differences import flat_config
 from mimo.checkpoint.load import find_source
 from mimo.checkpoint.paths import saved_iterations
 from mimo.checkpoint.reader import read_common
 from mimo.checkpoint.save import Saver
 from mimo.checkpoint.state import Progress, RunState, is_imported
-from mimo.comm import broadcast_result
+from mimo.comm import broadcast_result, gather
 from mimo.config.cli import to_toml, without_training_stage
 from mimo.config.trainer import CheckpointConfig, RunConfig
 from mimo.config.validate import train_iterations
@@ -150,7 +152,7 @@ class Session:
     """
 
     def __init__(self, config: RunConfig, grids: Grids) -> None:
-        self._config = config
+        self._config, self._grids = config, grids
         self.total_iterations = total_iterations(config, Progress())
         # The rank whose loss is complete first, as in Megatron: last stage, first lane.
         self.is_logging_rank = grids.rank == grids.layout.language.rank_at(pp=-1)
@@ -233,8 +235,9 @@ class Session:
     def is_evaluation_due(self) -> bool:
         """Whether an evaluation of `--eval-interval` is due now and was not made, neither here nor before a resume.
 
-        It is made before the iteration is saved, so that a checkpoint tells whether there was one. A run that is told
-        to stop saves without it, and the resumed run makes it. The evaluation at the end of a run does not count.
+        It is made after the iteration is saved, which it must not endanger, and `note_evaluation` adds it to the
+        checkpoint. A run that is told to stop leaves it out, and the resumed run makes it. The evaluation at the end of
+        a run does not count.
         """
         progress = self.progress
         return (progress.evaluated_iteration < progress.iteration and not self.is_done
@@ -249,12 +252,39 @@ class Session:
         over_time = limit_mins is not None and time.monotonic() - self._began > 60 * limit_mins
         return "--exit-duration-in-mins" if over_time else None
 
+    def agree_to_stop(self, *, by_signal: bool = False) -> str | None:
+        """Return why a rank wants to stop early, or None; with `by_signal`, only if it got a signal.
+
+        Ranks also agree on the progress of a checkpoint that is written in the background. Collective over the world.
+        """
+        assert self._stop is not None, "inside the context"
+        reason = self._stop.name if by_signal else self.stop_reason()
+        with self.watchdog.waiting("agreement on whether to stop"):
+            agreed, _ = self._grids.nodes.reduce(
+                torch.tensor([reason is not None, self.is_writing], dtype=torch.float64),
+                torch.empty(0, dtype=torch.float64))
+        any_stops, any_writing = agreed.tolist()
+        self.continue_saving(bool(any_writing))
+        if not any_stops:
+            return None
+        with self.watchdog.waiting("reasons to stop of all ranks"):
+            return next(each for each in gather(self._grids, reason) if each is not None)
+
+    def note_evaluation(self) -> None:
+        """Note that this iteration was evaluated, also in its checkpoint if it has been saved."""
+        self.progress.evaluated_iteration = self.progress.iteration
+        if self.saver is not None:
+            self.saver.mark_evaluated(self.progress.iteration)
+
     def save(self, streams: Callable[[], dict[str, Any]], *, stopped: bool = False) -> None:
         """Save the run as it stands, unless this iteration is saved already or there is no --save. Collective.
 
-        `streams` gives the position in the data (`RunState.streams`). `stopped` says that the run was told to stop.
+        `streams` gives the position in the data (`RunState.streams`). `stopped` says that the run was told to stop. If
+        that was before its first iteration, there is nothing to save.
         """
         if self.saver is None or self.saver.last_iteration == self.progress.iteration:
+            return
+        if stopped and not self.progress.iteration:
             return
         assert self._state is not None, "set with the saver"
         began = time.perf_counter()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -577,9 +579,10 @@ def test_evaluations_are_those_of_the_uninterrupted_run_and_change_nothing(pool:
     whole = run("whole", "--train-iters", "4", *evaluates, *saves("whole", "--save-interval", "2"))
     assert [line[0] for line in whole if line[3] is not None] == [2, 4]
     assert [line for line in whole if line[2] is not None] == plain
-    # Every start ends after an iteration. The fourth would evaluate at the end, had it not been told to stop.
+    # Every start ends after an iteration, or after the evaluation that the start before has left out. The last one
+    # would evaluate at the end, had it not been told to stop.
     again = ("--train-iters", "4", *evaluates, *saves("stopped"), "--load", str(tmp_path / "stopped-saved"))
-    for _ in range(4):
+    for _ in range(5):
         stopped = run("stopped", *again, "--exit-duration-in-mins", "1e-9")
     assert stopped == whole[:-1]
     assert run("stopped", *again) == whole
@@ -591,6 +594,54 @@ def test_evaluations_are_those_of_the_uninterrupted_run_and_change_nothing(pool:
     assert longer[:len(whole)] == whole and [line[0] for line in longer[len(whole):]] == [5, 5]
     tuned = run("tuned", "--train-iters", "2", "--eval-iters", "1", "--eval-interval", "1", *load, "--finetune")
     assert [line[0] for line in tuned if line[3] is not None] == [1, 2]
+
+
+def stopped_loop(rank: int, flags: tuple[str, ...], world_size: int, run_dir: str, step: int) -> None:
+    """Run the loop. The last rank gets SIGTERM when it comes to this step of all evaluations, counted from 1."""
+    from mimo.training.loop import TrainingLoop
+
+    read, count = TrainingLoop._next_step, 0
+
+    def next_step(loop: Any, loader: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == step and rank == world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return read(loop, loader)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingLoop, "_next_step", next_step)
+        run_loop(rank, flags, world_size, run_dir)
+
+
+@pytest.mark.slow
+def test_a_stop_ends_an_evaluation_whose_iteration_is_saved(pool: WorkerPool, tmp_path: Path) -> None:
+    flags = ("--layout", "colocated", "--encoder-dp", "2", "--llm-tp", "2", "--micro-batch-size", "2", *DROPOUT,
+             "--global-batch-size", "4", "--num-generations", "0", "--train-iters", "4", "--eval-iters", "3",
+             "--eval-interval", "2", "--save-interval", "2", "--async-save")
+
+    def run(name: str, step: int) -> list[tuple[int, float | None, float | None]]:
+        folder, saved = tmp_path / name, str(tmp_path / f"{name}-saved")
+        pool.run(stopped_loop, (*flags, "--save", saved, "--load", saved), 2, str(folder), step, world_size=2)
+        return [(line["iteration"], line.get("lm loss"), line.get("lm loss validation"))
+                for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())]
+
+    def is_noted(name: str) -> bool:
+        (folder,) = (tmp_path / f"{name}-saved").glob("iter_*")
+        return folder.name == "iter_0000002" and (folder / "evaluated").exists()
+
+    whole = run("whole", 0)
+    assert [line[0] for line in whole if line[2] is not None] == [2, 4] and len(whole) == 6
+    assert (tmp_path / "whole-saved" / "iter_0000002" / "evaluated").exists()
+    # In the first evaluation: the checkpoint is there, without it, and the next start makes it.
+    assert (run("within", 2), is_noted("within")) == (whole[:2], False)
+    assert run("within", 0) == whole
+    # In its last step, it is made, noted and not made again.
+    assert (run("last-step", 3), is_noted("last-step")) == (whole[:3], True)
+    assert run("last-step", 0) == whole
+    # In the evaluation at the end of the run.
+    assert run("end", 5) == whole[:-1]
+    assert run("end", 0) == whole
 
 
 def test_a_length_in_samples_stays_with_another_batch_size(pool: WorkerPool, tmp_path: Path) -> None:

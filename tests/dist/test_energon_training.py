@@ -81,7 +81,8 @@ def test_packed_rows_train_and_go_on_exactly(pool: WorkerPool, shards: Path, tmp
 def test_dropout_goes_on_exactly_beside_workers(pool: WorkerPool, shards: Path, tmp_path: Path) -> None:
     """Starting the workers must not draw from the generator of dropout, which on CPUs is torch's default one."""
     flags = (*MODEL, *data_flags(shards), "--dataset-provider", "energon", "--layout", "colocated", "--encoder-tp", 2,
-             "--llm-tp", 2, "--micro-batch-size", 4, "--global-batch-size", 4, "--hidden-dropout", 0.1)
+             "--llm-tp", 2, "--micro-batch-size", 4, "--global-batch-size", 4, "--hidden-dropout", 0.1,
+             "--eval-iters", 1, "--eval-interval", 2, "--save-interval", 2)
     for name, parts in (("whole", (4,)), ("resumed", (2, 4))):
         for iterations in parts:
             words = (*flags, "--train-iters", iterations, "--save", tmp_path / f"{name}-save", "--load",

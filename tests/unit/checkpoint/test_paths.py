@@ -259,3 +259,13 @@ def test_writable(tmp_path: Path) -> None:
     assert names(tmp_path) == []
     with pytest.raises(OSError):
         paths.check_writable(tmp_path / "nowhere", "rank_0")
+
+
+def test_an_evaluation_is_noted_in_its_checkpoint_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = save(tmp_path, 2, "two")
+    paths.mark_evaluated(tmp_path, 2)
+    assert (folder / paths.EVALUATED).read_bytes() == b"" and paths.saved_iterations(tmp_path) == [2]
+    assert paths.find(tmp_path, None) == folder and not caplog.records
+    assert not (save(tmp_path, 2, "again") / paths.EVALUATED).exists(), "the same iteration of another attempt"
+    paths.mark_evaluated(tmp_path, 4)
+    assert "the evaluation of iteration 4 could not be noted there" in caplog.text
