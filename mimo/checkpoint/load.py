@@ -83,11 +83,15 @@ def find_checkpoint(state: RunState) -> Source | None:
     if flags.load is None:
         return None
     root = Path(flags.load)
-    return broadcast_result(state.grids, lambda: find_source(flags, root))
+    # The saver, which is made before, has the lock of --save by now. So no other run is saving there.
+    return broadcast_result(state.grids, lambda: find_source(flags, root, repair=flags.save is not None))
 
 
-def find_source(flags: CheckpointConfig, root: Path) -> Source | None:
+def find_source(flags: CheckpointConfig, root: Path, *, repair: bool) -> Source | None:
     """Find the checkpoint that a run starts from, as `find_checkpoint` does, on one rank and without a model.
+
+    With `repair`, which is for the owner of the lock, an interrupted publication in --save is undone. In a folder of
+    --load that is not that of --save, nothing is ever changed, because another run may be saving there.
 
     Raises:
         ValueError: --load has no checkpoint, --save has checkpoints of another run, or the latest one is not complete.
@@ -95,7 +99,7 @@ def find_source(flags: CheckpointConfig, root: Path) -> Source | None:
     if flags.starts_elsewhere:
         assert flags.load is not None and flags.save is not None
         own_root = Path(flags.save)
-        own = paths.find(own_root, None, "--save")
+        own = paths.find(own_root, None, "--save", repair=repair)
         # Imported weights are not a result of this run.
         if own is not None and own.name != paths.RELEASE:
             began: str | None = flat_config(read_common(own).get("config", "")).get("load")
@@ -107,7 +111,7 @@ def find_source(flags: CheckpointConfig, root: Path) -> Source | None:
                     f"{'without --load' if began is None else f'with --load {began}'}. To go on from it give --load "
                     f"{own_root}, to start from {flags.load} give --save another folder")
             return Source(own, "--save", True)
-    folder = paths.find(root, flags.ckpt_step)
+    folder = paths.find(root, flags.ckpt_step, repair=repair and flags.load_is_save)
     if folder is not None:
         return Source(folder, "--load", flags.save is not None and not flags.starts_elsewhere)
     if not flags.load_is_save:

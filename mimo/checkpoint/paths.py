@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 _UNFINISHED = ".saving_"
 _REPLACED = ".replaced_"
 _DELETED = ".deleted_"
+# How often, and with which pause, a checkpoint is looked for that is being published. That takes milliseconds.
+_LOOKS, _PAUSE_S = 10, 0.1
 # Folders that this process has warned about. A file that somebody keeps open would cause a warning in every save.
 _warned: set[Path] = set()
 
@@ -190,7 +193,8 @@ def find(root: Path, step: int | None, flag: str = "--load", *, repair: bool = T
         step: iteration of the checkpoint; None for the latest.
         flag: flag that names the folder, for messages.
         repair: undo an interrupted publication first. Otherwise nothing is changed, as is right for a folder into
-            which another process may be saving.
+            which another process may be saving; the checkpoint may then be found under the name that it has while
+            another one takes its place.
 
     Raises:
         ValueError: the checkpoint does not exist or is not complete, or `root` is the folder of another step.
@@ -210,11 +214,23 @@ def find(root: Path, step: int | None, flag: str = "--load", *, repair: bool = T
         steps = saved_iterations(root)
         return iteration_dir(root, steps[-1]) if steps else None
     folder = root / RELEASE if name == RELEASE else iteration_dir(root, int(name))
+    if not repair:
+        folder = _folder_or_replaced(folder)
     if not (folder / METADATA).is_file():
         what = "is not complete, it has no metadata.json" if folder.is_dir() else "is not there"
         raise ValueError(f"{flag} {root}: {source} names {folder.name}, which {what}; complete: {_listed(root)} "
                          "(--ckpt-step takes one of them)")
     return folder
+
+
+def _folder_or_replaced(folder: Path) -> Path:
+    """Return a checkpoint's folder or, where a publication has stopped halfway, that of the one before it."""
+    replaced = folder.with_name(f"{_REPLACED}{folder.name}")
+    for _ in range(_LOOKS):
+        if (folder / METADATA).is_file() or not (replaced / METADATA).is_file():
+            return folder
+        time.sleep(_PAUSE_S)
+    return replaced
 
 
 def is_interrupted(root: Path) -> bool:

@@ -85,7 +85,7 @@ def _folder_of_checkpoint(flags: CheckpointConfig) -> Path | None:
 
     A run that starts from another one's checkpoint, with a --save of its own or with --finetune, is a new run.
     """
-    source = None if flags.load is None else find_source(flags, Path(flags.load))
+    source = None if flags.load is None else find_source(flags, Path(flags.load), repair=False)
     if source is None:
         return None
     goes_on = source.is_own if flags.save is not None else not flags.finetune

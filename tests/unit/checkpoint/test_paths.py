@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,19 @@ def test_interrupted_at_any_moment(tmp_path: Path, again: bool) -> None:
         assert not [name for name in names(root) if name.startswith(".")]
     assert outcomes == sorted(outcomes, key=(old, new).index) and set(outcomes) == {old, new}, outcomes
     assert len(outcomes) >= (5 if again else 7)
+
+
+def test_a_publication_that_goes_on_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader finds the new checkpoint, or the old one under its other name if its publication has stopped."""
+    final = save(tmp_path, 2, "old")
+    (new := paths.begin(tmp_path, 2)).joinpath(paths.METADATA).write_text("{}")
+    replaced = final.rename(tmp_path / ".replaced_iter_0000002")
+    pauses = list[float]()
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    assert paths.find(tmp_path, None, repair=False) == paths.find(tmp_path, 2, repair=False) == replaced
+    assert sum(pauses) == pytest.approx(2.0) and names(tmp_path)[0] == ".replaced_iter_0000002"
+    monkeypatch.setattr(time, "sleep", lambda _: final.exists() or new.rename(final))
+    assert paths.find(tmp_path, None, repair=False) == final
 
 
 def test_writable(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class State:
     def __init__(self, config: RlRunConfig) -> None:
         self.config, self.references = config, dict[str, Any]()
         flags = config.checkpoint
-        self.source = None if flags.load is None else find_source(flags, Path(flags.load))
+        self.source = None if flags.load is None else find_source(flags, Path(flags.load), repair=True)
 
 
 @pytest.fixture

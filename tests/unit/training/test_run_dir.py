@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from mimo import comm
+from mimo.checkpoint.load import find_source
 from mimo.checkpoint.paths import METADATA, write_tracker
 from mimo.config.cli import parse, to_toml
 from mimo.config.trainer import RunConfig
@@ -64,6 +66,24 @@ def test_a_requeued_run_that_began_elsewhere_goes_on_in_its_own_folder():
     first = saved(*flags)
     assert first.name != "start"
     assert folder_of(*flags) == first
+
+
+@pytest.mark.parametrize("flags", ["--load saved --save saved", "--load saved --save other",
+                                   "--load start --save saved"])
+def test_what_another_run_is_saving_is_left_alone_before_the_lock(flags, monkeypatch):
+    """A run that the lock will refuse, or that only reads, undoes no publication that is under way."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    save("start", parse([*MOCK, "--run-dir", "runs/start"]))
+    first = saved("--load", "start", "--save", "saved")
+    Path("saved/iter_0000010").rename("saved/.replaced_iter_0000010")
+    assert (folder_of(*flags.split()) == first) == ("other" not in flags)
+    config = parse([*MOCK, *flags.split()]).checkpoint
+    assert find_source(config, Path(str(config.load)), repair=False) is not None
+    assert [path.name for path in Path("saved").glob("*iter_*")] == [".replaced_iter_0000010"]
+    source = find_source(config, Path(str(config.load)), repair=True)
+    assert source is not None
+    repaired = "saved/iter_0000010" if "other" not in flags else "saved/.replaced_iter_0000010"
+    assert source.folder == Path(repaired) and source.folder.is_dir(), "the owner of the lock repairs its own folder"
 
 
 @pytest.mark.parametrize("flags", ["--save other", "--finetune", "--finetune --save other"])
