@@ -20,6 +20,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mimo.compat import copy_together, parameter_ranges, storage_key
 from mimo.config.optim import OptimConfig
+from mimo.config.toml_file import flag_name
 from mimo.config.trainer import RunConfig
 from mimo.grid.groups import Grids
 from mimo.model.build import BuiltModel
@@ -382,3 +383,17 @@ def current_learning_rates(
         for part, peak in parts.items()
         if part not in config.model.frozen
     }
+
+
+def unused_learning_rates(config: RunConfig, encoders: tuple[str, ...]) -> list[str]:
+    """Return `--encoder-lr` and `--projector-lr` with their values, where they are set and nothing trains with them.
+
+    They are no error, because the stages of a recipe share them.
+    """
+    optim, frozen = config.optim, config.model.frozen
+    trains_projector = "projector" not in frozen
+    # The projector's default is the encoders' rate.
+    is_used = {"encoder_lr": not frozen >= set(encoders) or (trains_projector and optim.projector_lr is None),
+               "projector_lr": trains_projector}
+    rates = {name: vars(optim)[name] for name, used in is_used.items() if not used}
+    return [f"{flag_name(name)} {rate:g}" for name, rate in rates.items() if rate is not None]

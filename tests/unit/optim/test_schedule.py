@@ -90,3 +90,39 @@ def test_schedule_follows_its_formula(pool: WorkerPool, unit: str) -> None:
         assert found["language"] == found["group"], "the log says what the optimizer uses"
         np.testing.assert_allclose(found["vision"], 0.5 * np.array(expected), rtol=1e-12, atol=1e-12, err_msg=style)
         assert found["projector"] == found["vision"], "projectors follow the encoder unless told otherwise"
+
+
+@pytest.mark.parametrize(("flags", "unused"), [
+    ("--encoder-lr 1e-4 --projector-lr 2e-3", []),
+    ("--encoder-lr 1e-4 --freeze vision", []),
+    ("--encoder-lr 1e-4 --projector-lr 2e-3 --freeze vision", ["--encoder-lr 0.0001"]),
+    ("--encoder-lr 1e-4 --freeze vision,projector", ["--encoder-lr 0.0001"]),
+    ("--encoder-lr 1e-4 --projector-lr 2e-3 --freeze projector", ["--projector-lr 0.002"]),
+    ("--encoder-lr 1e-4 --projector-lr 2e-3 --freeze vision,projector",
+     ["--encoder-lr 0.0001", "--projector-lr 0.002"]),
+    ("--freeze vision,projector", []),
+])
+def test_learning_rates_that_nothing_trains_with_are_said(monkeypatch: pytest.MonkeyPatch, flags: str,
+                                                          unused: list[str]) -> None:
+    from types import SimpleNamespace
+    from typing import Any
+
+    from mimo.config.cli import parse
+    from mimo.registry import model_provider
+    from mimo.training import loop, optimizer
+
+    config = parse(["--model-provider", "mock", *flags.split()])
+    assert optimizer.unused_learning_rates(config, ("vision",)) == unused
+    assert optimizer.unused_learning_rates(config, ("vision", "audio")) == [
+        flag for flag in unused if flag.startswith("--projector")], "an encoder that trains"
+    said = list[str]()
+    run: Any = loop.TrainingLoop.__new__(loop.TrainingLoop)
+    run.config, run.provider, run.meter = config, model_provider("mock"), None
+    run.parts = SimpleNamespace(built=SimpleNamespace(model=None))
+    run.grids = SimpleNamespace(layout=SimpleNamespace(kind="disjoint"))
+    run.session = SimpleNamespace(resume=lambda *_: [], total_iterations=1,
+                                  open_records=lambda: SimpleNamespace(message=said.append))
+    for name in ("run_state", "get_model_config", "layout_note"):
+        monkeypatch.setattr(loop, name, lambda *_: None)
+    run._start(None)
+    assert [line.partition(" is not used: ")[0] for line in said if "(--freeze " in line] == unused
