@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from types import TracebackType
 
@@ -43,10 +43,11 @@ from mimo.rl.offload import Devices, Offload, SharedDevices
 from mimo.rl.placement import engine_weight_bytes
 from mimo.rl.policy import PolicyResult, PolicyTrainer
 from mimo.rl.probe import RefitProbe
-from mimo.rl.prompts import ManyEndsPromptSet, PromptProvider, PromptSet
+from mimo.rl.prompts import FinitePromptSet, ManyEndsPromptSet, PromptProvider, PromptSet
 from mimo.rl.records import PolicyRecord, format_policy_steps
 from mimo.rl.reference import reference_policy
 from mimo.rl.rollouts import (
+    Measured,
     Rollouts,
     RolloutSource,
     check_num_held_out,
@@ -126,6 +127,7 @@ class RlLoop:
         # The first rank opens both splits. Every rank stops if prompts are too long, before any model is built.
         self._splits: dict[str, PromptSet] = {}
         self._has_videos, num_measured = False, self._num_asked()
+        self._left_out: tuple[str, ...] = ()  # names of training prompts; on the first rank
         with self.watchdog.on_files("the first rank, which measures the prompts"), shared_errors(self.grids):
             if self.grids.rank == 0:
                 self._splits = {split: self._prompts(split) for split in ("train", "valid")}
@@ -200,18 +202,30 @@ class RlLoop:
     def _make_policy(self) -> None:
         """Make what computes log-probs and updates."""
         source = self.collector.source
-        padding = broadcast_object(self.grids, None if source is None else source.prompts.pad_token_id)
-        pixel_prompts = None
-        if needs_pixels(self.grids.layout, self.grids.rank):
-            # This rank encodes the images of completions, so it opens the prompts itself. The first rank has refused
-            # long ones already; if these are left out, this rank has to leave out the same.
-            with self.watchdog.on_files("the prompts' measures", is_work=True):
-                pixel_prompts = self._prompts("train", measured=self.config.data.skip_long_prompts)
+        padding, left_out = broadcast_object(
+            self.grids, None if source is None else (source.prompts.pad_token_id, self._left_out))
+        pixel_prompts = self._pixel_prompts(left_out)
         ranges = None
         if self.config.rollout.engine_kv_scales == "calibrated":
             ranges = KvRanges(self.parts.built, self.grids, self.platform.device)
         self.policy = PolicyTrainer(self.parts, self.config.rl, self._tokens.vocab_size, padding, self._images,
                                     pixel_prompts, self._reference, self.config.max_gen_kl, ranges)
+
+    def _pixel_prompts(self, left_out: Collection[str]) -> PromptSet | None:
+        """Open the training prompts on the ranks that encode images; None on the others. Collective over the world.
+
+        `left_out` names the prompts that the first rank has left out. It has measured all of them, which reads every
+        image's size and may take an hour, so no other rank measures them again.
+        """
+        needed, prompts = needs_pixels(self.grids.layout, self.grids.rank), None
+        with self.watchdog.on_files("ranks that open the prompts for their images", is_work=needed), \
+                shared_errors(self.grids):
+            if needed:
+                prompts = self._prompts("train", measured=False)
+                if left_out:
+                    assert isinstance(prompts, FinitePromptSet), "prompts without end are not left out"
+                    prompts.leave_out(left_out)
+        return prompts
 
     def _add_probe(self) -> None:
         """Have refits verified, see `--refit-verify-interval`."""
@@ -309,11 +323,16 @@ class RlLoop:
         prompts = self.prompt_provider.open(self.config.dataset, self._tokens, split, self.config.train.seed)
         num_asked = self._num_asked() if split == "train" else self.config.rl.eval_prompts
         if measured:
-            has_videos = fit_prompts(prompts, split, self.config, self._images, num_asked)
-            self._has_videos = self._has_videos or has_videos
+            self._note(split, fit_prompts(prompts, split, self.config, self._images, num_asked))
         if split == "valid":
             check_num_held_out(prompts, self.config)
         return prompts
+
+    def _note(self, split: str, measured: Measured) -> None:
+        """Remember what the measures of a split say of the run."""
+        self._has_videos = self._has_videos or measured.has_videos
+        if split == "train":
+            self._left_out += measured.left_out
 
     def _num_asked(self) -> int:
         """Return the number of training prompts up to the last one of the run, as far as it is known now."""
@@ -331,9 +350,8 @@ class RlLoop:
             return
         with self.watchdog.on_files("the first rank, which measures the prompts"), shared_errors(self.grids):
             if self.grids.rank == 0:
-                has_videos = fit_prompts(self._splits["train"], "train", self.config, self._images, num_asked,
-                                         num_measured)
-                self._has_videos = self._has_videos or has_videos
+                self._note("train", fit_prompts(self._splits["train"], "train", self.config, self._images, num_asked,
+                                                num_measured))
 
     def _source(self, client: RolloutClient, split: str) -> RolloutSource:
         """Make the source of completions of a split: its prompts, and how they are completed and scored."""

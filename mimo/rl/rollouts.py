@@ -299,14 +299,24 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     }
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What measuring prompts has found.
+
+    Attributes:
+        has_videos: whether prompts that were measured have videos; for a set without end, whether they may have some.
+        left_out: names of the prompts that were left out, which every other rank that opens the set has to leave out.
+    """
+
+    has_videos: bool
+    left_out: tuple[str, ...] = ()
+
+
 def fit_prompts(prompts: PromptSet, split: str, config: RlRunConfig, images: ImageTokens | None,
-                num_asked: int, num_measured: int = 0) -> bool:
+                num_asked: int, num_measured: int = 0) -> Measured:
     """Refuse the prompts of a finite set that are too long, or leave them out with `--skip-long-prompts`.
 
     This finds them before the run begins. Prompts of a set without end are checked when their turn comes.
-
-    Returns:
-        Whether prompts that were measured now have videos; for a set without end, whether they may have some.
 
     Args:
         prompts: prompts of a split; those that are too long are left out in place.
@@ -325,7 +335,7 @@ def fit_prompts(prompts: PromptSet, split: str, config: RlRunConfig, images: Ima
         if skips:
             raise ValueError(f"--skip-long-prompts: --dataset-provider {name} has no list of prompts (num_prompts "
                              "and leave_out of mimo.rl.prompts.FinitePromptSet); leave the flag out")
-        return isinstance(prompts, VideoPromptSet) and prompts.video_processing is not None
+        return Measured(isinstance(prompts, VideoPromptSet) and prompts.video_processing is not None)
     tokens, completion = config.train.seq_length, config.rollout.max_completion_tokens
     limit, total = tokens - completion, prompts.num_prompts
     # What is left out must not depend on the length of the run, so that a longer run continues in the same order.
@@ -336,7 +346,7 @@ def fit_prompts(prompts: PromptSet, split: str, config: RlRunConfig, images: Ima
         if (length := prompt_length(prompt, images)) > limit:
             lengths[prompt.key] = length
     if not lengths:
-        return has_videos
+        return Measured(has_videos)
     key, longest = max(lengths.items(), key=lambda item: item[1])
     said = (f"{len(lengths)} of {count} prompts of the {split} split of {name} have more than the {limit} tokens that "
             f"--seq-length {tokens} leaves beside --max-completion-tokens {completion}; the longest, {key}, has "
@@ -347,7 +357,7 @@ def fit_prompts(prompts: PromptSet, split: str, config: RlRunConfig, images: Ima
         raise ValueError(f"--skip-long-prompts leaves nothing: {said}")
     prompts.leave_out(lengths.keys())
     logger.info("--skip-long-prompts: %s. They are left out", said)
-    return has_videos
+    return Measured(has_videos, tuple(lengths))
 
 
 def check_num_held_out(prompts: PromptSet, config: RlRunConfig) -> None:

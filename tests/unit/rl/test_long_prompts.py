@@ -17,7 +17,7 @@ from mimo.rl.collector import PromptCursor
 from mimo.rl.images import ImageTokens
 from mimo.rl.loop import RlLoop
 from mimo.rl.prompts import Prompt
-from mimo.rl.rollouts import check_num_held_out, fit_prompts
+from mimo.rl.rollouts import Measured, check_num_held_out, fit_prompts
 
 IMAGE = 3
 IMAGES = ImageTokens({"vision": IMAGE}, lambda module, height, width: height * width, 1)
@@ -70,13 +70,13 @@ def test_long_prompts_that_a_run_comes_to_are_refused_in_one_error():
         "--skip-long-prompts")
     with pytest.raises(ValueError, match="^1 of 4 prompts of the valid split .* p2, has 9: give --seq-length 21 or"):
         fit_prompts(prompts, "valid", config(), None, 4)
-    assert fit_prompts(prompts, "train", config(), None, 2) is False, "no prompt has a video"
+    assert fit_prompts(prompts, "train", config(), None, 2) == Measured(has_videos=False), "no prompt has a video"
     assert prompts.num_prompts == 6
 
 
 def test_prompts_that_were_found_to_fit_are_not_measured_again():
     prompts = Finite([3, 9, 4, 30, 8])
-    assert fit_prompts(prompts, "train", config(), None, 3, num_measured=2) is False
+    assert fit_prompts(prompts, "train", config(), None, 3, num_measured=2) == Measured(has_videos=False)
     with pytest.raises(ValueError, match="^1 of 5 prompts of the train split .* p3, has 30"):
         fit_prompts(prompts, "train", config(), None, 100, num_measured=2)
     fit_prompts(prompts, "train", config(), None, 100, num_measured=50)
@@ -127,6 +127,37 @@ def test_a_resumed_run_measures_the_prompts_that_it_comes_to(monkeypatch):
     assert not set_up(monkeypatch, [3] * 12, 7, 2)
 
 
+def test_a_rank_with_pixels_leaves_out_what_the_first_rank_has_and_measures_nothing(monkeypatch):
+    class Data(Finite):
+        def open(self, *_):
+            return self
+
+        def prompt(self, index):
+            raise AssertionError("a prompt is measured again")
+
+    waits = []
+    run = RlLoop.__new__(RlLoop)
+    run.config = config("--skip-long-prompts")
+    run.grids = SimpleNamespace(rank=1, layout=None)
+    run._tokens, run._left_out, run.prompt_provider = None, (), Data([3, 9, 4])
+    run.watchdog = SimpleNamespace(on_files=lambda *_, is_work: waits.append(is_work) or nullcontext())
+    run.collector = SimpleNamespace(source=None)
+    run.cursor, run.session = PromptCursor(), SimpleNamespace(total_iterations=4, progress=Progress())
+    for name in ("parts", "_images", "_reference", "_tokens"):
+        setattr(run, name, SimpleNamespace(vocab_size=9))
+    made = {}
+    for name, stands_in in {"shared_errors": lambda _: nullcontext(), "broadcast_object": lambda *_: (0, ("p1",)),
+                            "PolicyTrainer": lambda *given: made.update(prompts=given[5])}.items():
+        monkeypatch.setattr(loop, name, stands_in)
+    monkeypatch.setattr(loop, "needs_pixels", lambda *_: True)
+    run._make_policy()
+    assert list(made["prompts"].lengths) == [0, 2] and waits == [True]
+    monkeypatch.setattr(loop, "needs_pixels", lambda *_: False)
+    run._make_policy()
+    # The other ranks wait for it as long as for any work on files, not only until the ordinary watchdog ends them.
+    assert made["prompts"] is None and waits == [True, False]
+
+
 def test_the_seq_length_that_is_asked_for_is_enough():
     fit_prompts(Finite([3, 8, 9, 4, 30, 8]), "train", config("--seq-length", "42"), None, 100)
 
@@ -135,7 +166,8 @@ def test_the_seq_length_that_is_asked_for_is_enough():
 def test_they_are_left_out_on_request_however_far_the_run_goes(num_asked, caplog):
     prompts = Finite([3, 8, 9, 4, 30, 8])
     with caplog.at_level(logging.INFO, "mimo.rl"):
-        fit_prompts(prompts, "train", config("--skip-long-prompts"), None, num_asked)
+        found = fit_prompts(prompts, "train", config("--skip-long-prompts"), None, num_asked)
+    assert found.left_out == ("p2", "p4")
     assert list(prompts.lengths) == [0, 1, 3, 5]
     assert "--skip-long-prompts: 2 of 6 prompts of the train split" in caplog.text
 
