@@ -271,8 +271,8 @@ class RolloutConfig:
     """Fraction of GPU memory that vLLM may use. Default: 0.85, and 0.6 with --engine-placement colocated."""
     engine_quantization: Literal["none", "fp8_per_block"] = "none"
     """fp8_per_block: the engine on GPUs quantises each refit's weights to FP8, with a scale for each block, as it loads
-    them; routers and norms stay in bfloat16. With --fp8-recipe blockwise, blocks and scales are those of the
-    trainer's products."""
+    them; routers, norms, embeddings, output layer, projectors and encoders without --encoder-fp8-format stay in
+    bfloat16. With --fp8-recipe blockwise, blocks and scales are those of the trainer's products."""
     engine_kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """dtype of the keys and values that the engine keeps. auto: that of its weights; fp8: e4m3, half the memory of
     bfloat16."""

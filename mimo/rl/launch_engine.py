@@ -94,6 +94,12 @@ COLOCATED_MEMORY = 0.6
 # Qwen3-MoE and DeepSeek-V3, `block_sparse_moe.gate` of Mixtral, `mixer.gate` of Nemotron-H) and gates of shared
 # experts. A rounded router sends tokens to other experts, and kernels for blocks do not take so few outputs.
 UNQUANTIZED_LAYERS = (r"re:.*\.(shared_expert_)?gate$",)
+# Encoders and projectors as vLLM names them: `vision_tower` and `multi_modal_projector` of LLaVA and LLaVA-NeXT,
+# `visual` with `merger` and `deepstack_merger_list` of the Qwen-VL families. vLLM would quantise them like the decoder,
+# but the trainer computes projectors in bfloat16 always, and encoders without --encoder-fp8-format. vLLM itself does
+# not quantise the encoder and the projector of the Nemotron VLM.
+UNQUANTIZED_PROJECTORS = r"re:(.*\.)?(multi_modal_projector|visual\.(merger|deepstack_merger_list))\."
+UNQUANTIZED_ENCODERS = r"re:(.*\.)?(visual|vision_tower)\."
 
 
 class ChildEngines:
@@ -216,7 +222,8 @@ def engine_options(config: RlRunConfig, folder: Path, replica: int = 0, gpus: Se
                       "enable_sleep_mode": flags.engine_placement == "colocated", "disable_custom_all_reduce": True}
         if flags.engine_quantization != "none":
             arguments["quantization"] = flags.engine_quantization
-            arguments["quantization_config"] = {"ignore": list(UNQUANTIZED_LAYERS)}
+            encoders = () if config.model.encoder_fp8_format != "none" else (UNQUANTIZED_ENCODERS,)
+            arguments["quantization_config"] = {"ignore": [*UNQUANTIZED_LAYERS, UNQUANTIZED_PROJECTORS, *encoders]}
         if flags.engine_kv_scales == "calibrated":
             # Other backends do not see that the scales change, see `mimo.refit.kv_scales`.
             arguments["attention_config"] = {"backend": "FLASH_ATTN"}

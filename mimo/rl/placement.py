@@ -13,7 +13,7 @@ from mimo.config.rl_run import RlRunConfig, decoder_part
 from mimo.grid.dry_run import grid_parts, logits_lines, total_parameters
 from mimo.grid.lanes import sequence_multiple
 from mimo.grid.spec import Layout
-from mimo.protocols import ModelProvider
+from mimo.protocols import LANGUAGE, ModelProvider
 from mimo.rl.batching import aligned, plan_microbatches
 from mimo.text import counted
 
@@ -264,14 +264,21 @@ def _engine_lines(config: RlRunConfig, layout: Layout, provider: ModelProvider) 
 
 
 def engine_weight_bytes(config: RlRunConfig, layout: Layout, provider: ModelProvider) -> float:
-    """Estimate the bytes of weights that a worker of the engine holds."""
+    """Estimate the bytes of weights that a worker of the engine holds.
+
+    With --engine-quantization these keep the trainer's dtype: what is outside the layers, which are embeddings, output
+    layer and projectors, and encoders without --encoder-fp8-format.
+    """
     flags = config.rollout
-    shapes = [shape for name in layout.grids for shape in provider.parameter_shapes(config.model_family, name)]
-    experts = total_parameters(shape for shape in shapes if shape.split == "expert")
     copies = flags.engine_dp if flags.engine_share_experts else 1
-    each_bytes = 1 if flags.engine_quantization != "none" else 2 if config.model.bf16 else 4
-    own = total_parameters(shapes) - experts + experts / copies
-    return own * each_bytes / (flags.engine_tp * flags.engine_pp)
+    whole_bytes, total = 2 if config.model.bf16 else 4, 0.0
+    for name in layout.grids:
+        quantizes = flags.engine_quantization != "none" and (
+            name == LANGUAGE or config.model.encoder_fp8_format != "none")
+        for shape in provider.parameter_shapes(config.model_family, name):
+            each_bytes = 1 if quantizes and shape.stage == "layer" else whole_bytes
+            total += total_parameters([shape]) * each_bytes / (copies if shape.split == "expert" else 1)
+    return total / (flags.engine_tp * flags.engine_pp)
 
 
 def _batch_lines(config: RlRunConfig, layout: Layout) -> list[str]:

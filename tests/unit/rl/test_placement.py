@@ -17,6 +17,7 @@ from mimo import registry
 from mimo.config.cli import parse_as
 from mimo.config.rl import RolloutConfig
 from mimo.config.rl_run import DESCRIPTION, RlRunConfig, validate_rl
+from mimo.protocols import ParameterShape
 from mimo.rl import launch_engine, placement
 from mimo.rl.launch_engine import engine_options, refit_options
 from mimo.rl.placement import (
@@ -252,7 +253,7 @@ def test_an_engine_on_gpus_fills_them_and_compiles() -> None:
 
 def test_an_engine_that_quantizes_leaves_routers_as_they_are() -> None:
     extra = engine_options(parsed("--engine-quantization", "fp8_per_block"), Path("folder")).extra
-    (layers,) = extra["quantization_config"]["ignore"]
+    layers, *_ = extra["quantization_config"]["ignore"]
     kind, _, pattern = layers.partition(":")
     assert extra["quantization"] == "fp8_per_block" and kind == "re"
     # As Qwen3-MoE, Mixtral, DeepSeek-V3, Nemotron-H and a model with images name them in vLLM; it matches from the
@@ -269,6 +270,41 @@ def test_an_engine_that_quantizes_leaves_routers_as_they_are() -> None:
                             (("--fp8-format", "hybrid", "--fp8-recipe", "blockwise"), "1")):
         environment = engine_options(parsed("--engine-quantization", "fp8_per_block", *flags), Path("f")).environment
         assert environment.get("MIMO_FP8_TRAINER_SCALES") == expected
+
+
+# Layers of encoders and projectors as vLLM names them, in llava, llava_next, qwen2_5_vl and qwen3_vl.
+ENCODER_LAYERS = ("vision_tower.vision_model.encoder.layers.0.mlp.fc1", "visual.blocks.0.attn.qkv",
+                  "visual.blocks.3.mlp.gate_up_proj", "visual.blocks.3.mlp.linear_fc1")
+PROJECTOR_LAYERS = ("multi_modal_projector.linear_1", "visual.merger.mlp.0", "visual.merger.linear_fc2",
+                    "visual.deepstack_merger_list.2.linear_fc1")
+
+
+@pytest.mark.parametrize(("flags", "quantized"), [((), ()), (("--encoder-fp8-format", "e4m3"), ENCODER_LAYERS)])
+def test_an_engine_that_quantizes_leaves_encoders_and_projectors_as_the_trainer_has_them(
+        flags: tuple[str, ...], quantized: tuple[str, ...]) -> None:
+    ignored = engine_options(parsed("--engine-quantization", "fp8_per_block", *flags),
+                             Path("folder")).extra["quantization_config"]["ignore"]
+    decoder = ("language_model.model.layers.0.mlp.gate_up_proj", "model.layers.0.self_attn.qkv_proj",
+               "language_model.backbone.layers.1.mixer.in_proj")
+    found = [name for name in (*ENCODER_LAYERS, *PROJECTOR_LAYERS, *decoder)
+             if not any(re.match(pattern.removeprefix("re:"), name) for pattern in ignored)]
+    assert found == [*quantized, *decoder]
+
+
+def test_the_memory_of_an_engine_that_quantizes_has_its_whole_weights_in_two_bytes() -> None:
+    shapes = {"language": [ParameterShape("embedding", (100, 8), 1, "tp", "first"),
+                           ParameterShape("layer", (8, 8), 3), ParameterShape("output", (100, 8), 1, "tp", "last")],
+              "vision": [ParameterShape("layer", (4, 4), 2), ParameterShape("projector", (8, 4), 1, "tp", "last")]}
+    provider: Any = SimpleNamespace(parameter_shapes=lambda _, name: shapes[name])
+    layout: Any = SimpleNamespace(grids=shapes)
+
+    def estimate(*flags: str) -> float:
+        return placement.engine_weight_bytes(parsed("--bf16", *flags), layout, provider)
+
+    quantized = ("--engine-quantization", "fp8_per_block")
+    assert estimate() == 2 * (1600 + 192 + 32 + 32)
+    assert estimate(*quantized) == 2 * 1600 + 192 + 2 * (32 + 32)
+    assert estimate(*quantized, "--encoder-fp8-format", "e4m3") == 2 * 1600 + 192 + 32 + 2 * 32
 
 
 def test_an_engine_with_scales_uses_attention_that_reads_them_in_every_step() -> None:
