@@ -66,15 +66,16 @@ class IndexedStream:
 
 
 class ShuffledRecords:
-    """Records that every pass visits in another order.
+    """Records that every pass visits in another order, unless they are not shuffled.
 
     Args:
         count: number of records.
         seed, split: seed of the order; `train` or `valid`.
+        shuffle: False visits them in the stored order in every pass.
     """
 
-    def __init__(self, count: int, seed: int, split: str) -> None:
-        self._kept = np.arange(count)
+    def __init__(self, count: int, seed: int, split: str, *, shuffle: bool = True) -> None:
+        self._kept, self._shuffle = np.arange(count), shuffle
         self._seed = [seed, int(split == "valid")]
         self._epoch, self._order = -1, np.empty(0, np.int64)
 
@@ -92,5 +93,7 @@ class ShuffledRecords:
         epoch, position = divmod(index, len(self._kept))
         if self._epoch != epoch:
             self._epoch = epoch
-            self._order = np.random.default_rng([*self._seed, epoch]).permutation(self._kept)
+            self._order = self._kept
+            if self._shuffle:
+                self._order = np.random.default_rng([*self._seed, epoch]).permutation(self._kept)
         return int(self._order[position])

@@ -7,6 +7,7 @@ written as in supervised training, with its images and videos.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,6 +17,7 @@ from data.conversation_files import provider as files
 from data.conversation_files.provider import Config
 from data.energon.provider import path_of
 from data.indexed import ShuffledRecords
+from mimo.config.toml_file import flag_words
 from mimo.protocols import DataRequest, TokenSpec
 from mimo.rl.prompts import Prompt, PromptVideo, without_ends
 from mimo.visual import Normalisation
@@ -27,10 +29,15 @@ if TYPE_CHECKING:
 
 # Frames of videos whose headers are kept, about 40 bytes each.
 KEPT_FRAMES = 5_000_000
+# Flags of Energon's workers and of packing. Prompts are read one by one in the training process, without either.
+UNUSED_FLAGS = frozenset({"num_workers", "packing_buffer_size", "packing_balance", "shuffle_buffer_size",
+                          "max_samples_per_sequence"})
 
 
 class ConversationPrompts:
-    """One split; a `mimo.rl.prompts.FinitePromptSet` and `VideoPromptSet`. Every pass has another order.
+    """One split; a `mimo.rl.prompts.FinitePromptSet` and `VideoPromptSet`.
+
+    Every pass has another order, or the stored one with --no-shuffle.
 
     Attributes:
         end_token_id: ends a completion.
@@ -53,6 +60,13 @@ class ConversationPrompts:
         from data.energon.task_encoder import ErrorLog, VlmTaskEncoder, video_processing_of
         from data.hf_tokenizer import load_tokenizer
 
+        for field in fields(config):
+            value = getattr(config, field.name)
+            if field.name in UNUSED_FLAGS and value != field.default:
+                raise ValueError(f"{' '.join(flag_words(field.name, value))} has no effect on the prompts of "
+                                 "train_rl.py, which are read one by one; leave it out")
+        if config.max_bad_samples < 0:
+            raise ValueError(f"--max-bad-samples {config.max_bad_samples}: must be at least 0")
         flag, path = path_of(config, split)
         sources = sources_of(config, split)
         if len(sources) > 1:
@@ -76,7 +90,7 @@ class ConversationPrompts:
         # Of videos, by record and place in it, so that a file whose header was read is opened again only for pixels.
         self._infos: dict[tuple[int, int], VideoInfo] = {}
         self._kept_frames = 0
-        self._records = ShuffledRecords(len(self._reader), seed, split)
+        self._records = ShuffledRecords(len(self._reader), seed, split, shuffle=config.shuffle)
         _, self.end_token_ids = self._encoder.tokenizer.encode_question([{"role": "user", "content": "A"}])
         if not self.end_token_ids:
             raise ValueError(f"--tokenizer {config.tokenizer}: has no token that ends an answer (eos_token)")

@@ -138,6 +138,31 @@ def test_each_pass_has_every_record_once_in_an_order_of_its_own(tmp_path: Path, 
     assert prompts.num_prompts == 19 and passes[0][0] not in {prompts.prompt(place).ground_truth for place in range(19)}
 
 
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_prompts_are_not_shuffled_on_request(tmp_path: Path, tokenizer: Path, split: str) -> None:
+    records = [{"question": f"{number}?", "answer": str(number)} for number in range(20)]
+    config = replace(config_for(tmp_path, tokenizer, records), shuffle=False,
+                     valid_data_path=str(tmp_path / "train.jsonl"))
+    prompts = provider.open(config, TOKENS, split, 1)
+    assert [prompts.prompt(index).ground_truth for index in range(40)] == 2 * [str(number) for number in range(20)]
+    prompts.leave_out({prompts.prompt(1).key})
+    assert [prompts.prompt(index).ground_truth for index in range(18, 21)] == ["19", "0", "2"]
+
+
+@pytest.mark.parametrize(("flags", "expected"), [
+    ({"num_workers": 4}, "--num-workers 4 has no effect on the prompts of train_rl.py"),
+    ({"packing_buffer_size": 50}, "--packing-buffer-size 50 has no effect"),
+    ({"packing_balance": True}, "--packing-balance has no effect"),
+    ({"shuffle_buffer_size": 9}, "--shuffle-buffer-size 9 has no effect"),
+    ({"max_samples_per_sequence": 5}, "--max-samples-per-sequence 5 has no effect"),
+    ({"max_bad_samples": -1}, "--max-bad-samples -1: must be at least 0"),
+])
+def test_flags_that_prompts_cannot_honour_are_refused(tmp_path: Path, tokenizer: Path, flags: dict[str, Any],
+                                                      expected: str) -> None:
+    with pytest.raises(ValueError, match=f"^{expected}"):
+        provider.validate(replace(config_for(tmp_path, tokenizer, RECORDS), **flags), TOKENS)
+
+
 def test_errors_name_file_and_line(tmp_path: Path, tokenizer: Path) -> None:
     config = config_for(tmp_path, tokenizer, [{"messages": [{"role": "user", "content": "why?"}]}])
     with pytest.raises(ValueError, match=r"--data-path .*train\.jsonl line:1: has no answer at its end"):
