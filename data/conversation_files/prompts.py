@@ -15,6 +15,7 @@ import numpy as np
 
 from data.conversation_files import provider as files
 from data.conversation_files.provider import Config
+from data.conversations import FORMS, VIDEO_KEYS
 from data.energon.provider import path_of
 from data.indexed import ShuffledRecords
 from mimo.config.toml_file import flag_words
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 # Frames of videos whose headers are kept, about 40 bytes each.
 KEPT_FRAMES = 5_000_000
+BINARY = (bytes, bytearray, memoryview)
 # Flags of Energon's workers and of packing. Prompts are read one by one in the training process, without either.
 UNUSED_FLAGS = frozenset({"num_workers", "packing_buffer_size", "packing_balance", "shuffle_buffer_size",
                           "max_samples_per_sequence"})
@@ -113,7 +115,8 @@ class ConversationPrompts:
         number = self._records[index]
         file, _ = self._reader.place(number)
         try:
-            found = conversation_of_record(file.parse(self._reader[number]["raw"]), self._images, self._columns)
+            record = file.parse(self._reader[number]["raw"])
+            found = conversation_of_record(record, self._images, self._columns)
             *before, last = found.messages or [{}]
             if not before or last.get("role") != "assistant":
                 raise ValueError("has no answer at its end, against which completions are scored")
@@ -135,9 +138,9 @@ class ConversationPrompts:
                 self._kept_frames += video.info.num_frames
         ids = tuple(tokens.tolist())
         pictures = partial(self._pictures, tokens, found.images, planned)
-        return Prompt(self._key(number), str(self.tokenizer.decode(ids)), ids, truth, {},
-                      tuple(question.sample.image_sizes), pictures, videos,
-                      partial(self._encoder.originals, found.images) if self._has_tiles else None)
+        return Prompt(self._key(number), str(self.tokenizer.decode(ids)), ids, truth,
+                      _other_fields(record, self._columns), tuple(question.sample.image_sizes), pictures,
+                      videos, partial(self._encoder.originals, found.images) if self._has_tiles else None)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(without_ends(token_ids, self.end_token_ids), skip_special_tokens=True))
@@ -174,6 +177,30 @@ class ConversationPrompts:
             found.append(PromptVideo(start, stop, self._video_token, len(own), video.plan.indices[:sampled],
                                      video.info.num_frames, video.info.rate))
         return tuple(found)
+
+
+def _other_fields(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of a record that are not part of its conversation, for rewards, as values that JSON has.
+
+    Bytes are left out, and other values that JSON does not have, such as dates of a table, become text.
+    """
+    from data.conversation_files.sources import renamed
+
+    read = renamed(record, columns)
+    form = next(key for key in FORMS if read.get(key) is not None)
+    keys = {form, "image", "images", *VIDEO_KEYS, "system", "tools"}
+    if form == "question":
+        keys |= {"answer", "answers"}
+    own = {columns.get(key, key) for key in keys}
+    return _plain({key: value for key, value in record.items() if key not in own})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items() if not isinstance(each, BINARY)}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value if not isinstance(each, BINARY)]
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)
 
 
 def _text(content: Any) -> str:

@@ -450,7 +450,7 @@ def conversation_of_record(record: Any, images: FolderImages, columns: Mapping[s
     """Read a record and the images and videos that it names. Raises ValueError if it cannot be used."""
     if not isinstance(record, Mapping):
         raise ValueError(f"is {type(record).__name__}, expected an object")
-    record = _renamed(record, columns)
+    record = renamed(record, columns)
     for key in BOX_KEYS:
         # ms-swift's `objects` belong to marks in the texts. Without such marks, it is an ordinary column.
         has_marks = key == "objects" and any(mark in str(record) for mark in ("<ref-object>", "<bbox>"))
@@ -466,7 +466,7 @@ def conversation_of_record(record: Any, images: FolderImages, columns: Mapping[s
     return from_record(record, names, images)
 
 
-def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+def renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
     """Return a record with its own columns under the keys that are read."""
     if not columns:
         return record

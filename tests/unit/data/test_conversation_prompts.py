@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 from data import character_tokenizer
 from data.conversation_files.prompts import provider
@@ -161,6 +164,31 @@ def test_flags_that_prompts_cannot_honour_are_refused(tmp_path: Path, tokenizer:
                                                       expected: str) -> None:
     with pytest.raises(ValueError, match=f"^{expected}"):
         provider.validate(replace(config_for(tmp_path, tokenizer, RECORDS), **flags), TOKENS)
+
+
+@pytest.mark.parametrize(("record", "columns", "expected"), [
+    ({"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}], "system": "c",
+      "id": 7, "answer": "d", "tests": [{"in": [1, 2.5], "out": None, "strict": True}]}, (),
+     {"id": 7, "answer": "d", "tests": [{"in": [1, 2.5], "out": None, "strict": True}]}),
+    ({"question": "a?", "answer": "b", "image": "0.png", "level": "hard", "text": "why b"}, (),
+     {"level": "hard", "text": "why b"}),
+    ({"problem": "a?", "solution": "b", "answer": "c"}, ("question=problem", "answer=solution"), {"answer": "c"}),
+])
+def test_a_reward_gets_the_other_fields_of_a_record(tmp_path: Path, tokenizer: Path, record: dict[str, Any],
+                                                    columns: tuple[str, ...], expected: dict[str, Any]) -> None:
+    config = replace(config_for(tmp_path, tokenizer, [record]), data_columns=columns)
+    prompt = provider.open(config, TOKENS, "train", 0).prompt(0)
+    assert prompt.metadata == expected and prompt.ground_truth == "b"
+
+
+def test_fields_of_a_table_are_plain_and_without_bytes(tmp_path: Path, tokenizer: Path) -> None:
+    config = config_for(tmp_path, tokenizer, [])
+    table = pyarrow.table({"question": ["a?"], "answer": ["b"], "made": [datetime.date(2026, 1, 2)], "raw": [b"x" * 99],
+                           "pages": [[{"bytes": b"y", "path": "1.png"}]], "scores": [[1, 2]]})
+    parquet.write_table(table, tmp_path / "train.parquet")
+    config = replace(config, data_path=str(tmp_path / "train.parquet"))
+    metadata = provider.open(config, TOKENS, "train", 0).prompt(0).metadata
+    assert metadata == {"made": "2026-01-02", "pages": [{"path": "1.png"}], "scores": [1, 2]}
 
 
 def test_errors_name_file_and_line(tmp_path: Path, tokenizer: Path) -> None:
