@@ -42,6 +42,12 @@ ANSWER_S = 10.0
 # Files that show whether a folder has an image processor, and one for the videos of prompts.
 TOKENIZER = "tokenizer_config.json"
 VIDEO_PROCESSOR = "video_preprocessor_config.json"
+# File that marks a folder as one that `describe_model` has made and may delete, and all names of files in such folders.
+MARKER = ".written-by-train-rl"
+DESCRIPTIONS = frozenset({
+    MARKER, TOKENIZER, VIDEO_PROCESSOR, "config.json", "preprocessor_config.json", "processor_config.json",
+    "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.json",
+    "chat_template.jinja"})
 
 
 def write_processor(config: RlRunConfig, provider: ModelProvider, folder: Path, has_videos: bool) -> None:
@@ -328,15 +334,39 @@ def describe_model(config: RlRunConfig, provider: ModelProvider, has_videos: boo
     """Write what vLLM must know of the model, except its weights, to a folder of the run.
 
     Raises:
-        ValueError: the folder cannot be written, or the model has no Hugging Face counterpart.
+        ValueError: the folder cannot be written, another one is in its place, or the model has no Hugging Face
+            counterpart.
     """
-    folder = (Path(config.observe.run_dir) / "engine").resolve()
     description = provider.hf_config(config.model_family)
     try:
-        shutil.rmtree(folder, ignore_errors=True)  # nothing of an earlier run with another model
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = engine_folder(config)
+        if folder.exists():
+            shutil.rmtree(folder)  # nothing of an earlier run with another model
+        folder.mkdir(parents=True)
+        (folder / MARKER).touch()
         (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
         write_processor(config, provider, folder, has_videos)
     except OSError as error:
         raise ValueError(f"--run-dir {config.observe.run_dir}: cannot be written: {error}") from error
+    return folder
+
+
+def engine_folder(config: RlRunConfig) -> Path:
+    """Return the folder of a run that describes its model, which a later start deletes.
+
+    Raises:
+        OSError: the folder cannot be read.
+        ValueError: something else of this name is there, such as a folder of the user's.
+    """
+    folder = Path(config.observe.run_dir).resolve() / "engine"
+    is_own = not folder.is_symlink() and not folder.exists()
+    if not is_own and folder.is_dir() and not folder.is_symlink():
+        found = list(folder.iterdir())
+        names = {each.name for each in found if each.is_file() and not each.is_symlink()}
+        # Folders of older versions have no marker.
+        is_own = MARKER in names or len(names) == len(found) and names <= DESCRIPTIONS
+    if not is_own:
+        raise ValueError(f"--run-dir {config.observe.run_dir}: train_rl.py writes the description of the model for "
+                         f"vLLM to {folder}, which is there already and was not written by it. Give another --run-dir, "
+                         "or move it away")
     return folder

@@ -33,6 +33,7 @@ from mimo.rl.launch_engine import (
     CLOSING_S,
     Engine,
     engine_dtype,
+    engine_folder,
     engine_memory,
     find_hosts,
     lost_by,
@@ -130,6 +131,7 @@ class RlLoop:
         self._left_out: tuple[str, ...] = ()  # names of training prompts; on the first rank
         with self.watchdog.on_files("the first rank, which measures the prompts"), shared_errors(self.grids):
             if self.grids.rank == 0:
+                engine_folder(self.config)  # refuses one that is not the run's, before any work
                 self._splits = {split: self._prompts(split) for split in ("train", "valid")}
         # A sequence of the schedule is a packed microbatch.
         train = replace(self.config.train, seq_length=self.config.rl.max_tokens_per_microbatch)

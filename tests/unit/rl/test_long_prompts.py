@@ -115,6 +115,12 @@ def set_up(monkeypatch, lengths, cursor, iteration, *flags):
     return run._has_videos
 
 
+def test_a_folder_in_place_of_the_runs_is_refused_before_prompts_are_measured(monkeypatch, tmp_path):
+    (tmp_path / "engine" / "src").mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"^--run-dir {tmp_path}: .* was not written by it"):
+        set_up(monkeypatch, [30], 0, 0, "--run-dir", str(tmp_path))
+
+
 def test_a_resumed_run_measures_the_prompts_that_it_comes_to(monkeypatch):
     """The checkpoint may be of a run with a larger batch. A new run of these flags would come to 8 prompts."""
     long_one = [3] * 10 + [9] + [3] * 9

@@ -272,6 +272,30 @@ def test_an_engine_that_quantizes_leaves_routers_as_they_are() -> None:
         assert environment.get("MIMO_FP8_TRAINER_SCALES") == expected
 
 
+def test_a_folder_of_the_users_is_not_deleted(tmp_path: Path) -> None:
+    config, folder = parsed("--run-dir", str(tmp_path)), tmp_path / "engine"
+    model = registry.model_provider("causal_lm")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").touch()
+    folder.symlink_to(other)
+    with pytest.raises(ValueError, match=rf"^--run-dir {tmp_path}: .* to {folder}, which is there already"):
+        launch_engine.describe_model(config, model, False)
+    assert [each.name for each in other.iterdir()] == ["config.json"]
+    folder.unlink()
+    folder.mkdir()
+    (folder / "config.json").touch()  # as an older version leaves it
+    assert launch_engine.describe_model(config, model, False) == folder
+    (folder / "left.txt").touch()
+    launch_engine.describe_model(config, model, False)
+    assert not (folder / "left.txt").exists() and (folder / "config.json").read_text()
+    (folder / launch_engine.MARKER).unlink()
+    (folder / "model.safetensors").touch()
+    with pytest.raises(ValueError, match="Give another --run-dir, or move it away"):
+        launch_engine.engine_folder(config)
+    assert (folder / "model.safetensors").exists()
+
+
 # Layers of encoders and projectors as vLLM names them, in llava, llava_next, qwen2_5_vl and qwen3_vl.
 ENCODER_LAYERS = ("vision_tower.vision_model.encoder.layers.0.mlp.fc1", "visual.blocks.0.attn.qkv",
                   "visual.blocks.3.mlp.gate_up_proj", "visual.blocks.3.mlp.linear_fc1")
