@@ -75,25 +75,30 @@ class ShuffledRecords:
     """
 
     def __init__(self, count: int, seed: int, split: str, *, shuffle: bool = True) -> None:
-        self._kept, self._shuffle = np.arange(count), shuffle
+        self._is_kept, self._shuffle = np.ones(count, np.bool_), shuffle
+        self._count = count
         self._seed = [seed, int(split == "valid")]
         self._epoch, self._order = -1, np.empty(0, np.int64)
 
     def __len__(self) -> int:
         """Return the number of records of a pass."""
-        return len(self._kept)
+        return self._count
 
     def leave_out(self, keys: Collection[str], key_of: Callable[[int], str]) -> None:
-        """Leave out the records of these names. The others keep their numbers."""
-        self._kept = np.array([number for number in self._kept if key_of(number) not in keys], np.int64)
-        self._epoch = -1
+        """Leave out the records of these names. The others keep their numbers, and their order in every pass."""
+        for number in np.flatnonzero(self._is_kept).tolist():
+            self._is_kept[number] = key_of(number) not in keys
+        self._count, self._epoch = int(self._is_kept.sum()), -1
 
     def __getitem__(self, index: int) -> int:
         """Return the number of the record at an index, counted from 0 without end."""
-        epoch, position = divmod(index, len(self._kept))
+        epoch, position = divmod(index, self._count)
         if self._epoch != epoch:
             self._epoch = epoch
-            self._order = self._kept
+            order = np.arange(len(self._is_kept))
             if self._shuffle:
-                self._order = np.random.default_rng([*self._seed, epoch]).permutation(self._kept)
+                order = np.random.default_rng([*self._seed, epoch]).permutation(order)
+            # Records are left out of an order of all. A longer run may find more of them, and only what comes behind
+            # such a record may move.
+            self._order = order[self._is_kept[order]]
         return int(self._order[position])

@@ -6,7 +6,7 @@ written as in supervised training, with its images and videos.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,7 +20,7 @@ from data.energon.provider import path_of
 from data.indexed import ShuffledRecords
 from mimo.config.toml_file import flag_words
 from mimo.protocols import DataRequest, TokenSpec
-from mimo.rl.prompts import Prompt, PromptVideo, without_ends
+from mimo.rl.prompts import BadPromptError, Prompt, PromptVideo, without_ends
 from mimo.visual import Normalisation
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ UNUSED_FLAGS = frozenset({"num_workers", "packing_buffer_size", "packing_balance
 
 
 class ConversationPrompts:
-    """One split; a `mimo.rl.prompts.FinitePromptSet` and `VideoPromptSet`.
+    """One split; a `mimo.rl.prompts.SkippingPromptSet` and `VideoPromptSet`.
 
     Every pass has another order, or the stored one with --no-shuffle.
 
@@ -46,6 +46,7 @@ class ConversationPrompts:
         end_token_ids: all tokens that do: the one of the prompt format, and the tokenizer's end of a text.
         pad_token_id: fills rows.
         normalisation: mean and deviation of pictures, as in supervised training.
+        max_bad_samples: --max-bad-samples.
         video_processing: how videos become pixels, as in supervised training; None if model or chat template take none.
         tokenizer: the Hugging Face tokenizer.
     """
@@ -73,7 +74,7 @@ class ConversationPrompts:
         sources = sources_of(config, split)
         if len(sources) > 1:
             raise ValueError(f"{flag} {path}: mixes {len(sources)} data sets, but train_rl.py reads one file or folder")
-        self._flag = flag
+        self._flag, self.max_bad_samples = flag, config.max_bad_samples
         (source,) = sources
         self._reader, self._images = RecordReader(source, None), images_of(source.images, source.cache)
         self._columns = source.columns
@@ -109,10 +110,33 @@ class ConversationPrompts:
         self._records.leave_out(keys, self._key)
 
     def prompt(self, index: int) -> Prompt:
-        """Return the prompt at an index. Raises ValueError, with file and line, if its record cannot be used."""
+        """Return the prompt at an index.
+
+        Raises:
+            BadPromptError: its record cannot be used; names file and line. The functions of the prompt raise it if an
+                image or a video cannot be decoded.
+            ValueError: the file system fails to read it.
+        """
+        return self._prompt(self._records[index])
+
+    def check_first(self) -> None:
+        """Read the first records until one can be used. Raises ValueError, with file and line, if none can be."""
+        from data.conversation_files.sources import FIRST_RECORDS
+
+        first, errors = min(FIRST_RECORDS, len(self._reader)), list[BadPromptError]()
+        for number in range(first):
+            try:
+                self._prompt(number)
+            except BadPromptError as error:
+                errors.append(error)
+                continue
+            return
+        others = f" (and none of the first {first} records can be used)" if first > 1 else ""
+        raise ValueError(f"{errors[0]}{others}")
+
+    def _prompt(self, number: int) -> Prompt:
         from data.conversation_files.sources import conversation_of_record
 
-        number = self._records[index]
         file, _ = self._reader.place(number)
         try:
             record = file.parse(self._reader[number]["raw"])
@@ -130,17 +154,20 @@ class ConversationPrompts:
                                               thinks="</think>" in truth)
             tokens = question.sample.tokens
             videos = self._prompt_videos(tokens, planned)
-        except (ValueError, OSError) as error:
+        except OSError as error:  # of the file system, so that other records would fail, too
             raise ValueError(f"{self._flag} {self._key(number)}: {error}") from error
+        except ValueError as error:
+            raise self._bad(number, error) from error
         for place, video in enumerate(planned):
             if (int(number), place) not in self._infos and self._kept_frames < KEPT_FRAMES:
                 self._infos[int(number), place] = video.info
                 self._kept_frames += video.info.num_frames
         ids = tuple(tokens.tolist())
-        pictures = partial(self._pictures, tokens, found.images, planned)
+        pictures = partial(self._decoded, number, partial(self._pictures, tokens, found.images, planned))
+        originals = partial(self._decoded, number, partial(self._encoder.originals, found.images))
         return Prompt(self._key(number), str(self.tokenizer.decode(ids)), ids, truth,
                       _other_fields(record, self._columns), tuple(question.sample.image_sizes), pictures,
-                      videos, partial(self._encoder.originals, found.images) if self._has_tiles else None)
+                      videos, originals if self._has_tiles else None)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(without_ends(token_ids, self.end_token_ids), skip_special_tokens=True))
@@ -148,6 +175,17 @@ class ConversationPrompts:
     def _key(self, number: int) -> str:
         file, place = self._reader.place(int(number))
         return f"{file.path} {file.name(place)}"
+
+    def _bad(self, number: int, error: Exception) -> BadPromptError:
+        key = self._key(number)
+        return BadPromptError(f"{self._flag} {key}: {error}", key)
+
+    def _decoded(self, number: int, decode: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
+        """Return what `decode` does. Its errors name the image or video, and get the name of the record."""
+        try:
+            return decode()
+        except ValueError as error:
+            raise self._bad(number, error) from error
 
     def _pictures(self, tokens: np.ndarray, images: Sequence[tuple[str, bytes]],
                   videos: Sequence[PlannedVideo]) -> list[np.ndarray]:
@@ -221,8 +259,8 @@ class ConversationPromptsProvider:
     stream_fields = staticmethod(files.provider.stream_fields)
 
     def validate(self, config: Config, tokens: TokenSpec) -> None:
-        """Raise ValueError, with flags, files and lines, if the flags or the first record cannot work."""
-        self.open(config, tokens, "train", 0).prompt(0)
+        """Raise ValueError, with flags, files and lines, if the flags or the first records cannot work."""
+        self.open(config, tokens, "train", 0).check_first()
 
     def open(self, config: Config, tokens: TokenSpec, split: str, seed: int) -> ConversationPrompts:
         """Open a split, `train` or `valid`. Raises the errors of `validate`."""

@@ -15,7 +15,6 @@ from mimo.observability.trackers import Generation
 from mimo.refit.options import RefitReport
 from mimo.refit.rendezvous import RefitError
 from mimo.refit.sender import WeightSender
-from mimo.rl.images import as_request
 from mimo.rl.kv_scales import KvScales
 from mimo.rl.offload import Devices
 from mimo.rl.rollouts import Answers, Rollouts, RolloutSource, rollout_metrics
@@ -292,8 +291,7 @@ class Collector:
         if drained is not None or self.source is None or pending is None or (
                 self.config.rollout.rollout_mode == "sync"):
             return drained
-        prompts = tuple(self.source.prompts.prompt(index) for index in range(first, first + count))
-        requests = [as_request(prompt) for prompt in prompts]
+        indices, prompts, requests = self.source.usable(first, count)
         if pending.asked != self.source.digests(requests):
             return None
-        return Answers(first, prompts, requests, pending.answers, pending.version, pending.seconds)
+        return Answers(indices, prompts, requests, pending.answers, pending.version, pending.seconds)

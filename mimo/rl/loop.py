@@ -128,7 +128,9 @@ class RlLoop:
         # The first rank opens both splits. Every rank stops if prompts are too long, before any model is built.
         self._splits: dict[str, PromptSet] = {}
         self._has_videos, num_measured = False, self._num_asked()
-        self._left_out: tuple[str, ...] = ()  # names of training prompts; on the first rank
+        # On the first rank: names of the training prompts that were left out, and number of bad ones of each split.
+        self._left_out: tuple[str, ...] = ()
+        self._num_bad = {"train": 0, "valid": 0}
         with self.watchdog.on_files("the first rank, which measures the prompts"), shared_errors(self.grids):
             if self.grids.rank == 0:
                 engine_folder(self.config)  # refuses one that is not the run's, before any work
@@ -226,7 +228,7 @@ class RlLoop:
                 prompts = self._prompts("train", measured=False)
                 if left_out:
                     assert isinstance(prompts, FinitePromptSet), "prompts without end are not left out"
-                    prompts.leave_out(left_out)
+                    prompts.leave_out(frozenset(left_out))
         return prompts
 
     def _add_probe(self) -> None:
@@ -333,6 +335,7 @@ class RlLoop:
     def _note(self, split: str, measured: Measured) -> None:
         """Remember what the measures of a split say of the run."""
         self._has_videos = self._has_videos or measured.has_videos
+        self._num_bad[split] += measured.num_bad
         if split == "train":
             self._left_out += measured.left_out
 
@@ -353,7 +356,7 @@ class RlLoop:
         with self.watchdog.on_files("the first rank, which measures the prompts"), shared_errors(self.grids):
             if self.grids.rank == 0:
                 self._note("train", fit_prompts(self._splits["train"], "train", self.config, self._images, num_asked,
-                                                num_measured))
+                                                num_measured, self._num_bad["train"]))
 
     def _source(self, client: RolloutClient, split: str) -> RolloutSource:
         """Make the source of completions of a split: its prompts, and how they are completed and scored."""
@@ -368,7 +371,7 @@ class RlLoop:
             sampling = replace(sampling, temperature=rl.eval_temperature, top_p=1.0, top_k=0, n=1)
         return RolloutSource(client, prompts, registry.reward(rl.reward), rl.reward, sampling, config.train.seq_length,
                              self.watchdog.progress, config.train.seed if flags.rollout_seeds else None,
-                             self._images)
+                             self._images, self._num_bad[split])
 
     def _train(self, logger: RunLogger, at_end: contextlib.ExitStack) -> str | None:
         """Run iterations. Return why they stopped early, or None. `at_end` gets what has to be closed."""
@@ -488,6 +491,8 @@ class RlLoop:
         rates = current_learning_rates(self.config, self.parts.scheduler,
                                        tuple(encoder.name for encoder in self.grids.layout.encoders))
         figures = rollout_metrics(rollouts) | result.metrics
+        if rollouts.num_bad is not None:
+            figures["bad_samples"] = rollouts.num_bad
         speed = {}
         if self._meter is not None:
             speed = self._meter.policy_figures(

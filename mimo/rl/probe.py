@@ -41,7 +41,7 @@ from mimo.rl.images import ImageTokens, as_request
 from mimo.rl.kv_scales import KvScales
 from mimo.rl.launch_engine import engine_dtype
 from mimo.rl.policy import PolicyTrainer
-from mimo.rl.prompts import Prompt, PromptSet
+from mimo.rl.prompts import BadPromptError, Prompt, PromptSet, SkippingPromptSet
 from mimo.rl.rollouts import Completion, prompt_length
 from mimo.rollout.replicas import RolloutClient
 from mimo.weights.match import ModelPiece, module_pieces
@@ -262,9 +262,17 @@ class RefitProbe:
         placeholders = set() if images is None else images.ids
         words = np.array([token for token in range(vocab_size) if token not in placeholders])
         random = np.random.default_rng(0)
-        without_room = 0
+        without_room = num_bad = 0
+        most_bad = prompts.max_bad_samples if isinstance(prompts, SkippingPromptSet) else 0
         for index in itertools.count():
-            prompt = prompts.prompt(index)
+            try:
+                prompt = prompts.prompt(index)
+                as_request(prompt)
+            except BadPromptError:  # the run reports it when its turn comes
+                num_bad += 1
+                if num_bad > most_bad:
+                    raise
+                continue
             # The engine's model length is --seq-length, and it samples one token after those that it scores.
             room = seq_length - 1 - prompt_length(prompt, images)
             if room < 1:

@@ -67,6 +67,18 @@ class Prompt:
     originals: Callable[[], list[np.ndarray]] | None = None
 
 
+class BadPromptError(ValueError):
+    """A prompt cannot be used, because of its record in the data. Runs go on without it, see `SkippingPromptSet`.
+
+    Attributes:
+        key: name of the prompt.
+    """
+
+    def __init__(self, message: str, key: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
 class PromptSet(Protocol):
     """One split of a data set of prompts, in the order of a seed."""
 
@@ -109,7 +121,17 @@ class FinitePromptSet(PromptSet, Protocol):
         ...
 
     def leave_out(self, keys: Collection[str]) -> None:
-        """Leave out the prompts of these names. Passes become shorter, in an order that depends only on the others."""
+        """Leave out the prompts of these names. Passes become shorter, and the others stay in the same order."""
+        ...
+
+
+@runtime_checkable
+class SkippingPromptSet(FinitePromptSet, Protocol):
+    """Prompt set that may have bad prompts: `prompt`, or functions of its result, raise BadPromptError for them."""
+
+    @property
+    def max_bad_samples(self) -> int:
+        """Number of bad prompts that a run may skip. One more ends it."""
         ...
 
 

@@ -15,7 +15,15 @@ from mimo.config.rl_run import RlRunConfig
 from mimo.observability.trackers import MAX_IMAGES, Answer, Generation
 from mimo.protocols import ImageSize
 from mimo.rl.images import ImageTokens, as_request, reduced, request_digest
-from mimo.rl.prompts import FinitePromptSet, Prompt, PromptSet, Reward, VideoPromptSet
+from mimo.rl.prompts import (
+    BadPromptError,
+    FinitePromptSet,
+    Prompt,
+    PromptSet,
+    Reward,
+    SkippingPromptSet,
+    VideoPromptSet,
+)
 from mimo.rollout.engine import Rollout, Sampling
 from mimo.rollout.replicas import RolloutClient
 from mimo.text import counted
@@ -73,6 +81,7 @@ class Rollouts:
         rollout_s: seconds that the engine took.
         reward_s: seconds that the rewards took.
         shown: the first prompts with their completions as text, for people to read.
+        num_bad: prompts that could not be used so far; None for a set that has no bad ones.
     """
 
     completions: tuple[Completion, ...]
@@ -80,6 +89,7 @@ class Rollouts:
     rollout_s: float = 0.0
     reward_s: float = 0.0
     shown: tuple[Generation, ...] = ()
+    num_bad: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +97,7 @@ class Answers:
     """Answers of the engine.
 
     Attributes:
-        first: index of the first prompt in the data set; the others follow it.
+        indices: index of each prompt in the data set.
         prompts: the prompts that the engine was given.
         requests: the form in which it was given them, see `mimo.rl.images.as_request`.
         answers: its answers to each prompt.
@@ -95,7 +105,7 @@ class Answers:
         seconds: how long it took.
     """
 
-    first: int
+    indices: tuple[int, ...]
     prompts: tuple[Prompt, ...]
     requests: Sequence[Mapping[str, Any]]
     answers: list[list[Rollout]]
@@ -117,6 +127,7 @@ class RolloutSource:
         progress: called after each completion that is scored.
         seed: seed of the draws; without one, every draw is different.
         images: how the model takes images; None if it takes none.
+        num_bad: prompts that could not be used so far, those that were left out before the run began included.
     """
 
     engine: RolloutClient
@@ -128,6 +139,45 @@ class RolloutSource:
     progress: Callable[[], None]
     seed: int | None = None
     images: ImageTokens | None = None
+    num_bad: int = 0
+
+    def __post_init__(self) -> None:
+        self._bad: set[str] = set()
+
+    def usable(self, first: int, count: int) -> tuple[tuple[int, ...], tuple[Prompt, ...], list[dict[str, Any]]]:
+        """Return `count` prompts, beginning with number `first`: their indices, prompts and requests.
+
+        Some images can only be decoded in part, which shows when a request is made of them. The next prompt that can
+        be used takes the place of such a one, whatever came before, so that a resumed run asks for the same prompts.
+        Leaving it out of the set would move all others.
+
+        Raises:
+            ValueError: more prompts than --max-bad-samples are bad, or all of them.
+        """
+        indices, prompts, requests = [], [], []
+        for place in range(first, first + count):
+            tries = self.prompts.num_prompts if isinstance(self.prompts, FinitePromptSet) else 1
+            for index in range(place, place + tries):
+                try:
+                    prompt = self.prompts.prompt(index)
+                    request = as_request(prompt)
+                except BadPromptError as error:
+                    self._skip(error)
+                    continue
+                indices.append(index)
+                prompts.append(prompt)
+                requests.append(request)
+                break
+            else:
+                raise ValueError("no prompt can be used; the log says why")
+        return tuple(indices), tuple(prompts), requests
+
+    def _skip(self, error: BadPromptError) -> None:
+        """Count and report a bad prompt, once."""
+        if error.key not in self._bad:
+            self._bad.add(error.key)
+            self.num_bad += 1
+            note_bad_prompt(self.prompts, error, self.num_bad, "the next prompt takes its place")
 
     def ask(self, first: int, count: int, version: str) -> Answers:
         """Ask the engine to complete `count` prompts, beginning with number `first`.
@@ -138,7 +188,8 @@ class RolloutSource:
             ValueError: a prompt is too long, or an answer is not what was asked for.
             RefitError: the engine has ended, did not answer in time or has no weights.
         """
-        prompts = tuple(self.prompts.prompt(index) for index in range(first, first + count))
+        began = time.perf_counter()
+        indices, prompts, requests = self.usable(first, count)
         lengths = []
         for prompt in prompts:
             if not prompt.token_ids:
@@ -151,9 +202,7 @@ class RolloutSource:
                     f"prompt {prompt.key} has {length} tokens{images}; with --max-completion-tokens "
                     f"{self.sampling.max_tokens} they are more than --seq-length {self.seq_length}")
             lengths.append(length)
-        began = time.perf_counter()
         seeds = () if self.seed is None else [draw_seed(self.seed, first + place) for place in range(count)]
-        requests = [as_request(prompt) for prompt in prompts]
         answers = self.engine.generate(requests, self.sampling, seeds)
         seconds = time.perf_counter() - began
         check_answers(prompts, answers, self.sampling, version)
@@ -166,7 +215,7 @@ class RolloutSource:
                     raise ValueError(f"the engine made {answer.prompt_length} tokens of prompt {prompt.key}, the "
                                      f"trainer makes {length}: the two process its {counted(count, 'image')}{videos} "
                                      "differently")
-        return Answers(first, prompts, requests, answers, version, seconds)
+        return Answers(indices, prompts, requests, answers, version, seconds)
 
     def digests(self, requests: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return a digest of each request and of the way in which it is completed."""
@@ -181,7 +230,7 @@ class RolloutSource:
         began = time.perf_counter()
         completions = tuple(
             Completion(f"{prompt.key}#{number}", place, prompt.token_ids, answer.token_ids, answer.logprobs,
-                       answer.finish_reason, self._score(prompt, answer), asked.first + place, prompt.image_sizes,
+                       answer.finish_reason, self._score(prompt, answer), asked.indices[place], prompt.image_sizes,
                        num_image_tokens(prompt, self.images))
             for place, (prompt, group) in enumerate(zip(asked.prompts, asked.answers, strict=True))
             for number, answer in enumerate(group))
@@ -194,7 +243,8 @@ class RolloutSource:
             images = [reduced(picture) for picture in prompt.pictures()[:MAX_IMAGES]] if prompt.image_sizes else []
             shown.append(Generation(prompt.key, texts, str(prompt.ground_truth), prompt.text, images,
                                     len(prompt.image_sizes)))
-        return Rollouts(completions, asked.version, asked.seconds, reward_s, tuple(shown))
+        return Rollouts(completions, asked.version, asked.seconds, reward_s, tuple(shown),
+                        self.num_bad if isinstance(self.prompts, SkippingPromptSet) else None)
 
     def _score(self, prompt: Prompt, answer: Rollout) -> float:
         text = self.prompts.decode(answer.token_ids)
@@ -306,17 +356,29 @@ class Measured:
     Attributes:
         has_videos: whether prompts that were measured have videos; for a set without end, whether they may have some.
         left_out: names of the prompts that were left out, which every other rank that opens the set has to leave out.
+        num_bad: how many of these could not be used.
     """
 
     has_videos: bool
     left_out: tuple[str, ...] = ()
+    num_bad: int = 0
+
+
+def note_bad_prompt(prompts: PromptSet, error: BadPromptError, num_bad: int, then: str) -> None:
+    """Report a bad prompt, one of `num_bad` so far. Raises ValueError if there are more than --max-bad-samples."""
+    limit = prompts.max_bad_samples if isinstance(prompts, SkippingPromptSet) else 0
+    if num_bad > limit:
+        raise ValueError(f"--max-bad-samples {limit}: {counted(num_bad, 'prompt')} of the run could not be used; the "
+                         f"last: {error}") from error
+    logger.warning("a prompt cannot be used, %s: %s", then, error)
 
 
 def fit_prompts(prompts: PromptSet, split: str, config: RlRunConfig, images: ImageTokens | None,
-                num_asked: int, num_measured: int = 0) -> Measured:
+                num_asked: int, num_measured: int = 0, num_bad: int = 0) -> Measured:
     """Refuse the prompts of a finite set that are too long, or leave them out with `--skip-long-prompts`.
 
-    This finds them before the run begins. Prompts of a set without end are checked when their turn comes.
+    This finds them before the run begins. Prompts of a set without end are checked when their turn comes. Prompts that
+    cannot be used are left out, up to --max-bad-samples.
 
     Args:
         prompts: prompts of a split; those that are too long are left out in place.
@@ -326,9 +388,11 @@ def fit_prompts(prompts: PromptSet, split: str, config: RlRunConfig, images: Ima
         num_asked: number of prompts that the whole run uses, from the first one on.
         num_measured: how many of them, from the first one on, an earlier call has found to fit; 0 with
             `--skip-long-prompts`.
+        num_bad: how many prompts earlier calls have left out because they cannot be used.
 
     Raises:
-        ValueError: a prompt that the run uses is too long, or every prompt is; names flags and values.
+        ValueError: a prompt that the run uses is too long, or every prompt is, or too many cannot be used; names flags
+            and values.
     """
     skips, name = config.data.skip_long_prompts, config.data.dataset_provider
     if not isinstance(prompts, FinitePromptSet):
@@ -340,24 +404,38 @@ def fit_prompts(prompts: PromptSet, split: str, config: RlRunConfig, images: Ima
     limit, total = tokens - completion, prompts.num_prompts
     # What is left out must not depend on the length of the run, so that a longer run continues in the same order.
     count = total if skips else min(total, num_asked)
-    lengths, has_videos = {}, False
-    for prompt in map(prompts.prompt, range(num_measured, count)):
-        has_videos = has_videos or bool(prompt.videos)
-        if (length := prompt_length(prompt, images)) > limit:
-            lengths[prompt.key] = length
+    lengths, has_videos, bad, first = {}, False, list[str](), num_measured
+    while first < count:
+        before = len(bad)
+        for index in range(first, count):
+            try:
+                prompt = prompts.prompt(index)
+            except BadPromptError as error:
+                bad.append(error.key)
+                note_bad_prompt(prompts, error, num_bad + len(bad), "it is left out")
+                continue
+            has_videos = has_videos or bool(prompt.videos)
+            if (length := prompt_length(prompt, images)) > limit:
+                lengths[prompt.key] = length
+        # As many further prompts move up.
+        first, count = count, min(total, count + len(bad) - before)
+    if bad and len(bad) == total:
+        raise ValueError(f"none of the {total} prompts of the {split} split of {name} can be used; the log says why")
     if not lengths:
-        return Measured(has_videos)
+        if bad:
+            prompts.leave_out(frozenset(bad))
+        return Measured(has_videos, tuple(bad), len(bad))
     key, longest = max(lengths.items(), key=lambda item: item[1])
     said = (f"{len(lengths)} of {count} prompts of the {split} split of {name} have more than the {limit} tokens that "
             f"--seq-length {tokens} leaves beside --max-completion-tokens {completion}; the longest, {key}, has "
             f"{longest}")
     if not skips:
         raise ValueError(f"{said}: give --seq-length {longest + completion} or more, or --skip-long-prompts")
-    if len(lengths) == total:
+    if len(lengths) + len(bad) == total:
         raise ValueError(f"--skip-long-prompts leaves nothing: {said}")
-    prompts.leave_out(lengths.keys())
+    prompts.leave_out(frozenset((*bad, *lengths)))
     logger.info("--skip-long-prompts: %s. They are left out", said)
-    return Measured(has_videos, tuple(lengths))
+    return Measured(has_videos, (*bad, *lengths), len(bad))
 
 
 def check_num_held_out(prompts: PromptSet, config: RlRunConfig) -> None:

@@ -97,6 +97,24 @@ def test_three_steps_of_a_model_that_joins_tiles(tmp_path: Path, layout: str) ->
         *COMMON, *TILES, *data, "--tokenizer", str(tokenizer), *flags.split()], max_difference=1e-5)
 
 
+def test_prompts_that_cannot_be_used_are_skipped_by_all_ranks(tmp_path: Path) -> None:
+    """One has no answer, one is too long, and one has half an image, which shows only when it is decoded."""
+    rng = np.random.default_rng(0)
+    with (tmp_path / "train.jsonl").open("w") as file:
+        for number in range(8):
+            Image.fromarray(rng.integers(0, 256, (16, 16, 3), np.uint8)).save(tmp_path / f"{number}.png")
+            record = {"image": f"{number}.png", "question": "what? " * (40 if number == 2 else 1), "answer": "a cat"}
+            file.write(json.dumps(record if number != 5 else record | {"answer": " "}) + "\n")
+    whole = (tmp_path / "6.png").read_bytes()
+    (tmp_path / "6.png").write_bytes(whole[:len(whole) // 2])
+    data = [f"--{name}={tmp_path / 'train.jsonl'}" for name in ("data-path", "valid-data-path")]
+    tokenizer = character_tokenizer.write(tmp_path / "tokenizer")
+    num_processes, layout = LAYOUTS["fan-out"]
+    flags = [*COMMON, *TILES, *data, "--tokenizer", str(tokenizer), *layout.split(), "--skip-long-prompts"]
+    check_three_steps(tmp_path / "run", num_processes, flags)
+    assert [record["bad-samples"] for record in records(tmp_path / "run") if "gen-kl" in record][-1] == 2
+
+
 SPECIAL = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>",
            "vision_end_token": "<|vision_end|>"}
 # Frames of 8 or 16 pixels a side. The last frame of an odd number is repeated.

@@ -20,6 +20,7 @@ from data.conversation_files.provider import provider as files
 from data.energon.task_encoder import ErrorLog, VlmTaskEncoder
 from data.hf_tokenizer import load_tokenizer
 from mimo.protocols import DataRequest, TokenSpec
+from mimo.rl.prompts import BadPromptError, SkippingPromptSet
 from tests.support.chat_templates import NEMOTRON3, QWEN3
 from tests.support.small_tokenizer import CHATML_TOKENS, write_tokenizer
 
@@ -189,6 +190,32 @@ def test_fields_of_a_table_are_plain_and_without_bytes(tmp_path: Path, tokenizer
     config = replace(config, data_path=str(tmp_path / "train.parquet"))
     metadata = provider.open(config, TOKENS, "train", 0).prompt(0).metadata
     assert metadata == {"made": "2026-01-02", "pages": [{"path": "1.png"}], "scores": [1, 2]}
+
+
+def test_records_that_cannot_be_used_are_bad_prompts(tmp_path: Path, tokenizer: Path) -> None:
+    unanswered = {"messages": [{"role": "user", "content": "why?"}]}
+    config = replace(config_for(tmp_path, tokenizer, [unanswered, *RECORDS]), shuffle=False)
+    provider.validate(config, TOKENS)
+    prompts = provider.open(config, TOKENS, "train", 0)
+    assert isinstance(prompts, SkippingPromptSet) and prompts.max_bad_samples == 100
+    with pytest.raises(BadPromptError, match=r"line:1: has no answer at its end") as found:
+        prompts.prompt(0)
+    assert found.value.key.endswith("train.jsonl line:1")
+    prompts.leave_out({found.value.key})
+    image = (tmp_path / "0.png").read_bytes()
+    (tmp_path / "0.png").write_bytes(image[:len(image) // 2])
+    prompt = prompts.prompt(0)
+    with pytest.raises(BadPromptError, match=r"--data-path .*train\.jsonl line:2: undecodable image .*0\.png") as found:
+        prompt.pictures()
+    assert found.value.key == prompt.key
+
+
+def test_records_that_are_left_out_move_no_prompt_before_them(tmp_path: Path, tokenizer: Path) -> None:
+    records = [{"question": f"{number}?", "answer": str(number)} for number in range(20)]
+    prompts = provider.open(config_for(tmp_path, tokenizer, records), TOKENS, "train", 1)
+    before = [prompts.prompt(place) for place in range(20)]
+    prompts.leave_out({before[7].key})
+    assert [prompts.prompt(place).key for place in range(19)] == [each.key for each in before[:7] + before[8:]]
 
 
 def test_errors_name_file_and_line(tmp_path: Path, tokenizer: Path) -> None:

@@ -83,7 +83,7 @@ def restored(drained):
 
 def test_answers_that_were_drawn_ahead_are_taken_once(drained):
     ahead = drained._prefetched_answers()
-    assert (ahead.first, ahead.version, ahead.answers) == (4, "3", [GROUP, GROUP])
+    assert (ahead.indices, ahead.version, ahead.answers) == ((4, 5), "3", [GROUP, GROUP])
     drained.cursor = PromptCursor(6)
     assert drained._prefetched_answers() is None and drained.source.engine.asked == [2]
 
@@ -91,7 +91,7 @@ def test_answers_that_were_drawn_ahead_are_taken_once(drained):
 def test_answers_of_a_checkpoint_are_those_that_were_drawn(drained, restored):
     resumed = collector(restored)
     drawn = resumed._prefetched_answers()
-    assert (drawn.first, drawn.version, drawn.seconds) == (4, "3", restored.pending.seconds)
+    assert (drawn.indices, drawn.version, drawn.seconds) == ((4, 5), "3", restored.pending.seconds)
     assert drawn.answers == [GROUP, GROUP] and [each.key for each in drawn.prompts] == ["p4", "p5"]
     assert resumed.source.score(drawn).completions == drained.source.score(drained._prefetched_answers()).completions
 

@@ -16,7 +16,7 @@ from mimo.rl import loop
 from mimo.rl.collector import PromptCursor
 from mimo.rl.images import ImageTokens
 from mimo.rl.loop import RlLoop
-from mimo.rl.prompts import Prompt
+from mimo.rl.prompts import BadPromptError, Prompt
 from mimo.rl.rollouts import Measured, check_num_held_out, fit_prompts
 
 IMAGE = 3
@@ -72,6 +72,43 @@ def test_long_prompts_that_a_run_comes_to_are_refused_in_one_error():
         fit_prompts(prompts, "valid", config(), None, 4)
     assert fit_prompts(prompts, "train", config(), None, 2) == Measured(has_videos=False), "no prompt has a video"
     assert prompts.num_prompts == 6
+
+
+class WithBad(Finite):
+    """Prompts without a length cannot be used."""
+
+    max_bad_samples = 2
+
+    def prompt(self, index):
+        number = list(self.lengths)[index % len(self.lengths)]
+        if self.lengths[number] is None:
+            raise BadPromptError(f"line:{number}: has no answer", f"p{number}")
+        return super().prompt(index)
+
+
+def test_prompts_that_cannot_be_used_are_left_out_and_others_are_measured_in_their_place(caplog):
+    prompts = WithBad([3, None, 4, 8, None, 9, 3])
+    found = fit_prompts(prompts, "train", config(), None, 2)
+    assert found == Measured(False, ("p1",), 1) and list(prompts.lengths) == [0, 2, 3, 4, 5, 6]
+    assert "a prompt cannot be used, it is left out: line:1: has no answer" in caplog.text
+    # A longer run finds more of them, and the prompts before these keep their places.
+    again = WithBad([3, None, 4, 8, None, 3, 9])
+    assert fit_prompts(again, "train", config(), None, 4) == Measured(False, ("p1", "p4"), 2)
+    assert list(again.lengths)[:3] == list(prompts.lengths)[:3] == [0, 2, 3]
+    with pytest.raises(ValueError, match="^1 of 5 prompts of the train split .* p5, has 9"):
+        fit_prompts(prompts, "train", config(), None, 4, num_measured=2, num_bad=1)
+    assert fit_prompts(WithBad([3, None, 30, None]), "train", config("--skip-long-prompts"), None, 1) == Measured(
+        False, ("p1", "p3", "p2"), 2)
+
+
+def test_too_many_prompts_that_cannot_be_used_end_a_run():
+    expected = "^--max-bad-samples 2: 3 prompts of the run could not be used; the last: line:2: has no answer"
+    with pytest.raises(ValueError, match=expected):
+        fit_prompts(WithBad([None, None, None, 4]), "train", config(), None, 1)
+    with pytest.raises(ValueError, match=expected):
+        fit_prompts(WithBad([4, 4, None, 4]), "train", config(), None, 3, num_bad=2)
+    with pytest.raises(ValueError, match="^none of the 2 prompts of the valid split of arithmetic can be used"):
+        fit_prompts(WithBad([None, None]), "valid", config(), None, 1)
 
 
 def test_prompts_that_were_found_to_fit_are_not_measured_again():

@@ -14,7 +14,7 @@ from mimo.config.cli import parse_as
 from mimo.config.rl_run import DESCRIPTION, RlRunConfig
 from mimo.observability.trackers import Answer
 from mimo.rl.images import ImageTokens, reduced
-from mimo.rl.prompts import Prompt
+from mimo.rl.prompts import BadPromptError, Prompt
 from mimo.rl.rollouts import (
     Completion,
     Rollouts,
@@ -57,6 +57,41 @@ def source(answers=(GOOD, GOOD), reward=lambda *_: 1.0, seq_length=10):
 
 def draw(asked, first, count):
     return asked.score(asked.ask(first, count, "3"))
+
+
+class WithBad(Prompts):
+    """Six prompts. The image of 2 cannot be decoded, and that of 3 has no header."""
+
+    num_prompts, max_bad_samples = 6, 2
+
+    def leave_out(self, keys):
+        raise AssertionError("prompts that come later would move")
+
+    def prompt(self, index):
+        if index % 6 == 3:
+            raise BadPromptError("p3: no header", "p3")
+
+        def pictures():
+            if index % 6 == 2:
+                raise BadPromptError("p2: image 2.png is truncated", "p2")
+            return [np.zeros((1, 1, 3), np.uint8)]
+
+        return Prompt(f"p{index % 6}", "?", (10, 9), "truth", {}, ((1, 1),), pictures)
+
+
+def test_the_next_prompt_takes_the_place_of_one_whose_image_cannot_be_decoded(caplog):
+    asked = source()
+    asked.prompts, asked.images = WithBad(), ImageTokens({"vision": 9}, lambda *_: 1, 1)
+    for first, expected in ((1, (1, 4, 4, 4)), (3, (4, 4, 5, 6)), (8, (10, 10, 10, 11))):
+        answers = asked.ask(first, 4, "3")
+        assert answers.indices == expected, "whatever the run has asked for before"
+        # Encoder ranks find the pixels by this index.
+        assert [each.index for each in asked.score(answers).completions[::2]] == list(expected)
+    assert asked.score(answers).num_bad == 2 and source().score(source().ask(1, 1, "3")).num_bad is None
+    assert asked.num_bad == 2 and len([line for line in caplog.messages if "takes its place" in line]) == 2
+    asked = dataclasses.replace(asked, num_bad=1)
+    with pytest.raises(ValueError, match="^--max-bad-samples 2: 3 prompts of the run could not be used; the last: p3"):
+        asked.ask(1, 4, "3")
 
 
 def test_completions_carry_what_the_engine_and_the_reward_said():
@@ -176,6 +211,7 @@ def test_completions_end_with_the_tokens_of_the_prompt_set_alone():
     prompts = Prompts()
     prompts.end_token_id = 9
     loop._splits, loop._images = {"train": prompts, "valid": prompts}, None
+    loop._num_bad = {"train": 0, "valid": 0}
     loop.watchdog = SimpleNamespace(progress=lambda: None)
     of_the_model = GenerationConfig.from_model_config(LlamaConfig()).to_diff_dict()
     assert of_the_model["eos_token_id"] == 2
