@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -72,9 +73,14 @@ class ShuffledRecords:
         count: number of records.
         seed, split: seed of the order; `train` or `valid`.
         shuffle: False visits them in the stored order in every pass.
+        blocks: numbers of records of the blocks that can only be read as a whole, in stored order, if there are some.
+        window: number of blocks whose records are mixed; a reader keeps as many.
     """
 
-    def __init__(self, count: int, seed: int, split: str, *, shuffle: bool = True) -> None:
+    def __init__(self, count: int, seed: int, split: str, *, shuffle: bool = True, blocks: Sequence[int] = (),
+                 window: int = 1) -> None:
+        assert not blocks or sum(blocks) == count, (count, blocks)
+        self._starts, self._window = [0, *accumulate(blocks)], window
         self._is_kept, self._shuffle = np.ones(count, np.bool_), shuffle
         self._count = count
         self._seed = [seed, int(split == "valid")]
@@ -95,10 +101,18 @@ class ShuffledRecords:
         epoch, position = divmod(index, self._count)
         if self._epoch != epoch:
             self._epoch = epoch
-            order = np.arange(len(self._is_kept))
-            if self._shuffle:
-                order = np.random.default_rng([*self._seed, epoch]).permutation(order)
+            order = self._shuffled(epoch) if self._shuffle else np.arange(len(self._is_kept))
             # Records are left out of an order of all. A longer run may find more of them, and only what comes behind
             # such a record may move.
             self._order = order[self._is_kept[order]]
         return int(self._order[position])
+
+    def _shuffled(self, epoch: int) -> np.ndarray:
+        """Return the order of a pass over all records: blocks are shuffled, then the records of each window of them."""
+        rng, num_blocks = np.random.default_rng([*self._seed, epoch]), len(self._starts) - 1
+        if not num_blocks:
+            return rng.permutation(len(self._is_kept))
+        blocks = rng.permutation(num_blocks).tolist()
+        return np.concatenate([rng.permutation(np.concatenate(
+            [np.arange(self._starts[block], self._starts[block + 1]) for block in blocks[first:first + self._window]]))
+            for first in range(0, num_blocks, self._window)])

@@ -24,6 +24,7 @@ from mimo.rl.prompts import BadPromptError, Prompt, PromptVideo, without_ends
 from mimo.visual import Normalisation
 
 if TYPE_CHECKING:
+    from data.conversation_files.sources import Source
     from data.energon.task_encoder import PlannedVideo
     from data.video import VideoInfo
 
@@ -36,10 +37,24 @@ UNUSED_FLAGS = frozenset({"num_workers", "packing_buffer_size", "packing_balance
                           "max_samples_per_sequence"})
 
 
+def blocks_of(source: Source) -> list[int]:
+    """Return the sizes of a source's blocks (row groups of Parquet); none if a reader keeps all blocks in memory."""
+    from data.conversation_files.sources import PARALLEL_BLOCKS, open_file
+
+    opened = [open_file(path) for path in source.files]
+    if sum(max(0, len(file.block_starts) - 1) for file in opened) <= PARALLEL_BLOCKS:
+        return []
+    # Where other files have row groups, a file that can be read record by record has blocks of one record.
+    return [size for file in opened
+            for size in (np.diff(file.block_starts).tolist() if file.block_starts else [1] * len(file))]
+
+
 class ConversationPrompts:
     """One split; a `mimo.rl.prompts.SkippingPromptSet` and `VideoPromptSet`.
 
-    Every pass has another order, or the stored one with --no-shuffle.
+    Every pass has another order, or the stored one with --no-shuffle. Of Parquet files with many row groups it shuffles
+    the groups and mixes the records of some of them, as supervised training does. Otherwise nearly every prompt would
+    read a whole row group.
 
     Attributes:
         end_token_id: ends a completion.
@@ -59,7 +74,7 @@ class ConversationPrompts:
         """
         # Energon and torch take seconds to import, and --help needs neither of them.
         from data.conversation_files.files import images_of
-        from data.conversation_files.sources import RecordReader, check_named_columns, sources_of
+        from data.conversation_files.sources import PARALLEL_BLOCKS, RecordReader, check_named_columns, sources_of
         from data.energon.task_encoder import ErrorLog, VlmTaskEncoder, video_processing_of
         from data.hf_tokenizer import load_tokenizer
 
@@ -93,7 +108,8 @@ class ConversationPrompts:
         # Of videos, by record and place in it, so that a file whose header was read is opened again only for pixels.
         self._infos: dict[tuple[int, int], VideoInfo] = {}
         self._kept_frames = 0
-        self._records = ShuffledRecords(len(self._reader), seed, split, shuffle=config.shuffle)
+        self._records = ShuffledRecords(len(self._reader), seed, split, shuffle=config.shuffle,
+                                        blocks=blocks_of(source), window=PARALLEL_BLOCKS)
         _, self.end_token_ids = self._encoder.tokenizer.encode_question([{"role": "user", "content": "A"}])
         if not self.end_token_ids:
             raise ValueError(f"--tokenizer {config.tokenizer}: has no token that ends an answer (eos_token)")
@@ -108,6 +124,10 @@ class ConversationPrompts:
     def leave_out(self, keys: Collection[str]) -> None:
         """Leave out the records of these names. The others keep their names."""
         self._records.leave_out(keys, self._key)
+
+    def in_stored_order(self, indices: Sequence[int]) -> list[int]:
+        """Sort indices by the places of their records, so that each row group of a Parquet file is read once."""
+        return sorted(indices, key=self._records.__getitem__)
 
     def prompt(self, index: int) -> Prompt:
         """Return the prompt at an index.
@@ -256,7 +276,16 @@ class ConversationPromptsProvider:
     image_processing = staticmethod(files.provider.image_processing)
     with_video_processing = staticmethod(files.provider.with_video_processing)
     video_processing = staticmethod(files.provider.video_processing)
-    stream_fields = staticmethod(files.provider.stream_fields)
+
+    def stream_fields(self, config: Config) -> dict[str, Any]:
+        """Return the fields that decide the prompts and their order."""
+        from data.conversation_files.sources import sources_of
+
+        found = files.provider.stream_fields(config)
+        if config.shuffle and any(map(blocks_of, sources_of(config, "train"))):
+            # Checkpoints of older versions, which shuffled all records of such files together, have True here.
+            found["shuffle"] = "by row groups"
+        return found
 
     def validate(self, config: Config, tokens: TokenSpec) -> None:
         """Raise ValueError, with flags, files and lines, if the flags or the first records cannot work."""

@@ -126,6 +126,15 @@ class FinitePromptSet(PromptSet, Protocol):
 
 
 @runtime_checkable
+class StoredPromptSet(FinitePromptSet, Protocol):
+    """Prompt set that reads some prompts faster in another order than that of their indices."""
+
+    def in_stored_order(self, indices: Sequence[int]) -> list[int]:
+        """Sort indices in the order in which reading all of their prompts is fastest."""
+        ...
+
+
+@runtime_checkable
 class SkippingPromptSet(FinitePromptSet, Protocol):
     """Prompt set that may have bad prompts: `prompt`, or functions of its result, raise BadPromptError for them."""
 

@@ -22,6 +22,7 @@ from mimo.rl.prompts import (
     PromptSet,
     Reward,
     SkippingPromptSet,
+    StoredPromptSet,
     VideoPromptSet,
 )
 from mimo.rollout.engine import Rollout, Sampling
@@ -407,7 +408,8 @@ def fit_prompts(prompts: PromptSet, split: str, config: RlRunConfig, images: Ima
     lengths, has_videos, bad, first = {}, False, list[str](), num_measured
     while first < count:
         before = len(bad)
-        for index in range(first, count):
+        indices: Sequence[int] = range(first, count)
+        for index in prompts.in_stored_order(indices) if isinstance(prompts, StoredPromptSet) else indices:
             try:
                 prompt = prompts.prompt(index)
             except BadPromptError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,16 @@ from PIL import Image
 from pyarrow import parquet
 
 from data import character_tokenizer
+from data.conversation_files.files import ParquetRecords
 from data.conversation_files.prompts import provider
 from data.conversation_files.provider import provider as files
 from data.energon.task_encoder import ErrorLog, VlmTaskEncoder
 from data.hf_tokenizer import load_tokenizer
+from mimo.config.cli import parse_as
+from mimo.config.rl_run import RlRunConfig
 from mimo.protocols import DataRequest, TokenSpec
-from mimo.rl.prompts import BadPromptError, SkippingPromptSet
+from mimo.rl.prompts import BadPromptError, SkippingPromptSet, StoredPromptSet
+from mimo.rl.rollouts import fit_prompts
 from tests.support.chat_templates import NEMOTRON3, QWEN3
 from tests.support.small_tokenizer import CHATML_TOKENS, write_tokenizer
 
@@ -216,6 +221,65 @@ def test_records_that_are_left_out_move_no_prompt_before_them(tmp_path: Path, to
     before = [prompts.prompt(place) for place in range(20)]
     prompts.leave_out({before[7].key})
     assert [prompts.prompt(place).key for place in range(19)] == [each.key for each in before[:7] + before[8:]]
+
+
+def table_of(folder: Path, count: int, size: int) -> Path:
+    """Write a Parquet file of `count` questions in row groups of `size`."""
+    numbers = [str(number) for number in range(count)]
+    parquet.write_table(pyarrow.table({"question": numbers, "answer": numbers}), folder / "t.parquet",
+                        row_group_size=size)
+    return folder / "t.parquet"
+
+
+@pytest.fixture
+def read_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of the row groups that are read."""
+    found: list[int] = []
+    read = ParquetRecords.read_block
+    monkeypatch.setattr(ParquetRecords, "read_block", lambda self, block: found.append(block) or read(self, block))
+    return found
+
+
+def test_a_pass_reads_each_row_group_once(tmp_path: Path, tokenizer: Path, read_blocks: list[int]) -> None:
+    config = replace(config_for(tmp_path, tokenizer, []), data_path=str(table_of(tmp_path, 120, 10)))
+    prompts = provider.open(config, TOKENS, "train", 1)
+    read_blocks.clear()
+    passes = [[int(prompts.prompt(12 * 10 * epoch + place).ground_truth) for place in range(120)]
+              for epoch in range(2)]
+    assert len(read_blocks) <= 2 * 12
+    assert sorted(passes[0]) == sorted(passes[1]) == list(range(120)) and passes[0] != passes[1]
+    assert read_blocks[:12] != sorted(read_blocks[:12]) and passes[0][:10] != sorted(passes[0][:10])
+    assert len({number // 10 for number in passes[0][:40]}) == 4, "the records of four row groups are mixed"
+    # A resumed run, and a rank that encodes images, find the same prompt at an index.
+    again = provider.open(config, TOKENS, "train", 1)
+    assert [int(again.prompt(place).ground_truth) for place in (170, 3)] == [passes[1][50], passes[0][3]]
+
+
+def test_prompts_are_measured_in_stored_order(tmp_path: Path, tokenizer: Path, read_blocks: list[int]) -> None:
+    config = replace(config_for(tmp_path, tokenizer, []), data_path=str(table_of(tmp_path, 120, 10)))
+    prompts = provider.open(config, TOKENS, "train", 1)
+    assert isinstance(prompts, StoredPromptSet)
+    order = prompts.in_stored_order(range(120))
+    assert [int(prompts.prompt(index).ground_truth) for index in order] == list(range(120))
+    read_blocks.clear()
+    run = parse_as(RlRunConfig, ["--model-provider", "causal_lm", "--seq-length", "64", "--max-completion-tokens", "8",
+                                 "--skip-long-prompts"], "")
+    fit_prompts(prompts, "train", run, None, 1)
+    assert [block for block, _ in itertools.groupby(read_blocks)] == sorted(set(read_blocks)), "each once, in order"
+
+
+def test_few_row_groups_are_shuffled_together_and_the_checkpoint_tells(tmp_path: Path, tokenizer: Path) -> None:
+    """A reader keeps a few groups in memory. Older checkpoints have another order of more groups."""
+    config = config_for(tmp_path, tokenizer, [])
+    (tmp_path / "many").mkdir()
+    few = replace(config, data_path=str(table_of(tmp_path, 40, 10)))
+    many = replace(config, data_path=str(table_of(tmp_path / "many", 50, 10)))
+    assert provider.stream_fields(few)["shuffle"] is True
+    assert provider.stream_fields(many)["shuffle"] == "by row groups"
+    assert provider.stream_fields(replace(many, shuffle=False))["shuffle"] is False
+    prompts = provider.open(few, TOKENS, "train", 1)
+    expected = np.random.default_rng([1, 0, 0]).permutation(40).tolist()
+    assert [int(prompts.prompt(place).ground_truth) for place in range(40)] == expected
 
 
 def test_errors_name_file_and_line(tmp_path: Path, tokenizer: Path) -> None:
