@@ -478,7 +478,8 @@ class Search:
 
     def _fits(self, layout: LayoutConfig, cut: str) -> bool:
         """Return whether a layout with a cut fits without recomputation, with the run's micro-batch size."""
-        config = replace(self.base, layout=replace(layout, llm_pp_layout=cut))
+        config = replace(self.base, layout=replace(layout, llm_pp_layout=cut),
+                         train=replace(self.base.train, encoder_prefetch_depth=0))
         accepted = self._layout_of(config)
         if not isinstance(accepted, Layout):
             return False

@@ -572,14 +572,15 @@ def test_cuts_leave_the_first_stage_room_for_the_encoder() -> None:
     assert sum(first) == 40 and first[1] == first[2] and first[0] < first[3] < first[1]
 
 
-def test_a_cut_that_fits_is_tried_where_the_fastest_ones_do_not() -> None:
+@pytest.mark.parametrize(("flags", "undone"), [("", ""), ("--encoder-prefetch-depth 2", " --encoder-prefetch-depth 0")])
+def test_a_cut_that_fits_is_tried_where_the_fastest_ones_do_not(flags: str, undone: str) -> None:
     # Balanced, this encoder leaves the first stage three layers, and the second one needs more memory than there is.
-    config = config_of("", "10b-uneven")
+    config = config_of(flags, "10b-uneven")
     found = searched(config, 2, drawn(config, 48), Profile.load(PROFILE))
     pipelines = [each for each in found if each.kind == HOMOGENEOUS and "--llm-pp-layout" in each.flags]
     assert not any(each.fits for each in pipelines if "--llm-pp-layout 3,37" in each.flags)
     best = next(each for each in pipelines if each.fits)
-    assert best.flags == "--layout homogeneous --llm-pp 2 --llm-pp-layout 9,31"
+    assert best.flags == f"--layout homogeneous --llm-pp 2 --llm-pp-layout 9,31{undone}"
 
 
 def test_a_plan_has_cuda_graphs_where_they_pay_and_may_be_used() -> None:
