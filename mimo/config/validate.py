@@ -161,7 +161,7 @@ def validate_without_data(config: RunConfig, world_size: int) -> Layout:
            "tokens need rows of one length; leave out one of the two")
     _check_graphs(config)
     _check_ddp(config, layout)
-    _check_checkpoint(config)
+    _check_checkpoint(config, layout)
     provider.validate(config.model_family, layout, train.seq_length)
     length = None if train.train_iters is None and train.train_samples is None else train_iterations(config)
     check_observe(config.observe, world_size, length, dry_run=train.dry_run)
@@ -397,6 +397,7 @@ def _check_model(config: RunConfig, layout: Layout) -> None:
     if not encoders:
         refuse(model.encoder_recompute != "none", "a run without an encoder would ignore --encoder-recompute "
                f"{model.encoder_recompute}: leave it out")
+    if not encoders or model.frozen >= {*encoders, PROJECTOR}:
         given = [f"{flag_name(name)} {getattr(config.optim, name)}"
                  for name in ("encoder_lr", "projector_lr", "encoder_weight_decay")
                  if getattr(config.optim, name) is not None]
@@ -404,7 +405,8 @@ def _check_model(config: RunConfig, layout: Layout) -> None:
             given.append("--encoder-ddp-overlap")
         if config.optim.correct_encoder_grad_for_partial_participation:
             given.append("--correct-encoder-grad-for-partial-participation")
-        refuse(bool(given), f"a run without an encoder would ignore {', '.join(given)}: leave it out")
+        refuse(bool(given), f"a run {f'with --freeze {model.freeze}' if encoders else 'without an encoder'} would "
+               f"ignore {', '.join(given)}: leave it out")
 
 
 def _check_schedule(config: RunConfig) -> None:
@@ -514,13 +516,10 @@ def _check_ddp(config: RunConfig, layout: Layout) -> None:
     refuse(ddp.ddp_pad_buckets_for_high_nccl_busbw and not config.optim.use_distributed_optimizer,
            "--ddp-pad-buckets-for-high-nccl-busbw needs --use-distributed-optimizer, it is "
            "--no-use-distributed-optimizer")
-    frozen, encoders = config.model.frozen, {encoder.name for encoder in layout.encoders}
-    for flag, is_given, is_useless in (
-            ("--overlap-grad-reduce", ddp.overlap_grad_reduce and not ddp.encoder_ddp_overlap, LANGUAGE in frozen),
-            ("--overlap-param-gather", ddp.overlap_param_gather, LANGUAGE in frozen),
-            ("--encoder-ddp-overlap", ddp.encoder_ddp_overlap, frozen >= {*encoders, PROJECTOR})):
-        refuse(is_given and is_useless, f"{flag} with --freeze {config.model.freeze}: frozen parts have nothing to "
-               "reduce or gather; leave it out")
+    for flag, is_given in (("--overlap-grad-reduce", ddp.overlap_grad_reduce and not ddp.encoder_ddp_overlap),
+                           ("--overlap-param-gather", ddp.overlap_param_gather)):
+        refuse(is_given and LANGUAGE in config.model.frozen, f"{flag} with --freeze {config.model.freeze}: frozen "
+               "parts have nothing to reduce or gather; leave it out")
     if layout.encoder_window is not None:
         where = f"encoder windows (--encoder-window {layout.encoder_window})"
         refuse(ddp.encoder_ddp_overlap,
@@ -582,9 +581,14 @@ def check_allowed_differences(config: RunConfig) -> None:
                              f"name of a flag whose value may differ, such as norm-epsilon{hint}")
 
 
-def _check_checkpoint(config: RunConfig) -> None:
+def _check_checkpoint(config: RunConfig, layout: Layout) -> None:
     flags = config.checkpoint
     check_allowed_differences(config)
+    if not layout.encoders:
+        refuse(bool(flags.load_vision_from), "a run without an encoder would ignore --load-vision-from "
+               f"{flags.load_vision_from}: leave it out")
+        refuse(bool(flags.load_hf and flags.load_language_from), f"--load-hf {flags.load_hf} with --load-language-from "
+               f"{flags.load_language_from} in a run without an encoder leaves nothing for it to give: leave one out")
     provider = registry.model_provider(config.model.model_provider)
     source = provider.megatron_source(config.model_family) if isinstance(provider, MegatronSourceProvider) else None
     if source is not None and flags.has_pretrained:
