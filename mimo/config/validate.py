@@ -17,6 +17,7 @@ from mimo.config.checks import check_packages, refuse
 from mimo.config.optim import ScheduleConfig
 from mimo.config.toml_file import field_name, flag_name, flag_words
 from mimo.config.trainer import LayoutConfig, ModelConfig, ObserveConfig, RunConfig
+from mimo.config.validate_fp8 import check_fp8, check_fp8_primary_weights, runs_local_layers
 from mimo.grid.lanes import data_request, lanes_read_by, sequence_multiple
 from mimo.grid.layout import build_layout, required_world_size, validate_layout
 from mimo.grid.spec import Layout
@@ -153,8 +154,7 @@ def validate_without_data(config: RunConfig, world_size: int) -> Layout:
     check_run_ahead(config, layout)
     _check_schedule(config)
     _check_precision_aware(config)
-    _check_fp8(config, layout)
-    _check_fp8_primary_weights(config)
+    check_fp8_primary_weights(config)
     lengths = config.data.row_lengths or 1
     refuse(lengths > 1 and _gathers_rows(config, layout),
            f"--row-lengths {lengths}: with --moe-token-dispatcher-type allgather, the ranks that gather each other's "
@@ -163,6 +163,7 @@ def validate_without_data(config: RunConfig, world_size: int) -> Layout:
     _check_ddp(config, layout)
     _check_checkpoint(config, layout)
     provider.validate(config.model_family, layout, train.seq_length)
+    check_fp8(config, layout)
     length = None if train.train_iters is None and train.train_samples is None else train_iterations(config)
     check_observe(config.observe, world_size, length, dry_run=train.dry_run)
     if train.device != "auto":  # auto depends on the machine, so the run checks it once it knows the device
@@ -353,10 +354,21 @@ def _check_sequence(config: RunConfig) -> None:
     chunk = config.model.logits_chunk_size
     refuse(chunk is not None and chunk < train.micro_batch_size, f"--logits-chunk-size {chunk} is below "
            f"--micro-batch-size {train.micro_batch_size}: a chunk holds at least one token of every row")
-    tp = config.layout.llm_tp
+    tp, family = config.layout.llm_tp, vars(resolved_family(config))
+    heads = family.get("num_query_groups") or family.get("num_attention_heads")
+    # Transformer Engine shares heads out. Local layers, which every run on CPUs has, gather keys and values instead.
+    if config.layout.cp_comm_type == "a2a" and heads and not runs_local_layers(config):
+        check_shared_heads(heads, tp, config.layout.llm_cp)
     refuse(config.layout.sequence_parallel and train.seq_length % tp != 0,
            f"--seq-length {train.seq_length} is not divisible by --llm-tp {tp}, which --sequence-parallel needs; "
            f"nearest are {train.seq_length // tp * tp or tp} and {-(-train.seq_length // tp) * tp}")
+
+
+def check_shared_heads(heads: int, tp: int, cp: int) -> None:
+    """Refuse key and value heads that --cp-comm-type a2a cannot share out among context-parallel ranks."""
+    groups = max(heads // tp, 1)
+    refuse(groups % cp != 0, f"--cp-comm-type a2a: the {groups} key and value heads of a tensor-parallel rank ({heads} "
+           f"in all, --llm-tp {tp}) are not divisible by --llm-cp {cp}; use --cp-comm-type p2p or all_gather")
 
 
 def _check_model(config: RunConfig, layout: Layout) -> None:
@@ -445,53 +457,6 @@ def _check_schedule(config: RunConfig) -> None:
     whole, source = (decay, f"--lr-decay-{unit}") if decay is not None else (length, f"--train-{unit}")
     refuse(whole is not None and warmup + final > whole,
            f"--lr-warmup-{unit} {warmup} + --lr-wsd-decay-{unit} {final} is longer than {source} {whole}")
-
-
-def _check_fp8(config: RunConfig, layout: Layout) -> None:
-    """Refuse FP8 products that cannot run with these flags. Widths are checked when the model is built."""
-    model = config.model
-    refuse(model.encoder_fp8_format != "none" and not layout.encoders,
-           f"a run without an encoder would ignore --encoder-fp8-format {model.encoder_fp8_format}: leave it out")
-    language = model.fp8(LANGUAGE)
-    if model.fp8_output_proj:
-        refuse(language is None, "--fp8-output-proj needs --fp8-format e4m3 or hybrid")
-        refuse(model.logits_chunk_size is not None, "--fp8-output-proj with --logits-chunk-size "
-               f"{model.logits_chunk_size}: logits of parts of a row are computed in bfloat16; leave one of them out")
-        refuse(model.fp8_format == "e4m3" and model.fp8_recipe == "tensorwise", "--fp8-output-proj with --fp8-format "
-               "e4m3: with one scale, gradients of most logits would be rounded to zero; use hybrid, or --fp8-recipe "
-               "blockwise")
-    if language is not None and config.layout.sequence_parallel:
-        (tokens, flags), multiple = config.text_tokens, language.multiple
-        ranks = config.layout.llm_tp * config.layout.llm_cp
-        refuse(tokens % (ranks * multiple) != 0,
-               f"{language} with --sequence-parallel: {flags} over {ranks} ranks is not a multiple of {multiple} on "
-               "each")
-
-
-def _check_fp8_primary_weights(config: RunConfig) -> None:
-    """Refuse --fp8-primary-weights where something else needs weights in bfloat16 between updates."""
-    model, frozen = config.model, config.model.frozen
-    if not model.fp8_primary_weights:
-        return
-    provider = registry.model_provider(model.model_provider)
-    trained = [module for module in (LANGUAGE, *provider.encoders(config.model_family)) if module not in frozen]
-    refuse(not any(map(model.fp8, trained)), "--fp8-primary-weights needs --fp8-format or --encoder-fp8-format for a "
-           "part of the model that trains")
-    # On GPUs; local layers ignore --moe-gemm.
-    has_experts = (LANGUAGE in trained and model.fp8(LANGUAGE) is not None and config.train.device != "cpu"
-                   and provider.num_experts(config.model_family) > 0 and model.transformer_impl != "local")
-    for flag, is_given, reason in (
-            ("--no-bf16", not model.bf16, "the optimizer has no copies of float32 weights"),
-            ("--no-use-distributed-optimizer", not config.optim.use_distributed_optimizer,
-             "the gathers of the distributed optimizer make the weights after an update"),
-            ("--use-precision-aware-optimizer", config.optim.use_precision_aware_optimizer,
-             "the optimizer updates the bfloat16 weights themselves"),
-            ("--overlap-param-gather", config.ddp.overlap_param_gather, "weights are gathered during the next pass"),
-            (f"--moe-gemm {model.moe_gemm}", has_experts and model.moe_gemm == "separate",
-             "it quantises the weights of experts in every pass"),
-            ("--deterministic-mode", has_experts and config.train.deterministic_mode,
-             "then products of experts are separate and quantise their weights in every pass")):
-        refuse(is_given, f"--fp8-primary-weights with {flag}: {reason}; leave out one of the two")
 
 
 def _check_precision_aware(config: RunConfig) -> None:

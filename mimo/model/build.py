@@ -16,6 +16,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mimo.config.trainer import RunConfig
+from mimo.config.validate import check_shared_heads
 from mimo.grid.groups import Grids
 from mimo.grid.spec import GridSpec
 from mimo.model import compat
@@ -243,11 +244,8 @@ def check_shared_attention(config: RunConfig, grid: GridSpec, sizes: Transformer
     if not config.model.bf16:
         raise ValueError(f"--llm-cp {grid.cp} with --no-bf16: Transformer Engine has no float32 attention over several "
                          "ranks; use --bf16 or --transformer-impl local")
-    groups = max((sizes.num_query_groups or sizes.num_attention_heads) // grid.tp, 1)
-    if config.layout.cp_comm_type == "a2a" and groups % grid.cp:
-        raise ValueError(f"--cp-comm-type a2a: the {groups} key and value heads of a tensor-parallel rank "
-                         f"({sizes.num_query_groups or sizes.num_attention_heads} in all, --llm-tp {grid.tp}) are not "
-                         f"divisible by --llm-cp {grid.cp}; use --cp-comm-type p2p or all_gather")
+    if config.layout.cp_comm_type == "a2a":
+        check_shared_heads(sizes.num_query_groups or sizes.num_attention_heads, grid.tp, grid.cp)
 
 
 def _mimo_config(config: RunConfig, provider: ModelProvider, grids: Grids, impl: str) -> MimoModelConfig:

@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from mimo.config.validate_fp8 import check_logits, check_widths
 from mimo.model import compat
 from mimo.model.compat import LASTING, WEIGHT
 from mimo.model.moe import DuplicatedLinear
@@ -153,7 +154,8 @@ def use_fp8(module: torch.nn.Module, fp8: Fp8, impl: str) -> None:
         ValueError: the GPU has no such products, a weight's sizes do not fit, or the provider ignores the recipe.
     """
     linears = list(_linears(module, impl))
-    _check_widths(linears, fp8)
+    check_widths(((f"{name}.{key}", weight.shape) for name, linear in linears
+                  for key, weight in linear.named_parameters(recurse=False) if weight.dim() == 2), fp8)
     if impl == "transformer_engine":
         from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
@@ -187,11 +189,7 @@ def _use_fp8_for_logits(module: torch.nn.Module, fp8: Fp8, impl: str) -> None:
         raise ValueError(f"--fp8-output-proj: {type(module).__name__} has no output layer of mimo.model.vocabulary; "
                          "leave the flag out")
     for layer in layers:
-        shape, multiple = (layer.output_size_per_partition, layer.input_size), fp8.multiple
-        if any(size % multiple for size in shape):
-            raise ValueError(f"--fp8-output-proj: rows and columns of a rank's output layer, {list(shape)}, are not "
-                             f"multiples of {multiple}; pad the vocabulary (--make-vocab-size-divisible-by) or leave "
-                             "the flag out")
+        check_logits((layer.output_size_per_partition, layer.input_size), fp8)
         compat.replace_product(layer, partial(_emulated_logits, fp8) if impl == "local" else
                                partial(_logits, _borrowing_linear(layer), fp8))
 
@@ -245,19 +243,6 @@ def _linears(module: torch.nn.Module, impl: str) -> Iterator[tuple[str, Any]]:
     for name, part in module.named_modules():
         if id(part) in inside and isinstance(part, kinds):
             yield name, part
-
-
-def _check_widths(linears: list[tuple[str, Any]], fp8: Fp8) -> None:
-    multiple = fp8.multiple
-    wrong = [f"{name}.{key} {list(weight.shape)}" for name, linear in linears
-             for key, weight in linear.named_parameters(recurse=False)
-             if weight.dim() == 2 and any(size % multiple for size in weight.shape)]
-    if wrong:
-        rest = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ValueError(
-            f"{fp8}: rows and columns of a rank's weights have to be multiples of {multiple}, and these are not: "
-            f"{', '.join(wrong[:3])}{rest}. Use other widths or a smaller tensor-parallel size"
-            + (", or tensorwise, which needs multiples of 16" if fp8.recipe == "blockwise" else ""))
 
 
 def _with_whole_rows(linear: Any, fp8: Fp8, forward: Callable[..., Any], hidden: torch.Tensor, *args: Any,

@@ -10,15 +10,39 @@ import numpy as np
 import pytest
 import torch
 
+from mimo.config.validate import validate
 from mimo.protocols import Fp8
 from tests.support.equality import MOE, parse_config
 from tests.support.marks import fast_only
 from tests.support.resuming import Run, assert_same_bits, refusal, train
 from tests.support.spawn import WorkerPool
+from tests.support.weights import HYBRID
 
 FP8 = ("--fp8-format", "hybrid", "--encoder-fp8-format", "e4m3")
 LOGITS = ("--fp8-format", "hybrid", "--fp8-output-proj")
 TIED = (*LOGITS, "--no-untie-embeddings-and-output-weights")
+# Models whose widths plans have to know, with tensor parallelism and with experts that ranks divide.
+LANGUAGE_OVER_TWO = "--llm-tp 2 --sequence-parallel"
+OVER_TWO = f"--layout colocated --encoder-tp 2 {LANGUAGE_OVER_TWO}"
+QWEN = f"""{OVER_TWO} --num-query-groups 2 --vision-patch-size 4 --vision-hidden-size 16 --vision-num-layers 2
+--vision-num-attention-heads 2 --vision-ffn-hidden-size 20 --image-token-id 95 --hidden-size 32 --num-attention-heads 4
+--num-layers 2 --ffn-hidden-size 48 --vocab-size 96 --max-position-embeddings 4096 --rotary-base 100"""
+WIDTHS = {
+    "dense": OVER_TWO,
+    "fewer-key-heads-than-tp": f"{OVER_TWO} --num-query-groups 1",
+    "experts": f"{OVER_TWO} {' '.join(MOE)} --llm-expt-tp 2",
+    "hybrid": f"{LANGUAGE_OVER_TWO} {' '.join(HYBRID)} --llm-expt-tp 2",
+    "latent-attention": f"--model-provider deepseek_v3 {LANGUAGE_OVER_TWO} --vocab-size 90 --hidden-size 32 "
+                        "--ffn-hidden-size 48 --moe-ffn-hidden-size 16 --num-layers 2 --num-attention-heads 4 "
+                        "--moe-shared-expert-intermediate-size 32 --num-experts 8 --kv-lora-rank 16 --q-lora-rank 24 "
+                        "--qk-pos-emb-head-dim 8 --v-head-dim 12 --qk-head-dim 16 --moe-router-num-groups 1 "
+                        "--moe-router-group-topk 1 --moe-router-topk 2 --first-k-dense-replace 1",
+    "radio": f"--model-provider nemotron-moe-vlm-tiny --mock-image-size 32 {OVER_TWO}",
+    "qwen2.5-vl": f"--model-provider qwen2_5_vl --mrope-section 1 2 1 {QWEN} --vision-window-size 16 "
+                  "--vision-full-attention-layers 1",
+    "qwen3-vl": f"--model-provider qwen3_vl --mrope-section 4 2 2 --kv-channels 16 {QWEN} "
+                "--vision-num-position-embeddings 25 --vision-deepstack-layers 0 1",
+}
 BLOCKWISE = ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise", "--hidden-size", "128", "--ffn-hidden-size", "128",
              "--kv-channels", "64", "--num-layers", "2")
 
@@ -271,8 +295,37 @@ def test_primary_weights_have_no_memory_between_updates(pool: WorkerPool) -> Non
      r"--fp8-output-proj: rows and columns of a rank's output layer, \[97, 32\], are not multiples of 16; pad the"),
 ])
 def test_widths_that_do_not_fit_are_named(pool: WorkerPool, flags: tuple[str, ...], expected: str) -> None:
-    parse_config(*flags)
-    (told,) = pool.run(refusal, ("--layout", "colocated", *flags), 1, world_size=1)
-    assert told is not None
+    with pytest.raises(ValueError, match=expected):
+        validate(parse_config("--layout", "colocated", *flags), 1)
+    # A model whose provider gives its weights other names is checked once it is built.
+    (told,) = pool.run(refusal_of_built, ("--layout", "colocated", *flags), world_size=1)
     with pytest.raises(ValueError, match=expected):
         raise ValueError(told)
+
+
+def refusal_of_built(rank: int, flags: tuple[str, ...]) -> str | None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mimo.config.validate.check_fp8", lambda config, layout: None)
+        return refusal(rank, flags, 1)
+
+
+def weights_built_and_planned(rank: int, flags: tuple[str, ...], world_size: int) -> list[tuple[str, Any, Any]]:
+    """Return the linear parts that FP8 products would have on this rank and those that plans know of, by module."""
+    from mimo.config.validate_fp8 import weights_of_rank
+    from mimo.model.build import named_modules_of
+    from mimo.model.fp8 import _linears
+    from tests.support.weights import built_model
+
+    with built_model(flags, world_size) as (built, grids, provider, family):
+        return [(module, {(name.rsplit(".", 1)[-1], tuple(linear.weight.shape))
+                          for name, linear in _linears(part, "local")},
+                 {(name.split(".")[-2], shape) for name, shape in weights_of_rank(
+                     provider.parameter_shapes(family, module), grids.layout.grids[module], is_local=True)})
+                for module, part in named_modules_of(built.model)]
+
+
+@pytest.mark.parametrize("flags", WIDTHS.values(), ids=WIDTHS)
+def test_plans_know_the_widths_of_every_rank(pool: WorkerPool, flags: str) -> None:
+    for found in pool.run(weights_built_and_planned, tuple(flags.split()), 2, world_size=2):
+        for module, built, planned in found:
+            assert built and built == planned, module

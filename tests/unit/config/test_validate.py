@@ -16,6 +16,7 @@ from mimo.config.validate import (
     steps_ahead,
     train_iterations,
     validate,
+    validate_without_data,
 )
 
 FAKE = ["--model-provider", "tests.unit.config.fake_provider:model",
@@ -230,6 +231,50 @@ def test_a_run_that_makes_sense_passes(flags):
 def test_a_mistake_is_named_with_its_value(flags, expected):
     with pytest.raises(ValueError) as caught:
         checked(flags)
+    assert expected in str(caught.value)
+
+
+A2A = "llava --num-query-groups 8 --llm-tp 4 --cp-comm-type a2a"
+
+
+def validated(flags: str) -> None:
+    config = parse(["--dry-run", "--dataset-provider", "mock", "--seq-length", "1024", "--global-batch-size", "64",
+                    "--model-provider", *flags.split()])
+    validate_without_data(config, run_world_size(config, {}))
+
+
+@pytest.mark.parametrize("flags", [
+    "qwen3_vl --encoder-fp8-format hybrid --layout homogeneous",
+    "nemotron-moe-vlm-20l --fp8-format hybrid --llm-tp 4 --sequence-parallel",
+    "llava --fp8-format hybrid --fp8-recipe blockwise --llm-tp 2",
+    # Transformer Engine does not split the 576 rows of the projection that compresses keys and values.
+    "deepseek_v3 --fp8-format hybrid --llm-tp 8 --sequence-parallel --transformer-impl transformer_engine",
+    "llava --fp8-format hybrid --fp8-output-proj --llm-tp 2",
+    f"{A2A} --llm-cp 2",
+    f"{A2A} --llm-cp 4 --transformer-impl local",
+    f"{A2A} --llm-cp 4 --device cpu",
+])
+def test_sizes_that_a_rank_can_compute_with_pass(flags):
+    validated(flags)
+
+
+@pytest.mark.parametrize(("flags", "expected"), [
+    ("qwen2_5_vl --encoder-fp8-format hybrid", "mlp.linear_fc2.weight [1280, 3420]"),
+    ("qwen3_vl --encoder-fp8-format hybrid --layout homogeneous --llm-tp 2 --sequence-parallel",
+     "mlp.linear_fc2.weight [1152, 2152]"),
+    ("nemotron-moe-vlm-20l --fp8-format hybrid --llm-tp 8 --sequence-parallel", "mixer.in_proj.weight [1288, 2688]"),
+    ("llava --fp8-format hybrid --fp8-recipe blockwise --llm-tp 4", "mlp.linear_fc2.weight [4096, 2752]"),
+    ("deepseek_v3 --fp8-format hybrid --fp8-recipe blockwise", "linear_kv_down_proj.weight [576, 7168]"),
+    ("deepseek_v3 --fp8-format hybrid --llm-tp 8 --sequence-parallel --transformer-impl local",
+     "linear_kv_down_proj.weight [72, 7168]"),
+    ("llava --fp8-format hybrid --fp8-output-proj --make-vocab-size-divisible-by 1 --vocab-size 32072 --llm-tp 2",
+     "a rank's output layer, [16036, 4096], are not multiples of 16"),
+    (f"{A2A} --llm-cp 4", "the 2 key and value heads of a tensor-parallel rank (8 in all, --llm-tp 4) are not "
+     "divisible by --llm-cp 4"),
+])
+def test_sizes_that_a_rank_cannot_compute_with_are_refused(flags, expected):
+    with pytest.raises(ValueError) as caught:
+        validated(flags)
     assert expected in str(caught.value)
 
 
