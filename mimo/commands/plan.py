@@ -18,7 +18,8 @@ from mimo.config.trainer import LayoutConfig, RunConfig
 from mimo.config.validate import validate
 from mimo.grid.layout import required_world_size
 from mimo.planner.candidates import HOMOGENEOUS, TEXT, USABLE, Candidate, Search
-from mimo.planner.costs import GPUS, HOST_BOUND_SHARE, Costs, Profile, check_supported
+from mimo.planner.costs import HOST_BOUND_SHARE, Costs, Profile, check_supported
+from mimo.planner.gpus import GPUS
 from mimo.planner.measure import measure, model_name
 from mimo.planner.workload import SampleSize, draw_samples
 from mimo.protocols import LANGUAGE, SizesProvider

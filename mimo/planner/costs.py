@@ -20,6 +20,7 @@ from mimo.config.trainer import RunConfig
 from mimo.config.validate import num_layers, resolved_family
 from mimo.grid.dry_run import trained_shapes
 from mimo.observability.flops import FlopsCounter, FlopsProvider, SequenceSums
+from mimo.planner.gpus import Gpu
 from mimo.planner.passes import EncoderCost, LanguageCost, PassCost
 from mimo.planner.shapes import (
     MTP,
@@ -36,47 +37,6 @@ from mimo.planner.shapes import num_layers as num_layers_of
 from mimo.protocols import LANGUAGE, ModelProvider, ParameterShape
 
 GIB = 2.0**30
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A kind of GPU and its links.
-
-    Attributes:
-        name: name for messages, from the driver or from `GPUS`.
-        tflops: dense bf16 TFLOP/s of its data sheet.
-        memory_gib: memory that tensors can take. The driver and NCCL's communicators need about 5 GiB besides.
-        link_gb_s: GB/s that collectives reach from one GPU to another of the node, one way.
-        network_gb_s: the same between nodes, for each GPU.
-        gpus_per_node: GPUs that are linked directly.
-    """
-
-    name: str
-    tflops: float
-    memory_gib: float
-    link_gb_s: float
-    network_gb_s: float
-    gpus_per_node: int = 8
-
-    @property
-    def launches_kernels(self) -> bool:
-        """Whether it is a GPU. The profile of a host without one has fewer TFLOP/s."""
-        return self.tflops >= GPUS["A100"].tflops
-
-    @property
-    def multiplies_packed_experts(self) -> bool:
-        """Whether one product serves all experts of a layer (--moe-gemm packed) and FP8 is possible, from Hopper on."""
-        return self.tflops >= GPUS["H100"].tflops
-
-
-# From NVIDIA's data sheets, with four fifths of the bandwidths, which is what NCCL reaches with large messages.
-GPUS = {
-    "A100": Gpu("A100", 312.0, 74.0, 240.0, 20.0),
-    "H100": Gpu("H100", 989.5, 74.0, 360.0, 40.0),
-    "H200": Gpu("H200", 989.5, 134.5, 360.0, 40.0),
-    "B200": Gpu("B200", 2250.0, 173.0, 720.0, 40.0),
-    "GB200": Gpu("GB200", 2500.0, 179.0, 720.0, 40.0, 4),
-}
 # Share of the data sheet's TFLOP/s that dense layers and encoders reach without a profile. On an H200, dense layers
 # reach 0.59 with a hidden size of 3,072, and 0.65 to 0.70 with 4,096.
 DENSE_EFFICIENCY, ENCODER_EFFICIENCY = 0.64, 0.45
@@ -378,7 +338,7 @@ class Costs:
         # In both passes, tokens go to the ranks of their experts and come back: a copy for each expert, which is sorted
         # by it before and after the experts, or one copy for every rank, which returns a sum. What goes to other nodes
         # takes the network.
-        rows, inside = tokens / tp * self.hidden_size, min(ep, self.gpu.gpus_per_node)
+        rows, inside = tokens / tp * self._expert_size, min(ep, self.gpu.gpus_per_node)
         there_and_back = 2 + self.gathered_sum_bytes
         peer, local = (rows * there_and_back, rows * ep * there_and_back) if gathers else (
             rows * self.top_k * 2 * 2 / ep, rows * self.top_k * 2 * 2 * 2)
@@ -407,6 +367,12 @@ class Costs:
     @property
     def _layers_with_experts(self) -> float:
         return layers_with_experts(self.shapes[LANGUAGE], self.num_experts)
+
+    @property
+    def _expert_size(self) -> int:
+        """Width of the tokens that go to experts, which is smaller than the hidden size with --moe-latent-size."""
+        return next((shape.shape[1] for shape in self.shapes[LANGUAGE]
+                     if shape.name == "mlp.experts.linear_fc1.weight"), self.hidden_size)
 
     @property
     def _parts_of_layers(self) -> float:

@@ -33,7 +33,8 @@ from mimo.config.validate import num_layers as num_language_layers
 from mimo.config.validate import validate, validate_without_data
 from mimo.observability.flops import peak_tflops
 from mimo.observability.spans import Interval, Kind
-from mimo.planner.costs import GIB, GPUS, Costs, Gpu, Profile, Ratios
+from mimo.planner.costs import GIB, Costs, Profile, Ratios
+from mimo.planner.gpus import GPUS, Gpu
 from mimo.planner.predict import Step
 from mimo.planner.shapes import num_layers
 from mimo.planner.workload import draw_samples

@@ -21,7 +21,8 @@ from mimo.grid.lanes import row_length
 from mimo.grid.spec import GridSpec, LaneShare, Layout, lane_shares
 from mimo.grid.windows import WindowSchedule
 from mimo.planner.activations import Windows, peak
-from mimo.planner.costs import FP8_COPY_BYTES, GIB, GPUS, LATENCY_S, STATIC, Costs, Profile
+from mimo.planner.costs import FP8_COPY_BYTES, GIB, LATENCY_S, STATIC, Costs, Profile
+from mimo.planner.gpus import GPUS
 from mimo.planner.shapes import multiplies_in_fp8
 from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, Work, links_of, simulate
 from mimo.planner.workload import (

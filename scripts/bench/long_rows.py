@@ -37,7 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from mimo.config.cli import parse
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import validate
-from mimo.planner.costs import GIB, GPUS, Costs, Profile
+from mimo.planner.costs import GIB, Costs, Profile
+from mimo.planner.gpus import GPUS
 from mimo.planner.predict import Step
 from mimo.planner.workload import SampleSize, draw_samples
 from scripts.bench import presets

@@ -8,7 +8,8 @@ from mimo.config.cli import parse
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import validate
 from mimo.planner.candidates import Candidate, Search
-from mimo.planner.costs import GPUS, Costs, Profile
+from mimo.planner.costs import Costs, Profile
+from mimo.planner.gpus import GPUS
 from mimo.planner.predict import Prediction, Step, predict
 from mimo.planner.workload import SampleSize
 from scripts.bench import presets

@@ -10,7 +10,8 @@ from mimo.config.cli import parse
 from mimo.config.validate import validate
 from mimo.grid.windows import WindowSchedule
 from mimo.planner.activations import ENCODE, FINISH, GRAPH_BUFFERS, Windows, order_of_work
-from mimo.planner.costs import GIB, GPUS, Costs, Profile, Ratios
+from mimo.planner.costs import GIB, Costs, Profile, Ratios
+from mimo.planner.gpus import GPUS
 from mimo.planner.predict import Step
 from mimo.planner.simulation import BACKWARD, FORWARD
 from mimo.planner.workload import Microbatches, SampleSize

@@ -9,7 +9,8 @@ import pytest
 
 from mimo.config.cli import parse
 from mimo.config.validate import validate
-from mimo.planner.costs import GPUS, Costs, Profile
+from mimo.planner.costs import Costs, Profile
+from mimo.planner.gpus import GPUS
 from mimo.planner.predict import Prediction, predict
 from mimo.planner.workload import draw_samples
 from scripts.bench import presets

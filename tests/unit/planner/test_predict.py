@@ -22,7 +22,6 @@ from mimo.planner.costs import (
     EXPERT_EFFICIENCY,
     EXPERT_READ_BYTES,
     GIB,
-    GPUS,
     GRADIENT_GB_S,
     HOST_EXCHANGE_S,
     HOST_EXPERTS_S,
@@ -33,6 +32,7 @@ from mimo.planner.costs import (
     Profile,
     Ratios,
 )
+from mimo.planner.gpus import GPUS
 from mimo.planner.measure import _line, _split, trainings_of
 from mimo.planner.predict import Prediction, Step, memory_line
 from mimo.planner.simulation import simulate
@@ -310,10 +310,11 @@ def test_expert_parallelism_is_about_as_large_as_a_node(gpus: int, tried: set[in
     assert {layout.llm_ep for layout in search._language(1, gpus, 1)} == tried
 
 
-def test_experts_of_other_nodes_take_the_network_and_layers_without_experts_nothing() -> None:
-    costs = Costs(config_of("""--model-provider nemotron-moe-vlm-54l --dataset-provider mock --mock-images-max 0
-    --seq-length 16384 --global-batch-size 64"""), H200)
-    gpu, routed = GPUS["H200"], 16384 * 6 * 2688 * 2 / 16
+@pytest.mark.parametrize(("flags", "width"), [("", 2688), ("--moe-latent-size 1024", 1024)])
+def test_experts_of_other_nodes_take_the_network_and_layers_without_experts_nothing(flags: str, width: int) -> None:
+    costs = Costs(config_of(f"""--model-provider nemotron-moe-vlm-54l --dataset-provider mock --mock-images-max 0
+    --seq-length 16384 --global-batch-size 64 {flags}"""), H200)
+    gpu, routed = GPUS["H200"], 16384 * 6 * width * 2 / 16
     weights_s = sum(math.prod(shape.shape) * shape.count for shape in costs.shapes["language"]
                     if shape.split == "expert") / 54 * EXPERT_READ_BYTES / (GRADIENT_GB_S * 1e9)
     waits = {ep: costs.language(1, 1, ep).forward_s - costs.language(1, 1).forward_s + weights_s * (1 - 1 / ep)

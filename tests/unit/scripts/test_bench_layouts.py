@@ -13,7 +13,8 @@ import pytest
 from mimo.config.cli import parse
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import validate
-from mimo.planner.costs import GPUS, Profile
+from mimo.planner.costs import Profile
+from mimo.planner.gpus import GPUS
 from scripts.bench import layouts, run_series
 from scripts.bench.layout_search import COLOCATED, DISJOINT, HOMOGENEOUS, KINDS, by_split, search
 from scripts.bench.run_series import OUT_OF_MEMORY, Outcome, outcome_of
