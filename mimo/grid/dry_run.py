@@ -237,8 +237,8 @@ def logits_lines(config: RunConfig, layout: Layout, provider: ModelProvider) -> 
         return []
     shapes, chunk = provider.parameter_shapes(config.model_family, LANGUAGE), min(chunk, tokens)
     output = max((shape.shape for shape in shapes if shape.stage != "layer"), key=lambda shape: shape[0])
-    # Logits and their gradients in bfloat16: padding rows of the vocabulary are masked in a tensor of their own.
-    each = 4 * output[0] // layout.language.tp
+    # Logits and their gradients: padding rows of the vocabulary are masked in a tensor of their own.
+    each = (4 if config.model.bf16 else 8) * output[0] // layout.language.tp
     # The float32 sum of the weight's gradient, a chunk's part of it, and the sum in the weight's precision.
     gradient = 8 * output[0] * output[1] // layout.language.tp
     return [f"logits: of {chunk} tokens at a time (--logits-chunk-size), about {format_bytes(chunk * each)} on a rank "

@@ -264,8 +264,8 @@ class Costs:
         return LanguageCost(
             layer_s[0] * ratios.forward, layer_s[1] * ratios.backward,
             ends_s[0] * ratios.ends_forward, ends_s[1] * ratios.ends_backward,
-            kept * ratios.bytes, tokens * self.hidden_size * 2 / ways,
-            (4.0 + FP8_COPY_BYTES * self._logits_in_fp8) * logits * ratios.ends_bytes + summed,
+            kept * ratios.bytes, tokens * self.hidden_size * self._floats / ways,
+            (2 * self._floats + FP8_COPY_BYTES * self._logits_in_fp8) * logits * ratios.ends_bytes + summed,
             tokens * sum(each / split for each, split in zip(self._mtp_bytes(room), (ways, tp), strict=True)),
             launch_s)
 
@@ -369,6 +369,11 @@ class Costs:
         return layers_with_experts(self.shapes[LANGUAGE], self.num_experts)
 
     @property
+    def _floats(self) -> float:
+        """Bytes of a number in the run's precision."""
+        return 2.0 if self.config.model.bf16 else 4.0
+
+    @property
     def _expert_size(self) -> int:
         """Width of the tokens that go to experts, which is smaller than the hidden size with --moe-latent-size."""
         return next((shape.shape[1] for shape in self.shapes[LANGUAGE]
@@ -406,7 +411,7 @@ class Costs:
                     patch_s=again.patch_s + outside * patch_s_there), again,
             PassCost(layers * (HOST_BACKWARD_S + sums_s) * ratios.ends_backward, ratios.backward * flop_s,
                      ratios.backward * (patch_s - flop_s * self._flops_saved_by_fp8(name))),
-            (whole + split / tp) * ratios.bytes, 2.0 * width * layers)
+            (whole + split / tp) * ratios.bytes, self._floats * width * layers)
 
     def encoder_launch_s(self, name: str, tp: int) -> tuple[float, float]:
         """Return the seconds in which the host launches the layers of an encoder's forward and backward pass."""
@@ -442,14 +447,13 @@ class Costs:
         for the language model, of all levels.
         """
         last = [shape for shape in self.shapes[name] if shape.stage == "last" and len(shape.shape) == 2]
-        floats = 2.0 if self.config.model.bf16 else 4.0
         kept = sum(shape.count * (max(shape.shape) + (shape.shape[1] if shape.shape[0] != self.hidden_size else 0))
                    for shape in last)
         width = sum(shape.count for shape in last if shape.shape[0] == self.hidden_size) * self.hidden_size
         patches = max((component.tokens_per_token for component in self.counter.components
                        if component.module == name), default=1.0)
-        return (floats * kept / patches if "projector" not in self._frozen else 0.0,
-                floats * (width or self.hidden_size) / patches)
+        return (self._floats * kept / patches if "projector" not in self._frozen else 0.0,
+                self._floats * (width or self.hidden_size) / patches)
 
     def trains(self, module: str) -> bool:
         """Return whether the module's own weights train. A projector may train while its encoder does not."""
@@ -543,9 +547,8 @@ class Costs:
                          expert_room: float) -> tuple[float, float]:
         """Return the numbers of `kept_channels` in bytes of the run's precision."""
         experts = expert_room * self.top_k / self.num_experts if self.num_experts else 0.0
-        floats = 2.0 if self.config.model.bf16 else 4.0
         whole, split = kept_channels(shapes, layers, width, self.config.model.recomputed_modules(module), experts)
-        return floats * whole, floats * split
+        return self._floats * whole, self._floats * split
 
 
 def check_supported(config: RunConfig) -> None:

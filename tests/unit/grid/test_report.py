@@ -54,6 +54,8 @@ WINDOW = "--layout colocated --encoder-dp 2 --llm-pp 2 --encoder-window"
     ("--llm-tp 2 --logits-chunk-size 10 --seq-length 64", [
         "logits: of 10 tokens at a time (--logits-chunk-size), about 320 B on a rank instead of 2,048 B (2.0 KiB)"],
      []),
+    ("--llm-tp 2 --logits-chunk-size 10 --seq-length 64 --no-bf16", [
+        "logits: of 10 tokens at a time (--logits-chunk-size), about 640 B on a rank"], []),
     ("--logits-chunk-size 10 --seq-length 64", ["; the backward pass needs up to "], []),
     ("--logits-chunk-size 100 --seq-length 64", ["of 64 tokens at a time"], []),
     ("--layout homogeneous --llm-pp 2", [

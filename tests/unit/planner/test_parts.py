@@ -107,6 +107,15 @@ def test_only_sequence_parallelism_divides_norms_and_residuals() -> None:
     assert whole.recomputed_bytes == one.recomputed_bytes and whole.ends_bytes == rows.ends_bytes
 
 
+def test_activations_in_float32_need_twice_the_memory() -> None:
+    half, whole = (step_of(config_of(f"{LLAVA} {more}"), 1) for more in ("", "--no-bf16"))
+    for name in ("layer_bytes", "recomputed_bytes", "ends_bytes"):
+        assert vars(whole.pass_cost)[name] == 2 * vars(half.pass_cost)[name] > 0, name
+    for name in ("layer_bytes", "recomputed_bytes"):
+        encoders = [vars(step.costs.encoder("vision", 1))[name] for step in (half, whole)]
+        assert encoders[1] == 2 * encoders[0] > 0, name
+
+
 EXPERTS = SMALL.replace("--num-layers 4", "--num-layers 6 --num-experts 16 --moe-router-topk 8 --moe-ffn-hidden-size "
                         "256 --qk-layernorm --moe-aux-loss-coeff 0.001")
 
