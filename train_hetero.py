@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
             check_paths(config)
         if config.train.dry_run:
             # Imported late, as a run does not need it.
-            from mimo.planner.predict import memory_line
+            from mimo.planner.memory_lines import memory_line
 
             report = dry_run_report(config, layout, registry.model_provider(config.model.model_provider))
             if speaks:

@@ -234,21 +234,20 @@ class Costs:
                            launch_s=((1 - graphs) * plain.launch_s[0], (1 - graphs) * plain.launch_s[1]))
         length = length or self.config.train.seq_length
         tokens = micro_batch_size * length / cp
-        layer_s, ends_s = self._passes_s(tp, micro_batch_size, ep, cp, length, graphs=graphs > 0, exchange=exchange)
+        layer_s, ends_s, mtp_s = self._passes_s(
+            tp, micro_batch_size, ep, cp, length, graphs=graphs > 0, exchange=exchange)
         ratios = self.profile.ratios(LANGUAGE, tp, micro_batch_size)
-        launch_s = 0.0, 0.0
         if graphs:
             # Where the GPU waited for its host, its own time is not known, and the estimate counts.
             late = ratios.host_bound
             ratios = replace(ratios, forward=(1 - late) * ratios.forward + late * min(ratios.forward, 1.0),
                              backward=(1 - late) * ratios.backward + late * min(ratios.backward, 1.0))
-        elif self.gpu.launches_kernels:
-            part = self._parts_of_layers / self.num_layers / 2
-            launch_s = LAUNCH_S[tp > 1][0] * part, LAUNCH_S[tp > 1][1] * part if layer_s[1] else 0.0
-            if self.profile.modules and length != self.config.train.seq_length:
-                # The host that was measured may be faster. Rows had --seq-length tokens there.
-                whole = self.language(tp, micro_batch_size, ep, cp, exchange=exchange)
-                launch_s = min(launch_s[0], whole.forward_s), min(launch_s[1], whole.backward_s)
+        part = self._parts_of_layers / self.num_layers / 2 if self.gpu.launches_kernels else 0.0
+        launch_s = LAUNCH_S[tp > 1][0] * part, LAUNCH_S[tp > 1][1] * part if layer_s[1] else 0.0
+        if part and self.profile.modules and length != self.config.train.seq_length:
+            # The host that was measured may be faster. Rows had --seq-length tokens there.
+            whole = self.language(tp, micro_batch_size, ep, cp, exchange=exchange)
+            launch_s = min(launch_s[0], whole.forward_s), min(launch_s[1], whole.backward_s)
         # With --moe-static-rows, the experts of a rank have room for all tokens of all ranks.
         room = ep * min(self.top_k, self.num_experts / ep) / self.top_k if exchange == STATIC else 1.0
         ways = tp if splits_rows else 1
@@ -263,49 +262,73 @@ class Costs:
         summed = 8.0 * vocabulary * self.hidden_size / tp if chunk is not None and layer_s[1] else 0.0
         return LanguageCost(
             layer_s[0] * ratios.forward, layer_s[1] * ratios.backward,
-            ends_s[0] * ratios.ends_forward, ends_s[1] * ratios.ends_backward,
+            (ends_s[0] + mtp_s[0]) * ratios.ends_forward, (ends_s[1] + mtp_s[1]) * ratios.ends_backward,
             kept * ratios.bytes, tokens * self.hidden_size * self._floats / ways,
             (2 * self._floats + FP8_COPY_BYTES * self._logits_in_fp8) * logits * ratios.ends_bytes + summed,
             tokens * sum(each / split for each, split in zip(self._mtp_bytes(room), (ways, tp), strict=True)),
-            launch_s)
+            (0.0, 0.0) if graphs else launch_s, mtp_s[0] * ratios.ends_forward,
+            # No graph contains multi-token prediction.
+            (self._mtp_layers * launch_s[0], self._mtp_layers * launch_s[1]))
 
     def _passes_s(self, tp: int, micro_batch_size: int, ep: int, cp: int, length: int, *, graphs: bool, exchange: str
-                  ) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Estimate the seconds of the passes of a layer, the mean over the layers, and of output layer and loss.
+                  ) -> tuple[tuple[float, float], tuple[float, float], tuple[float, float]]:
+        """Estimate the seconds of the passes of a layer, of output layer and loss, and of multi-token prediction.
 
-        `graphs` says whether layers are replayed from CUDA graphs; `language` explains `exchange`.
+        Those of a layer are the mean over the layers. `graphs` says whether layers are replayed from CUDA graphs;
+        `language` explains `exchange`.
         """
         sums = SequenceSums.of_rows([[length]] * micro_batch_size, length)
-        layers, ends = [0.0, 0.0], [0.0, 0.0]
+        layers, ends, mtp = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
         for component, forward, backward in self.counter.passes(LANGUAGE, sums):
             # Context-parallel ranks share the work of each row evenly.
-            into = layers if component.recomputed else ends
+            into = (mtp if component.name.startswith("mtp ") else layers) if component.recomputed else ends
             into[0] += forward / cp
             into[1] += backward / cp
-        if layers[1]:
-            layers[1] += layers[0] * self._repeated_share(LANGUAGE)
-        rate = self.gpu.tflops * 1e12 * tp
+        for each in (layers, mtp):
+            each[1] += each[0] * self._repeated_share(LANGUAGE) if each[1] else 0.0
         if layers[0]:
             faster = 1 - micro_batch_size * length / cp * self._flops_saved_by_fp8(LANGUAGE) / layers[0]
-            layers = [each * faster for each in layers]
-        ends_s = [each / (rate * DENSE_EFFICIENCY) / (self._fp8_gain(LANGUAGE) if self._logits_in_fp8 else 1.0)
-                  for each in ends]
-        rate *= self.num_layers * (
+            layers, mtp = [each * faster for each in layers], [each * faster for each in mtp]
+        ends_s = [each / (self.gpu.tflops * 1e12 * tp * DENSE_EFFICIENCY)
+                  / (self._fp8_gain(LANGUAGE) if self._logits_in_fp8 else 1.0) for each in ends]
+        moved_s = self._moved_s(tp, ep, cp, micro_batch_size * length / cp, exchange != "alltoall")
+        layer_s, mtp_s = (
+            self._layers_s(flops, shapes, count, tp, ep, moved_s,
+                           self._host_s(ep, graphs=replayed, whole=ep == 1 or exchange == STATIC))
+            for flops, shapes, count, replayed in (
+                (layers, self.shapes[LANGUAGE], self.num_layers, graphs),
+                (mtp, mtp_layers(self.shapes[LANGUAGE]), self._mtp_layers, False)))
+        if self.trains(LANGUAGE):
+            others = parameters(self.shapes[LANGUAGE], layers=False) - parameters(
+                mtp_layers(self.shapes[LANGUAGE]), layers=True)
+            ends_s[1] += others / tp * ENDS_GRADIENT_S
+        return (layer_s[0] / self.num_layers, layer_s[1] / self.num_layers), (ends_s[0], ends_s[1]), mtp_s
+
+    def _layers_s(self, flops: Sequence[float], shapes: Sequence[ParameterShape], count: float, tp: int, ep: int,
+                  moved_s: tuple[float, float, float], host_s: tuple[float, float]) -> tuple[float, float]:
+        """Estimate the seconds of the passes of `count` layers.
+
+        Args:
+            flops: FLOPs of both passes.
+            shapes: parameters of the layers; others do not count.
+            count: number of layers.
+            tp: tensor-parallel ranks.
+            ep: ranks that divide the experts.
+            moved_s: what `_moved_s` returns of one layer.
+            host_s: what `_host_s` returns of one layer.
+        """
+        rate = self.gpu.tflops * 1e12 * tp * (
             EXPERT_EFFICIENCY[self.config.model.moe_gemm] if self.num_experts else DENSE_EFFICIENCY)
-        host_s = self._host_s(ep, graphs=graphs, whole=ep == 1 or exchange == STATIC)
-        dense, experts = (parameters(self.shapes[LANGUAGE], layers=True, experts=each) / self.num_layers
-                          for each in (False, True))
+        dense, experts = (parameters(shapes, layers=True, experts=each) for each in (False, True))
+        moved, dispatch, shared = (count * each for each in moved_s)
         read = experts / ep * EXPERT_READ_BYTES / (GRADIENT_GB_S * 1e9)
-        moved, dispatch, shared = self._moved_s(tp, ep, cp, micro_batch_size * length / cp,
-                                               exchange != "alltoall")
-        forward_s = max(layers[0] / rate + read, host_s[0]) + 2 * moved + dispatch + shared
-        backward_s = layers[1] / rate + read
+        forward_s = max(flops[0] / rate + read, count * host_s[0]) + 2 * moved + dispatch + shared
+        backward_s = flops[1] / rate + read
         if self.trains(LANGUAGE):
             floats = 4 if self.config.ddp.grad_reduce_in_fp32 or not self.config.model.bf16 else 2
             backward_s += (dense / tp + experts / ep) * 2 * floats / (GRADIENT_GB_S * 1e9)
-            ends_s[1] += parameters(self.shapes[LANGUAGE], layers=False) / tp * ENDS_GRADIENT_S
-        backward_s = max(backward_s, host_s[1]) + 3 * moved + dispatch + 2 * shared
-        return (forward_s, backward_s if layers[1] else 0.0), (ends_s[0], ends_s[1])
+        backward_s = max(backward_s, count * host_s[1]) + 3 * moved + dispatch + 2 * shared
+        return forward_s, backward_s if flops[1] else 0.0
 
     def _host_s(self, ep: int, *, graphs: bool, whole: bool) -> tuple[float, float]:
         """Return the least seconds that the host needs for the passes of a layer, the mean over the layers.
@@ -378,6 +401,12 @@ class Costs:
         """Width of the tokens that go to experts, which is smaller than the hidden size with --moe-latent-size."""
         return next((shape.shape[1] for shape in self.shapes[LANGUAGE]
                      if shape.name == "mlp.experts.linear_fc1.weight"), self.hidden_size)
+
+    @property
+    def _mtp_layers(self) -> float:
+        """Layers of multi-token prediction, of all depths, as a number of mean layers of the decoder."""
+        parts = parts_of_layers(mtp_layers(self.shapes[LANGUAGE]), self.hidden_size, self.num_experts)
+        return parts * self.num_layers / self._parts_of_layers if parts else 0.0
 
     @property
     def _parts_of_layers(self) -> float:

@@ -11,12 +11,14 @@ class LanguageCost:
 
     Attributes:
         forward_s, backward_s: seconds of the passes of one layer, the mean over the layers.
-        ends_forward_s, ends_backward_s: seconds of the output layer and the loss.
+        ends_forward_s, ends_backward_s: seconds of multi-token prediction, the output layer and the loss.
         layer_bytes: activations that a layer keeps for its backward pass.
         recomputed_bytes: activations that it keeps if it is recomputed.
         ends_bytes: activations that the output layer and the loss keep, for every depth of multi-token prediction.
         mtp_bytes: activations that the layers of multi-token prediction keep.
         launch_s: seconds in which the host launches the passes of one layer; 0 with CUDA graphs.
+        mtp_forward_s: seconds of the forward pass of the layers of multi-token prediction, a part of `ends_forward_s`.
+        mtp_launch_s: seconds in which the host launches the passes of these layers.
     """
 
     forward_s: float
@@ -28,6 +30,8 @@ class LanguageCost:
     ends_bytes: float
     mtp_bytes: float
     launch_s: tuple[float, float]
+    mtp_forward_s: float
+    mtp_launch_s: tuple[float, float]
 
 
 @dataclass(frozen=True)

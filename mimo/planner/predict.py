@@ -21,22 +21,18 @@ from mimo.grid.lanes import row_length
 from mimo.grid.spec import GridSpec, LaneShare, Layout, lane_shares
 from mimo.grid.windows import WindowSchedule
 from mimo.planner.activations import Windows, peak
-from mimo.planner.costs import FP8_COPY_BYTES, GIB, LATENCY_S, STATIC, Costs, Profile
-from mimo.planner.gpus import GPUS
+from mimo.planner.costs import FP8_COPY_BYTES, GIB, LATENCY_S, STATIC, Costs
 from mimo.planner.shapes import multiplies_in_fp8
 from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, Work, links_of, simulate
 from mimo.planner.workload import (
     Microbatches,
     SampleSize,
-    draw_samples,
     iterations,
     longest_in_windows,
     order_of,
 )
-from mimo.protocols import LANGUAGE, ParameterShape, RoutedDataProvider
+from mimo.protocols import LANGUAGE, ParameterShape
 
-# Samples of a run whose sizes `memory_line` takes into account.
-PLANNED_SAMPLES = 64
 # Most lanes that are simulated, those with the most work.
 MAX_LANES = 4
 # Most lanes whose samples are read. With more lanes, which are alike, a layout with fewer replicas stands for them.
@@ -172,14 +168,20 @@ class Step:
         is_last = stage == len(self.layers) - 1
         if kind == FORWARD:
             return layers * cost.forward_s + (cost.ends_forward_s if is_last else 0.0)
-        again = self.recomputed[stage] * cost.forward_s if cost.backward_s else 0.0
+        again = self._again_s(stage, cost.forward_s, cost.mtp_forward_s) if cost.backward_s else 0.0
         return layers * cost.backward_s + again + (cost.ends_backward_s if is_last else 0.0)
 
     def launch_s(self, kind: str, stage: int, length: int) -> float:
         """Return the seconds in which the host launches a pass on a stage of the language model."""
-        forward, backward = self.language_cost(length).launch_s
-        again = self.recomputed[stage] * forward if backward else 0.0
-        return self.layers[stage] * forward if kind == FORWARD else self.layers[stage] * backward + again
+        layers, cost, index = self.layers[stage], self.language_cost(length), kind == BACKWARD
+        launching = layers * cost.launch_s[index] + (cost.mtp_launch_s[index] if stage == len(self.layers) - 1 else 0.0)
+        repeats = index and cost.backward_s
+        return launching + (self._again_s(stage, cost.launch_s[0], cost.mtp_launch_s[0]) if repeats else 0.0)
+
+    def _again_s(self, stage: int, layer_s: float, mtp_s: float) -> float:
+        """Return the seconds of repeated forward passes, from those of a layer and of multi-token prediction."""
+        is_last = stage == len(self.layers) - 1
+        return self.recomputed[stage] * layer_s + (mtp_s if is_last and self.config.model.recompute == "full" else 0.0)
 
     def encoder_s(self, kind: str, encoder: GridSpec, images: Iterable[int], calls: int = 1) -> float:
         """Return the seconds of a pass over images, given by their tokens, on one stage of an encoder replica."""
@@ -556,43 +558,3 @@ def _by_replicas(shapes: Sequence[ParameterShape], grid: GridSpec, stage: int) -
     others = [shape for shape in shapes if shape.split != "expert"]
     return [(parameters_per_rank(others, grid, stage), grid.dp * grid.cp),
             (parameters_per_rank(experts, grid, stage), grid.expt_dp)]
-
-
-def memory_line(config: RunConfig, layout: Layout) -> str:
-    """Return the line of --dry-run on the memory that the fullest rank is expected to need.
-
-    Activations of images depend on the data, so they are left out for a data set that is costly to read. Rows are taken
-    to have --seq-length tokens, as one of them may in a long run.
-    """
-    config = replace(config, data=replace(config.data, row_lengths=1))
-    try:
-        costs = Costs(config, Profile(GPUS["H200"]))
-    except ValueError as error:
-        return f"memory: not estimated: {error}"
-    step = Step(config, layout, costs)
-    is_read = not isinstance(config.find_dataset(config.data.dataset_provider), RoutedDataProvider)
-    samples = [SampleSize(config.train.seq_length)]
-    try:
-        if is_read:
-            samples = draw_samples(config, costs.provider, min(config.train.global_batch_size, PLANNED_SAMPLES))
-    except (ValueError, OSError) as error:
-        return f"memory: not estimated, as the samples cannot be read: {error}"
-    needed, images, fullest = step.memory(step.batches(samples))
-    part = f", {images / GIB:.3g} GiB of them for images" if images else ""
-    left_out = "" if is_read or not layout.encoders else ", without activations of images"
-    return (f"memory: about {needed / GIB:.3g} GiB of tensors on the fullest rank ({fullest}){part}{left_out}; on a "
-            "GPU the driver and NCCL take about 5 GiB more; see mimo plan")
-
-
-def state_lines(config: RunConfig, layout: Layout) -> list[str]:
-    """Return lines on the memory of weights, gradients and optimizer state on each kind of rank of an RL run."""
-    try:
-        step = Step(config, layout, Costs(config, Profile(GPUS["H200"])))
-    except ValueError as error:
-        return [f"memory: not estimated: {error}"]
-    lines = ["memory of a trainer rank: weights, gradients and optimizer state, without activations and the engine"]
-    for name, modules in step.places():
-        parts = {module: step.state_bytes(module, grid, stage) / GIB for module, grid, stage in modules}
-        each = ", ".join(f"{module} {gib:.3g}" for module, gib in parts.items())
-        lines.append(f"  {name}: {sum(parts.values()):.3g} GiB" + (f" ({each})" if len(parts) > 1 else ""))
-    return lines

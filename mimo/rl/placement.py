@@ -225,7 +225,7 @@ def colocated_places(flags: RolloutConfig, num_ranks: Sequence[int]) -> list[lis
 def dry_run_report(config: RlRunConfig, layout: Layout, provider: ModelProvider) -> str:
     """Return the plan that `train_rl.py --dry-run` prints: grids, engine and GPUs, the batch. Needs no torch."""
     # Imported late, as a run does not need it.
-    from mimo.planner.predict import state_lines
+    from mimo.planner.memory_lines import state_lines
 
     parts = [*grid_parts(config, layout, provider), _engine_lines(config, layout, provider),
              [*_batch_lines(config, layout), *logits_lines(config, layout, provider)], state_lines(config, layout)]

@@ -24,7 +24,7 @@ from mimo.config.toml_file import flag_name, typed_fields
 from mimo.config.validate import run_world_size, validate
 from mimo.grid.dry_run import dry_run_report
 from mimo.observability.flops import PEAK_TFLOPS
-from mimo.planner.predict import memory_line
+from mimo.planner.memory_lines import memory_line
 from tests.support.digit_shards import write_shards
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -86,6 +86,36 @@ def test_multi_token_prediction_has_an_embedding_logits_and_activations_of_its_o
     assert memory[1] > memory[0]
 
 
+def test_multi_token_prediction_takes_time_on_the_last_stage_only() -> None:
+    pattern = "--hybrid-layer-pattern M*M*"
+    plain, one, two = (step_of(config_of(f"{MTP} {pattern}{more} --llm-pp 2"), 2) for more in ("", "/*-", "/*-/*-"))
+
+    def seconds(step: Step, kind: str, stage: int) -> float:
+        return step.language_s(kind, stage, 4096)
+
+    for kind in ("forward", "backward"):
+        assert seconds(one, kind, 0) == seconds(plain, kind, 0)
+        depths = [seconds(step, kind, 1) - seconds(plain, kind, 1) for step in (one, two)]
+        assert depths[1] == pytest.approx(2 * depths[0]) and depths[0] > 0
+        assert one.launch_s(kind, 0, 4096) == plain.launch_s(kind, 0, 4096)
+        # Two layers of attention and MLP each, beside two layers of the stage.
+        assert one.launch_s(kind, 1, 4096) == pytest.approx(2 * plain.launch_s(kind, 1, 4096))
+    # They take as long as in the decoder.
+    decoder = step_of(config_of(f"{MTP} --hybrid-layer-pattern *-"), 1).pass_cost
+    assert one.pass_cost.mtp_forward_s == pytest.approx(2 * decoder.forward_s)
+    again = step_of(config_of(f"{MTP} {pattern}/*- --llm-pp 2 --recompute full"), 2)
+    for stage, further in enumerate((0.0, one.pass_cost.mtp_forward_s)):
+        repeated = seconds(again, "backward", stage) - seconds(one, "backward", stage)
+        assert repeated == pytest.approx(2 * one.pass_cost.forward_s + further)
+
+
+def test_no_graph_contains_multi_token_prediction() -> None:
+    plain, graphs = (step_of(config_of(f"{MTP} --hybrid-layer-pattern M*M*/*- {more}"), 1).language_cost(512)
+                     for more in ("", "--cuda-graphs"))
+    assert graphs.launch_s == (0.0, 0.0) and graphs.mtp_launch_s == plain.mtp_launch_s > (0.0, 0.0)
+    assert graphs.mtp_forward_s == plain.mtp_forward_s
+
+
 def test_multi_token_prediction_keeps_fp8_copies_of_its_matrices() -> None:
     pattern = "--hybrid-layer-pattern M*M*/*- --llm-pp 2"
     plain, quantised = (step_of(config_of(f"{MTP} {pattern}{more}"), 2) for more in ("", " --fp8-format hybrid"))

@@ -34,7 +34,8 @@ from mimo.planner.costs import (
 )
 from mimo.planner.gpus import GPUS
 from mimo.planner.measure import _line, _split, trainings_of
-from mimo.planner.predict import Prediction, Step, memory_line
+from mimo.planner.memory_lines import memory_line
+from mimo.planner.predict import Prediction, Step
 from mimo.planner.simulation import simulate
 from mimo.planner.workload import SampleSize, draw_samples, iterations, longest_in_windows
 from scripts.bench import presets
