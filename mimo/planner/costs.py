@@ -263,8 +263,8 @@ class Costs:
         return LanguageCost(
             layer_s[0] * ratios.forward, layer_s[1] * ratios.backward,
             (ends_s[0] + mtp_s[0]) * ratios.ends_forward, (ends_s[1] + mtp_s[1]) * ratios.ends_backward,
-            kept * ratios.bytes, tokens * self.hidden_size * self._floats / ways,
-            (2 * self._floats + FP8_COPY_BYTES * self._logits_in_fp8) * logits * ratios.ends_bytes + summed,
+            kept * ratios.bytes, tokens * self.hidden_size * self.number_bytes / ways,
+            (2 * self.number_bytes + FP8_COPY_BYTES * self._logits_in_fp8) * logits * ratios.ends_bytes + summed,
             tokens * sum(each / split for each, split in zip(self._mtp_bytes(room), (ways, tp), strict=True)),
             (0.0, 0.0) if graphs else launch_s, mtp_s[0] * ratios.ends_forward,
             # No graph contains multi-token prediction.
@@ -392,7 +392,7 @@ class Costs:
         return layers_with_experts(self.shapes[LANGUAGE], self.num_experts)
 
     @property
-    def _floats(self) -> float:
+    def number_bytes(self) -> float:
         """Bytes of a number in the run's precision."""
         return 2.0 if self.config.model.bf16 else 4.0
 
@@ -440,7 +440,7 @@ class Costs:
                     patch_s=again.patch_s + outside * patch_s_there), again,
             PassCost(layers * (HOST_BACKWARD_S + sums_s) * ratios.ends_backward, ratios.backward * flop_s,
                      ratios.backward * (patch_s - flop_s * self._flops_saved_by_fp8(name))),
-            (whole + split / tp) * ratios.bytes, self._floats * width * layers)
+            (whole + split / tp) * ratios.bytes, self.number_bytes * width * layers)
 
     def encoder_launch_s(self, name: str, tp: int) -> tuple[float, float]:
         """Return the seconds in which the host launches the layers of an encoder's forward and backward pass."""
@@ -481,8 +481,8 @@ class Costs:
         width = sum(shape.count for shape in last if shape.shape[0] == self.hidden_size) * self.hidden_size
         patches = max((component.tokens_per_token for component in self.counter.components
                        if component.module == name), default=1.0)
-        return (self._floats * kept / patches if "projector" not in self._frozen else 0.0,
-                self._floats * (width or self.hidden_size) / patches)
+        return (self.number_bytes * kept / patches if "projector" not in self._frozen else 0.0,
+                self.number_bytes * (width or self.hidden_size) / patches)
 
     def trains(self, module: str) -> bool:
         """Return whether the module's own weights train. A projector may train while its encoder does not."""
@@ -577,7 +577,7 @@ class Costs:
         """Return the numbers of `kept_channels` in bytes of the run's precision."""
         experts = expert_room * self.top_k / self.num_experts if self.num_experts else 0.0
         whole, split = kept_channels(shapes, layers, width, self.config.model.recomputed_modules(module), experts)
-        return self._floats * whole, self._floats * split
+        return self.number_bytes * whole, self.number_bytes * split
 
 
 def check_supported(config: RunConfig) -> None:

@@ -21,9 +21,10 @@ from mimo.grid.lanes import row_length
 from mimo.grid.spec import GridSpec, LaneShare, Layout, lane_shares
 from mimo.grid.windows import WindowSchedule
 from mimo.planner.activations import Windows, peak
-from mimo.planner.costs import FP8_COPY_BYTES, GIB, LATENCY_S, STATIC, Costs
+from mimo.planner.costs import FP8_COPY_BYTES, GIB, STATIC, Costs
 from mimo.planner.shapes import multiplies_in_fp8
 from mimo.planner.simulation import BACKWARD, FORWARD, Action, Stage, Work, links_of, simulate
+from mimo.planner.transfers import transfers
 from mimo.planner.workload import (
     Microbatches,
     SampleSize,
@@ -90,14 +91,14 @@ def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[S
     seconds = bound = sum(after.values())
     for batch in batches:
         programs = step.programs(batch)
-        timeline = simulate(programs, step.transfer_s)
+        timeline = simulate(programs, transfers(step, batch))
         busy = timeline.busy_s[timeline.last]
         whole, longer = timeline.seconds, 1.0
         if short < count:
             # Each further microbatch is assumed to add as much as the mean of half of these, between the two ends. If
             # they are ordered by length, every other one stands for all.
             half = [*batch[: short - 2 : 2], batch[-1]] if step.is_ordered else [*batch[: short // 2 - 1], batch[-1]]
-            each = (whole - simulate(step.programs(half), step.transfer_s).seconds) / (short - len(half))
+            each = (whole - simulate(step.programs(half), transfers(step, half)).seconds) / (short - len(half))
             longer = 1 + each * (count - short) / whole
         bound += step.bound_s(batch, programs) * longer / len(batches)
         for label, spent in busy.items():
@@ -292,13 +293,6 @@ class Step:
         if layout.encoder_window is not None:
             return self._windowed(batch)
         return self._colocated(batch)
-
-    def transfer_s(self, key: Hashable) -> float:
-        """Return the seconds of a transfer of a microbatch's activations or gradients; images take as long here."""
-        moved = self.config.train.micro_batch_size * self.config.train.seq_length * self.costs.hidden_size * 2
-        across = self.layout.world_size > self.costs.gpu.gpus_per_node
-        bandwidth = self.costs.gpu.network_gb_s if across else self.costs.gpu.link_gb_s
-        return LATENCY_S + moved / (self.layout.language.tp * self.layout.language.cp) / (bandwidth * 1e9)
 
     def images(self, lane: Sequence[SampleSize]) -> list[int]:
         return [tokens for sample in lane for tokens in sample.images]

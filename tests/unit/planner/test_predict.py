@@ -37,6 +37,7 @@ from mimo.planner.measure import _line, _split, trainings_of
 from mimo.planner.memory_lines import memory_line
 from mimo.planner.predict import Prediction, Step
 from mimo.planner.simulation import simulate
+from mimo.planner.transfers import transfers
 from mimo.planner.workload import SampleSize, draw_samples, iterations, longest_in_windows
 from scripts.bench import presets
 from tests.support.planning import H200, config_of, predicted, searched, step_of
@@ -73,7 +74,7 @@ def test_a_frozen_encoder_that_prefetches_delays_nobody() -> None:
         assert (forward > language) == of_encoder
         # The projector trains. Nothing else waits for it than the encoder itself.
         slower = forward + backward if of_encoder else language
-        assert slower <= simulate(step.programs(batch), step.transfer_s).seconds < 1.01 * slower
+        assert slower <= simulate(step.programs(batch), transfers(step, batch)).seconds < 1.01 * slower
     found = [predicted_preset("h200", f"{frozen} --microbatch-order read {more}").step_s
              for more in ("", "--encoder-prefetch-depth 1")]
     assert found[1] < 0.99 * found[0]
@@ -154,7 +155,7 @@ def test_a_layout_without_stages_takes_the_sum_of_its_passes() -> None:
         for tokens in sample.images:
             forward, backward = costs.image_flops("vision", tokens)
             expected += forward * encoder.forward.flop_s + backward * encoder.backward.flop_s
-    assert simulate(step.programs(batch), step.transfer_s).seconds == pytest.approx(expected)
+    assert simulate(step.programs(batch), transfers(step, batch)).seconds == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("provider", "layers"), [
@@ -845,7 +846,9 @@ def test_context_parallel_ranks_share_work_and_activations() -> None:
     moved = config.train.seq_length / 2 * 2 * family.query_groups * family.head_dim * 2
     exchange = moved / (costs.gpu.link_gb_s * 1e9) + LATENCY_S
     assert part.forward_s == pytest.approx(max(whole.forward_s / 2, HOST_FORWARD_S) + exchange)
-    assert step.transfer_s("any") - LATENCY_S == pytest.approx((other.transfer_s("any") - LATENCY_S) / 2)
+    half, all_rows = (transfers(each, each.batches([SampleSize(1000, (64,))] * 24)[0])(((0, 0), "forward", 0))
+                      for each in (step, other))
+    assert half - LATENCY_S == pytest.approx((all_rows - LATENCY_S) / 2)
     # Weights are whole on each rank, states of the optimizer are shared by all four.
     assert step.state_bytes("language", step.layout.language, 0) == pytest.approx(
         sum(count * (2 + 4 + 12 / 4) for count, _ in step.parameters("language", step.layout.language, 0)))
@@ -875,7 +878,7 @@ def test_lanes_of_different_rows_wait_for_each_other_at_windows_only(flags, monk
            for lane in lanes]
     apart = sum(max(step.language_s(kind, 0, length) for length in column) for column in zip(*lanes, strict=True)
                 for kind in ("forward", "backward"))
-    seconds = simulate(programs, step.transfer_s).seconds
+    seconds = simulate(programs, transfers(step, batch)).seconds
     assert max(own) <= seconds and step.bound_s(batch, programs) <= 1.0001 * seconds
     assert seconds < apart or "--encoder-window 2" in flags
 
