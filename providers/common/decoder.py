@@ -12,6 +12,11 @@ from mimo.grid.spec import GridSpec
 from mimo.protocols import ParameterShape
 from providers.common.checks import Problems
 
+# Flags of the loss that balances the load of experts.
+BALANCING = ("moe_aux_loss_coeff", "moe_router_load_balancing_type")
+# Values with which a flag has no effect in any model.
+OFF = {"moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none", "mtp_loss_scaling_factor": 0.0}
+
 
 @dataclass(frozen=True)
 class LanguageConfig:
@@ -150,10 +155,10 @@ def check_decoder(config: DecoderConfig, problems: Problems) -> None:
     if config.use_rope_scaling and not is_least(config.rope_scaling_factor, 1):
         problems.add(f"--rope-scaling-factor {config.rope_scaling_factor} must be at least 1")
     if not config.use_rope_scaling:
-        _note_unused(config, ("rope_scaling_factor",), "--use-rope-scaling", problems)
+        note_unused(config, ("rope_scaling_factor",), "--use-rope-scaling", problems)
     if not config.num_experts:
-        _note_unused(config, ("moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax"), "--num-experts",
-                     problems)
+        note_unused(config, ("moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax", *BALANCING),
+                    "--num-experts", problems)
     problems.positive("moe_ffn_hidden_size" if config.num_experts else "ffn_hidden_size",
                       config.moe_ffn_hidden_size if config.num_experts else config.ffn_hidden_size)
     if problems.found:
@@ -172,11 +177,11 @@ def check_decoder(config: DecoderConfig, problems: Problems) -> None:
             problems.add("--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one has no gradient")
 
 
-def _note_unused(config: DecoderConfig, names: tuple[str, ...], needed: str, problems: Problems) -> None:
-    """Note values that have no effect because a flag is not given."""
+def note_unused(config: LanguageConfig, names: tuple[str, ...], needed: str, problems: Problems) -> None:
+    """Note values that have no effect because a flag is not given. Those that say so themselves may stay."""
     defaults = {field.name: field.default for field in fields(config)}
     for name in names:
-        if getattr(config, name) != defaults[name]:
+        if getattr(config, name) not in (defaults[name], OFF.get(name, defaults[name])):
             problems.add(f"{flag_name(name)} {getattr(config, name)} needs {needed}")
 
 

@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from mimo.grid.spec import GridSpec
 from mimo.protocols import LANGUAGE, MegatronSource, ParameterShape
 from providers.common.checks import NO_FACTOR, Problems
-from providers.common.decoder import LanguageConfig, check_groups_and_length, check_language
+from providers.common.decoder import BALANCING, LanguageConfig, check_groups_and_length, check_language, note_unused
 
 MAMBA, ATTENTION, MOE, MLP = "M", "*", "E", "-"
 SYMBOLS = {MAMBA: "Mamba-2", ATTENTION: "attention", MOE: "mixture of experts", MLP: "dense MLP"}
+OF_EXPERTS = ("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+              "moe_latent_size", "moe_router_topk_scaling_factor", "moe_router_force_load_balancing")
 CONV_KERNEL = 4  # Megatron Core's MambaMixer supports no other value
 CHECKPOINT_FLAG = "--load-nemotron-checkpoint"
 # Keys of Megatron checkpoints that a run does not use, with the reason.
@@ -145,6 +147,13 @@ def check_hybrid(config: HybridConfig, problems: Problems) -> None:
     check_language(config, problems)
     for name in ("moe_latent_size", "moe_router_bias_update_rate", "mtp_loss_scaling_factor"):
         problems.least(name, getattr(config, name), 0)
+    if not config.num_mtp_depths:
+        note_unused(config, ("mtp_loss_scaling_factor",), "a depth of multi-token prediction in "
+                    "--hybrid-layer-pattern", problems)
+    if MOE not in config.hybrid_layer_pattern:
+        # Every config.json has sizes of experts.
+        sizes = () if getattr(config, "hf_config", "") else OF_EXPERTS
+        note_unused(config, (*sizes, *BALANCING), "a layer with experts (E) in --hybrid-layer-pattern", problems)
     if problems.found:
         return
     problems.divides("num_attention_heads", config.num_attention_heads, "num_query_groups", config.num_query_groups)

@@ -9,11 +9,14 @@ from mimo.config.toml_file import flag_name
 from mimo.grid.spec import GridSpec
 from mimo.protocols import ParameterShape
 from providers.common.checks import NO_FACTOR, Problems
-from providers.common.decoder import DecoderConfig, check_decoder_grid, check_language
+from providers.common.decoder import DecoderConfig, check_decoder_grid, check_language, note_unused
 
 # Flags of other decoders that latent attention does not use.
 UNUSED = ("num_query_groups", "kv_channels", "add_qkv_bias", "use_rope_scaling", "rope_scaling_factor",
           "moe_router_pre_softmax")
+# Flags of YaRN.
+OF_YARN = ("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
+           "mscale_all_dim")
 # Megatron Core scores a group by its best topk / group_topk experts, DeepSeek-V3 by its best two.
 EXPERTS_THAT_SCORE_A_GROUP = 2
 
@@ -137,7 +140,9 @@ def check_latent(config: LatentDecoderConfig, problems: Problems) -> None:
     if not 0 <= config.first_k_dense_replace < config.num_layers:
         problems.add(f"--first-k-dense-replace {config.first_k_dense_replace} must lie between 0 and --num-layers "
                      f"{config.num_layers} less one: some layer has experts")
-    if config.rope_type == "yarn":
+    if config.rope_type != "yarn":
+        note_unused(config, OF_YARN, "--rope-type yarn", problems)
+    else:
         problems.positive("original_max_position_embeddings", config.original_max_position_embeddings)
         problems.least("rotary_scaling_factor", config.rotary_scaling_factor, 1)
     if not problems.found:

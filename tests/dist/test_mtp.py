@@ -42,8 +42,8 @@ BASE = f"""--model-provider providers.nemotron_h:provider --dataset-provider moc
 --num-generations 0 --watchdog-timeout-s 60 --mock-max-length 20 --hidden-size 32 --num-attention-heads 4
 --num-query-groups 2 --kv-channels 8 --ffn-hidden-size 48 --vocab-size {VOCAB_SIZE} --make-vocab-size-divisible-by 16
 --max-position-embeddings 64 --mamba-num-heads 4 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 8
---num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 16
 --mtp-loss-scaling-factor {FACTOR}""".split()
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 16"
 
 
 @dataclass(frozen=True)
@@ -327,10 +327,10 @@ def mistakes() -> dict[str, Any]:
 
 
 # name -> further flags
-MODELS = {"one-depth": "--hybrid-layer-pattern M*/*E --moe-aux-loss-coeff 0.01",
-          "two-depths": "--hybrid-layer-pattern ME*-/M*E/M*E --moe-aux-loss-coeff 0.01",
+MODELS = {"one-depth": f"--hybrid-layer-pattern M*/*E --moe-aux-loss-coeff 0.01 {EXPERTS}",
+          "two-depths": f"--hybrid-layer-pattern ME*-/M*E/M*E --moe-aux-loss-coeff 0.01 {EXPERTS}",
           "tied": "--hybrid-layer-pattern *-/-* --no-untie-embeddings-and-output-weights",
-          "packed": "--hybrid-layer-pattern ME*-/*M/*M --moe-aux-loss-coeff 0"}
+          "packed": f"--hybrid-layer-pattern ME*-/*M/*M --moe-aux-loss-coeff 0 {EXPERTS}"}
 # name -> (ranks, flags)
 LAYOUTS = {"one-process": (1, "--micro-batch-size 2"), "pp2": (2, "--llm-pp 2 --logits-chunk-size 7"),
            "tp2": (2, "--llm-tp 2 --sequence-parallel"), "dp2-ep2": (2, "--llm-dp 2 --llm-ep 2"),
@@ -407,7 +407,7 @@ def test_checkpoint_goes_on_on_another_layout(pool, plain, tmp_path, model, layo
 @pytest.mark.slow
 def test_weights_load_without_multi_token_prediction(pool: WorkerPool, tmp_path: Path) -> None:
     run(pool, "two-depths", "one-process", "--save", str(tmp_path))
-    flags = ("--hybrid-layer-pattern", "ME*-")
+    flags = ("--hybrid-layer-pattern", "ME*-", "--mtp-loss-scaling-factor", "0", *EXPERTS.split())
     for notes in pool.run(load_weights_alone, (*flags, "--llm-pp", "2"), 2, str(tmp_path), world_size=2):
         (note,) = [note for note in notes if "multi-token" in note]
         assert note.startswith("multi-token prediction (") and note.endswith(" is passed over: this run has none")

@@ -13,7 +13,8 @@ from mimo.grid.dry_run import dry_run_report, total_parameters
 from mimo.grid.spec import Layout
 from mimo.protocols import LANGUAGE
 from mimo.registry import MODEL_PROVIDERS, model_provider
-from providers.common.hybrid import HybridConfig
+from providers.common.checks import Problems
+from providers.common.hybrid import HybridConfig, check_hybrid
 from providers.common.hybrid_build import with_stages
 from providers.nemotron_moe_vlm import PATTERN_54, Config, ConfigTiny
 from tests.support.fitting import layout, problems_of
@@ -48,6 +49,10 @@ def test_the_20_layer_language_model_has_its_published_sizes() -> None:
     ({}, layout(cp=16), "--mamba-num-heads 8 is not divisible by --llm-tp 1 * --llm-cp 16"),
     ({"mamba_num_groups": 8, "mamba_num_heads": 24}, layout(cp=3), "--mamba-num-groups 8 over --llm-tp 1 * --llm-cp 3"),
     ({"hybrid_layer_pattern": "M*"}, layout(dp=2, ep=2), "--llm-ep 2 and --llm-expt-tp 1 need layers with experts"),
+    ({"hybrid_layer_pattern": "M*-", "num_experts": 7}, layout(), "--num-experts 7 needs a layer with experts (E)"),
+    ({"hybrid_layer_pattern": "M*-", "moe_aux_loss_coeff": 0.5}, layout(), "--moe-aux-loss-coeff 0.5 needs a layer"),
+    ({"mtp_loss_scaling_factor": 3.0}, layout(),
+     "--mtp-loss-scaling-factor 3.0 needs a depth of multi-token prediction in --hybrid-layer-pattern"),
     ({}, layout({"pp": 2}), "--encoder-pp 2"),
     ({"moe_router_topk": 9}, layout(), "--moe-router-topk 9 exceeds --num-experts 8"),
     ({"mamba_num_groups": 3}, layout(), "--mamba-num-heads 8 is not divisible by --mamba-num-groups 3"),
@@ -62,6 +67,17 @@ def test_the_20_layer_language_model_has_its_published_sizes() -> None:
 ])
 def test_sizes_that_a_layout_cannot_hold_are_refused(change: dict, grids: Layout, message: str) -> None:
     assert message in "\n".join(problems_of(TINY, dataclasses.replace(ConfigTiny(), **change), grids))
+
+
+@pytest.mark.parametrize("change", [
+    {"hybrid_layer_pattern": "M*-"}, {"hybrid_layer_pattern": "M*/*E", "mtp_loss_scaling_factor": 3.0},
+    # A loss that is off, and sizes of a config.json, which always has some of experts.
+    {"hybrid_layer_pattern": "M*-", "moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none"},
+    {"hybrid_layer_pattern": "M*-", "num_experts": 7, "hf_config": "given"}])
+def test_flags_that_have_an_effect_or_say_that_they_have_none_are_taken(change: dict) -> None:
+    problems = Problems()
+    check_hybrid(dataclasses.replace(ConfigTiny(), **change), problems)
+    assert not problems.found
 
 
 def test_images_of_one_size_need_not_be_square() -> None:
