@@ -410,9 +410,10 @@ def _check_model(config: RunConfig, layout: Layout) -> None:
         refuse(model.encoder_recompute != "none", "a run without an encoder would ignore --encoder-recompute "
                f"{model.encoder_recompute}: leave it out")
     if not encoders or model.frozen >= {*encoders, PROJECTOR}:
+        # The stages of a recipe share the rates of parts that some of them freeze.
         given = [f"{flag_name(name)} {getattr(config.optim, name)}"
                  for name in ("encoder_lr", "projector_lr", "encoder_weight_decay")
-                 if getattr(config.optim, name) is not None]
+                 if not encoders and getattr(config.optim, name) is not None]
         if config.ddp.encoder_ddp_overlap:
             given.append("--encoder-ddp-overlap")
         if config.optim.correct_encoder_grad_for_partial_participation:

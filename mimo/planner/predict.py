@@ -42,7 +42,7 @@ LANES_WITH_DATA = 8
 SHORT_ITERATION = 16
 # The same if they are ordered by length. The longest follow each other then, and need more memory the more there are.
 ORDERED_ITERATION = 64
-# Most iterations and most passes that are simulated, but at least one iteration.
+# Most iterations that are simulated, and most passes of those whose memory is predicted, but at least one iteration.
 MAX_ITERATIONS, MAX_PASSES = 4, 1000
 # Share of the expected calls of an encoder that a lower bound counts, because the simulated samples may have fewer.
 SURE_CALLS = 0.75
@@ -84,7 +84,8 @@ def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[S
         samples: sizes of the first samples; repeated if an iteration has more.
     """
     step = Step(config, layout, costs)
-    batches = step.batches(samples)
+    every = step.batches(samples)
+    batches = every[:MAX_ITERATIONS]
     lanes, count, short = step.sampled.num_lanes, step.num_microbatches, len(batches[0])
     after = {"optimizer": step.optimizer_s(), "gradient reduction": step.reduction_s(), "host": costs.profile.step_s}
     parts: dict[str, float] = defaultdict(float, after)
@@ -107,7 +108,7 @@ def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[S
         seconds += whole * longer / len(batches)
     tokens = fmean(sum(sample.num_tokens for microbatch in batch for lane in microbatch for sample in lane)
                    for batch in batches) * layout.num_lanes / lanes * count / short
-    memory, images, fullest = step.memory(batches)
+    memory, images, fullest = step.memory(every)
     return Prediction(seconds, bound, tokens / seconds / layout.world_size, memory / GIB, fullest, images / GIB,
                       {name: value for name, value in parts.items() if value})
 
@@ -148,14 +149,14 @@ class Step:
             0 if config.model.recompute != "full" else min(recomputed or count, count) for count in self.layers)
 
     def batches(self, samples: Sequence[SampleSize]) -> list[Microbatches]:
-        """Return the iterations to simulate, shortened if they have many microbatches."""
+        """Return the iterations to predict, shortened if they have many microbatches."""
         lanes, rows, stages = self.sampled.num_lanes, self.config.train.micro_batch_size, self.layout.language.pp
         most = ORDERED_ITERATION if self.is_ordered else SHORT_ITERATION
         count = min(self.num_microbatches, max(4 * stages, most))
         samples = list(islice(cycle(samples), max(lanes * count * rows, len(samples))))
         found = iterations(samples, self.config, self.layout, num_lanes=lanes, num_microbatches=count)
         most = MAX_PASSES // (min(lanes, MAX_LANES) * stages * count)
-        return list(islice(found, min(max(most, 1), MAX_ITERATIONS)))
+        return list(islice(found, max(most, 1)))
 
     def _padded(self, tokens: int) -> int:
         """Return the length of rows, the longest of which has so many tokens."""

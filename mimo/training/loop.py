@@ -31,7 +31,7 @@ from mimo.observability.trackers import Answer, Generation
 from mimo.platform.base import Platform
 from mimo.protocols import LANGUAGE, DataProvider, ModelProvider
 from mimo.training.evaluate import Evaluation, evaluate, gather_images, greedy_decode
-from mimo.training.optimizer import current_learning_rates, unused_learning_rates
+from mimo.training.optimizer import current_learning_rates, unused_rates
 from mimo.training.session import Session
 from mimo.training.setup import kept_objects, run_state, setup_trainer
 from mimo.training.step import StepResult, TrainerParts, train_step
@@ -228,7 +228,7 @@ class TrainingLoop:
         shown = [describe(self.config, self.provider) for describe in (describe_images, describe_videos)]
         unused = [f"{flag} is not used: the parts that would train with it are frozen (--freeze "
                   f"{self.config.model.freeze})"
-                  for flag in unused_learning_rates(self.config, self.provider.encoders(self.config.model_family))]
+                  for flag in unused_rates(self.config, self.provider.encoders(self.config.model_family))]
         for line in [*lines, *filter(None, shown), *unused]:
             logger.message(line)
         if self.meter is not None and self.meter.peak is not None:

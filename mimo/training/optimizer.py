@@ -385,15 +385,15 @@ def current_learning_rates(
     }
 
 
-def unused_learning_rates(config: RunConfig, encoders: tuple[str, ...]) -> list[str]:
-    """Return `--encoder-lr` and `--projector-lr` with their values, where they are set and nothing trains with them.
+def unused_rates(config: RunConfig, encoders: tuple[str, ...]) -> list[str]:
+    """Return learning rates and the weight decay of encoders and projectors that are given, and with which none trains.
 
     They are no error, because the stages of a recipe share them.
     """
     optim, frozen = config.optim, config.model.frozen
-    trains_projector = "projector" not in frozen
+    trains_encoder, trains_projector = not frozen >= set(encoders), "projector" not in frozen
     # The projector's default is the encoders' rate.
-    is_used = {"encoder_lr": not frozen >= set(encoders) or (trains_projector and optim.projector_lr is None),
-               "projector_lr": trains_projector}
+    is_used = {"encoder_lr": trains_encoder or (trains_projector and optim.projector_lr is None),
+               "projector_lr": trains_projector, "encoder_weight_decay": trains_encoder or trains_projector}
     rates = {name: vars(optim)[name] for name, used in is_used.items() if not used}
     return [f"{flag_name(name)} {rate:g}" for name, rate in rates.items() if rate is not None]

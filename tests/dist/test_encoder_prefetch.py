@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from tests.support import launch
-from tests.support.equality import WITHOUT_ENCODER_RATES
 from tests.support.marks import fast_only
 from tests.support.prefetching import assert_same_bits, check_where_it_ran, train_with_each
 from tests.support.resuming import exact_state
 from tests.support.spawn import WorkerPool
 
 FROZEN = "--freeze vision"
-ALL_FROZEN = f"--freeze vision,projector {' '.join(WITHOUT_ENCODER_RATES)}"
+ALL_FROZEN = "--freeze vision,projector"
 # name -> (ranks, flags, depths)
 CASES = {
     "one-microbatch": (2, f"{FROZEN} --global-batch-size 1 --mock-text-only-fraction 0.3", (1, 3)),

@@ -22,7 +22,7 @@ from mimo.observability.flops import FlopsCounter
 from mimo.protocols import LANGUAGE
 from mimo.registry import model_provider
 from tests.support import equality, packing
-from tests.support.equality import BASE, MODEL, MOE, WITHOUT_ENCODER_RATES
+from tests.support.equality import BASE, MODEL, MOE
 from tests.support.marks import fast_only
 from tests.support.spawn import WorkerPool
 
@@ -138,7 +138,7 @@ MTP = ("--hybrid-layer-pattern", "ME*-M/*E/*E")
 MODELS = {"llava": LLAVA, "llava-moe": (*LLAVA, *MOE), "llava-frozen-encoder": (*LLAVA, "--freeze", "vision"),
           "llava-frozen-language": (*LLAVA, "--freeze", "language"),
           "llava-projector-alone": (*LLAVA, "--freeze", "vision,language"),
-          "llava-language-alone": (*LLAVA, "--freeze", "vision,projector", *WITHOUT_ENCODER_RATES),
+          "llava-language-alone": (*LLAVA, "--freeze", "vision,projector"),
           "llava-frozen-projector": (*LLAVA, "--freeze", "projector"),
           "llava-recomputed": (*LLAVA, "--recompute", "full"),
           "llava-recomputed-attention": (*LLAVA, "--recompute", "selective"),

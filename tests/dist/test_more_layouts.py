@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.equality import MOE, WITHOUT_ENCODER_RATES, Outcome, assert_equal, run_layout, run_oracle
+from tests.support.equality import MOE, Outcome, assert_equal, run_layout, run_oracle
 from tests.support.spawn import WorkerPool
 from tests.support.steps import trainer_of
 
@@ -27,7 +27,8 @@ LAYOUTS = {
                              "--overlap-param-gather --ddp-num-buckets 3"),
 }
 # With the default seed, two experts of a token tie in the third step, and rounding decides.
-LLM_ONLY = ("--llm-only", *WITHOUT_ENCODER_RATES, "--mock-text-only-fraction", "1", "--seed", "99")
+LLM_ONLY = ("--llm-only", "--encoder-lr", "none", "--projector-lr", "none", "--encoder-weight-decay", "none",
+            "--mock-text-only-fraction", "1", "--seed", "99")
 LLM_ONLY_LAYOUTS = {
     "pp2-dp2": ((), "--llm-pp 2 --llm-dp 2"),
     "moe-tp2-dp2-ep2-expt-tp2": (MOE, "--llm-tp 2 --llm-dp 2 --sequence-parallel --llm-ep 2 --llm-expt-tp 2"),

@@ -31,8 +31,6 @@ BASE = """--dataset-provider mock --device cpu --no-bf16 --transformer-impl loca
 --lr 2e-3 --encoder-lr 1e-3 --projector-lr 4e-3 --weight-decay 0.1 --encoder-weight-decay 0.05 --adam-eps 1e-5
 --clip-grad 0.5 --mock-images-max 3 --mock-text-only-fraction 0.45 --mock-min-length 5 --mock-max-length 30
 --num-generations 0 --watchdog-timeout-s 60""".split()
-# Flags of BASE that a run would ignore if all of the encoder were frozen, or if it had none.
-WITHOUT_ENCODER_RATES = ("--encoder-lr", "none", "--projector-lr", "none", "--encoder-weight-decay", "none")
 MODEL = """--model-provider mock --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2
 --ffn-hidden-size 64 --vocab-size 96 --vision-num-layers 2 --vision-hidden-size 32 --vision-num-attention-heads 4
 --vision-ffn-hidden-size 64 --vision-image-size 16 --vision-patch-size 8 --image-token-id 95

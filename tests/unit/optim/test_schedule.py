@@ -100,6 +100,7 @@ def test_schedule_follows_its_formula(pool: WorkerPool, unit: str) -> None:
     ("--encoder-lr 1e-4 --projector-lr 2e-3 --freeze projector", ["--projector-lr 0.002"]),
     ("--encoder-lr 1e-4 --projector-lr 2e-3 --freeze vision,projector",
      ["--encoder-lr 0.0001", "--projector-lr 0.002"]),
+    ("--encoder-weight-decay 0 --freeze vision", []),
     ("--freeze vision,projector", []),
 ])
 def test_learning_rates_that_nothing_trains_with_are_said(monkeypatch: pytest.MonkeyPatch, flags: str,
@@ -112,8 +113,8 @@ def test_learning_rates_that_nothing_trains_with_are_said(monkeypatch: pytest.Mo
     from mimo.training import loop, optimizer
 
     config = parse(["--model-provider", "mock", *flags.split()])
-    assert optimizer.unused_learning_rates(config, ("vision",)) == unused
-    assert optimizer.unused_learning_rates(config, ("vision", "audio")) == [
+    assert optimizer.unused_rates(config, ("vision",)) == unused
+    assert optimizer.unused_rates(config, ("vision", "audio")) == [
         flag for flag in unused if flag.startswith("--projector")], "an encoder that trains"
     said = list[str]()
     run: Any = loop.TrainingLoop.__new__(loop.TrainingLoop)
