@@ -107,8 +107,8 @@ class PlanFlags:
     """First measure the passes of a few layers on the GPUs of this host, which takes two to three minutes, and write
     the costs to this file."""
     plan_steps: int = 4
-    """Number of steps whose samples are read. At most 4 are simulated; memory is that of the fullest of all. A long run
-    on uneven data comes to fuller ones than the default sees."""
+    """Number of steps whose samples are read, at most 4096 of them. Up to 4 steps are simulated; memory is that of the
+    fullest of all. A long run on uneven data comes to fuller ones than the default sees."""
     top: int = 10
     """Number of layouts to print."""
     out: Annotated[str, arg(metavar="FILE")] = ""

@@ -136,7 +136,12 @@ def parse_as[C: RunConfig](run_type: type[C], argv: list[str] | None, descriptio
 
 
 def _refuse_default_data(config: RunConfig) -> None:
-    """Raise ValueError if a pretrained language model would get the default data set, whose token ids are its own."""
+    """Raise ValueError if a pretrained language model would get the default data set, whose token ids are its own.
+
+    That of train_rl.py may have the model's tokenizer.
+    """
+    if vars(config.dataset).get("tokenizer"):
+        return
     for name in ("load_hf", "load_language_from"):
         folder = getattr(config.checkpoint, name)
         if folder:

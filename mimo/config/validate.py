@@ -368,7 +368,8 @@ def check_shared_heads(heads: int, tp: int, cp: int) -> None:
     """Refuse key and value heads that --cp-comm-type a2a cannot share out among context-parallel ranks."""
     groups = max(heads // tp, 1)
     refuse(groups % cp != 0, f"--cp-comm-type a2a: the {groups} key and value heads of a tensor-parallel rank ({heads} "
-           f"in all, --llm-tp {tp}) are not divisible by --llm-cp {cp}; use --cp-comm-type p2p or all_gather")
+           f"in all, --llm-tp {tp}) are not divisible by --llm-cp {cp}; use --cp-comm-type p2p or all_gather, or "
+           "--transformer-impl local")
 
 
 def _check_model(config: RunConfig, layout: Layout) -> None:

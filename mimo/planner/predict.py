@@ -42,7 +42,7 @@ LANES_WITH_DATA = 8
 SHORT_ITERATION = 16
 # The same if they are ordered by length. The longest follow each other then, and need more memory the more there are.
 ORDERED_ITERATION = 64
-# Most iterations that are simulated, and most passes of those whose memory is predicted, but at least one iteration.
+# Most iterations and most passes that are simulated, but at least one iteration.
 MAX_ITERATIONS, MAX_PASSES = 4, 1000
 # Share of the expected calls of an encoder that a lower bound counts, because the simulated samples may have fewer.
 SURE_CALLS = 0.75
@@ -85,7 +85,7 @@ def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[S
     """
     step = Step(config, layout, costs)
     every = step.batches(samples)
-    batches = every[:MAX_ITERATIONS]
+    batches = every[: step.num_simulated]
     lanes, count, short = step.sampled.num_lanes, step.num_microbatches, len(batches[0])
     after = {"optimizer": step.optimizer_s(), "gradient reduction": step.reduction_s(), "host": costs.profile.step_s}
     parts: dict[str, float] = defaultdict(float, after)
@@ -150,13 +150,21 @@ class Step:
 
     def batches(self, samples: Sequence[SampleSize]) -> list[Microbatches]:
         """Return the iterations to predict, shortened if they have many microbatches."""
-        lanes, rows, stages = self.sampled.num_lanes, self.config.train.micro_batch_size, self.layout.language.pp
+        lanes, count = self.sampled.num_lanes, self._num_predicted
+        samples = list(islice(cycle(samples), max(lanes * count * self.config.train.micro_batch_size, len(samples))))
+        return list(iterations(samples, self.config, self.layout, num_lanes=lanes, num_microbatches=count))
+
+    @property
+    def num_simulated(self) -> int:
+        """How many iterations are simulated at most; memory is predicted from all."""
+        passes = min(self.sampled.num_lanes, MAX_LANES) * self.layout.language.pp * self._num_predicted
+        return min(max(MAX_PASSES // passes, 1), MAX_ITERATIONS)
+
+    @property
+    def _num_predicted(self) -> int:
+        """Microbatches of an iteration, or of the part of it that is simulated."""
         most = ORDERED_ITERATION if self.is_ordered else SHORT_ITERATION
-        count = min(self.num_microbatches, max(4 * stages, most))
-        samples = list(islice(cycle(samples), max(lanes * count * rows, len(samples))))
-        found = iterations(samples, self.config, self.layout, num_lanes=lanes, num_microbatches=count)
-        most = MAX_PASSES // (min(lanes, MAX_LANES) * stages * count)
-        return list(islice(found, max(most, 1)))
+        return min(self.num_microbatches, max(4 * self.layout.language.pp, most))
 
     def _padded(self, tokens: int) -> int:
         """Return the length of rows, the longest of which has so many tokens."""

@@ -355,13 +355,15 @@ def engine_folder(config: RlRunConfig) -> Path:
     """Return the folder of a run that describes its model, which a later start deletes.
 
     Raises:
-        OSError: the folder cannot be read.
-        ValueError: something else of this name is there, such as a folder of the user's.
+        ValueError: something else of this name is there, such as a folder of the user's, or one that cannot be read.
     """
     folder = Path(config.observe.run_dir).resolve() / "engine"
     is_own = not folder.is_symlink() and not folder.exists()
     if not is_own and folder.is_dir() and not folder.is_symlink():
-        found = list(folder.iterdir())
+        try:
+            found = list(folder.iterdir())
+        except OSError as problem:
+            raise ValueError(f"--run-dir {config.observe.run_dir}: {problem}") from problem
         names = {each.name for each in found if each.is_file() and not each.is_symlink()}
         # Folders of older versions have no marker.
         is_own = MARKER in names or len(names) == len(found) and names <= DESCRIPTIONS

@@ -59,7 +59,7 @@ from mimo.rl.rollouts import (
 from mimo.rollout.engine import Sampling
 from mimo.rollout.replicas import RolloutClient
 from mimo.training.loop import StepObserver
-from mimo.training.optimizer import current_learning_rates
+from mimo.training.optimizer import current_learning_rates, unused_rates
 from mimo.training.session import Session
 from mimo.training.setup import kept_objects, setup_trainer
 from mimo.training.step_metrics import FlopsMeter, layout_note
@@ -146,7 +146,7 @@ class RlLoop:
         self._measure_more(num_measured)
         self._reference, more = reference_policy(self.state, self.provider, self.config.rl, self.watchdog,
                                                  resumed=self.session.progress.iteration > 0)
-        lines += more
+        lines += [*more, *unused_rates(self.config, [encoder.name for encoder in self.grids.layout.encoders])]
         note = layout_note(get_model_config(parts.built.model), in_rl=True)
         return lines if note is None else [*lines, note]
 

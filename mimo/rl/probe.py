@@ -262,15 +262,15 @@ class RefitProbe:
         placeholders = set() if images is None else images.ids
         words = np.array([token for token in range(vocab_size) if token not in placeholders])
         random = np.random.default_rng(0)
-        without_room = num_bad = 0
+        without_room, bad = 0, set[str]()
         most_bad = prompts.max_bad_samples if isinstance(prompts, SkippingPromptSet) else 0
         for index in itertools.count():
             try:
                 prompt = prompts.prompt(index)
                 as_request(prompt)
-            except BadPromptError:  # the run reports it when its turn comes
-                num_bad += 1
-                if num_bad > most_bad:
+            except BadPromptError as error:  # the run reports it when its turn comes
+                bad.add(error.key)
+                if len(bad) > most_bad:
                     raise
                 continue
             # The engine's model length is --seq-length, and it samples one token after those that it scores.

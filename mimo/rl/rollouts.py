@@ -7,6 +7,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
+from itertools import count as count_from
 from typing import Any
 
 import numpy as np
@@ -148,9 +150,9 @@ class RolloutSource:
     def usable(self, first: int, count: int) -> tuple[tuple[int, ...], tuple[Prompt, ...], list[dict[str, Any]]]:
         """Return `count` prompts, beginning with number `first`: their indices, prompts and requests.
 
-        Some images can only be decoded in part, which shows when a request is made of them. The next prompt that can
-        be used takes the place of such a one, whatever came before, so that a resumed run asks for the same prompts.
-        Leaving it out of the set would move all others.
+        Some images can only be decoded in part, which shows when a request is made of them. The last prompt before it
+        that can be used takes the place of such a one, or else the next one, so that a resumed run asks for the same
+        prompts. Prompts before it have been measured. Leaving it out of the set would move all others.
 
         Raises:
             ValueError: more prompts than --max-bad-samples are bad, or all of them.
@@ -158,7 +160,7 @@ class RolloutSource:
         indices, prompts, requests = [], [], []
         for place in range(first, first + count):
             tries = self.prompts.num_prompts if isinstance(self.prompts, FinitePromptSet) else 1
-            for index in range(place, place + tries):
+            for index in islice(chain(range(place, -1, -1), count_from(place + 1)), tries):
                 try:
                     prompt = self.prompts.prompt(index)
                     request = as_request(prompt)
@@ -178,7 +180,7 @@ class RolloutSource:
         if error.key not in self._bad:
             self._bad.add(error.key)
             self.num_bad += 1
-            note_bad_prompt(self.prompts, error, self.num_bad, "the next prompt takes its place")
+            note_bad_prompt(self.prompts, error, self.num_bad, "another prompt takes its place")
 
     def ask(self, first: int, count: int, version: str) -> Answers:
         """Ask the engine to complete `count` prompts, beginning with number `first`.

@@ -226,9 +226,7 @@ class TrainingLoop:
         STARTUP.enter(Phase.RECORDS)
         logger = self.session.open_records()
         shown = [describe(self.config, self.provider) for describe in (describe_images, describe_videos)]
-        unused = [f"{flag} is not used: the parts that would train with it are frozen (--freeze "
-                  f"{self.config.model.freeze})"
-                  for flag in unused_rates(self.config, self.provider.encoders(self.config.model_family))]
+        unused = unused_rates(self.config, self.provider.encoders(self.config.model_family))
         for line in [*lines, *filter(None, shown), *unused]:
             logger.message(line)
         if self.meter is not None and self.meter.peak is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -385,8 +385,8 @@ def current_learning_rates(
     }
 
 
-def unused_rates(config: RunConfig, encoders: tuple[str, ...]) -> list[str]:
-    """Return learning rates and the weight decay of encoders and projectors that are given, and with which none trains.
+def unused_rates(config: RunConfig, encoders: Sequence[str]) -> list[str]:
+    """Return a line on each learning rate or weight decay of encoders and projectors that nothing trains with.
 
     They are no error, because the stages of a recipe share them.
     """
@@ -396,4 +396,5 @@ def unused_rates(config: RunConfig, encoders: tuple[str, ...]) -> list[str]:
     is_used = {"encoder_lr": trains_encoder or (trains_projector and optim.projector_lr is None),
                "projector_lr": trains_projector, "encoder_weight_decay": trains_encoder or trains_projector}
     rates = {name: vars(optim)[name] for name, used in is_used.items() if not used}
-    return [f"{flag_name(name)} {rate:g}" for name, rate in rates.items() if rate is not None]
+    return [f"{flag_name(name)} {rate:g} is not used: the parts that would train with it are frozen (--freeze "
+            f"{config.model.freeze})" for name, rate in rates.items() if rate is not None]

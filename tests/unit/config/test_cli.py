@@ -119,6 +119,11 @@ def test_pretrained_weights_need_a_data_set_by_name(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('dataset-provider = "digits"')
     assert parse(["--load-hf", str(tmp_path), "--config", str(file)]).data.dataset_provider == "digits"
+    # Sums in the model's own tokens.
+    words = ["--model-provider", "causal_lm", "--load-hf", str(tmp_path)]
+    assert parse_as(RlRunConfig, [*words, "--tokenizer", str(tmp_path)], "").data.dataset_provider == "arithmetic"
+    with pytest.raises(ValueError, match="needs --dataset-provider: the default, arithmetic, has"):
+        parse_as(RlRunConfig, words, "")
 
 
 def test_a_file_cannot_choose_the_family_by_values_that_are_no_names(tmp_path):

@@ -113,8 +113,11 @@ def test_learning_rates_that_nothing_trains_with_are_said(monkeypatch: pytest.Mo
     from mimo.training import loop, optimizer
 
     config = parse(["--model-provider", "mock", *flags.split()])
-    assert optimizer.unused_rates(config, ("vision",)) == unused
-    assert optimizer.unused_rates(config, ("vision", "audio")) == [
+    def flags_of(lines: list[str]) -> list[str]:
+        return [line.partition(" is not used: ")[0] for line in lines]
+
+    assert flags_of(optimizer.unused_rates(config, ("vision",))) == unused
+    assert flags_of(optimizer.unused_rates(config, ("vision", "audio"))) == [
         flag for flag in unused if flag.startswith("--projector")], "an encoder that trains"
     said = list[str]()
     run: Any = loop.TrainingLoop.__new__(loop.TrainingLoop)
@@ -126,4 +129,4 @@ def test_learning_rates_that_nothing_trains_with_are_said(monkeypatch: pytest.Mo
     for name in ("run_state", "get_model_config", "layout_note"):
         monkeypatch.setattr(loop, name, lambda *_: None)
     run._start(None)
-    assert [line.partition(" is not used: ")[0] for line in said if "(--freeze " in line] == unused
+    assert flags_of([line for line in said if "(--freeze " in line]) == unused

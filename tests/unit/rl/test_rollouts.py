@@ -79,10 +79,10 @@ class WithBad(Prompts):
         return Prompt(f"p{index % 6}", "?", (10, 9), "truth", {}, ((1, 1),), pictures)
 
 
-def test_the_next_prompt_takes_the_place_of_one_whose_image_cannot_be_decoded(caplog):
+def test_the_prompt_before_takes_the_place_of_one_whose_image_cannot_be_decoded(caplog):
     asked = source()
     asked.prompts, asked.images = WithBad(), ImageTokens({"vision": 9}, lambda *_: 1, 1)
-    for first, expected in ((1, (1, 4, 4, 4)), (3, (4, 4, 5, 6)), (8, (10, 10, 10, 11))):
+    for first, expected in ((1, (1, 1, 1, 4)), (3, (1, 4, 5, 6)), (8, (7, 7, 10, 11))):
         answers = asked.ask(first, 4, "3")
         assert answers.indices == expected, "whatever the run has asked for before"
         # Encoder ranks find the pixels by this index.
