@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 # Frames of videos whose headers are kept, about 40 bytes each.
 KEPT_FRAMES = 5_000_000
 BINARY = (bytes, bytearray, memoryview)
-# Flags of Energon's workers and of packing. Prompts are read one by one in the training process, without either.
-UNUSED_FLAGS = frozenset({"num_workers", "packing_buffer_size", "packing_balance", "shuffle_buffer_size",
-                          "max_samples_per_sequence"})
+# Flags of packing and of shuffling by a buffer. Prompts are read one by one, without either.
+UNUSED_FLAGS = frozenset({"packing_buffer_size", "packing_balance", "shuffle_buffer_size", "max_samples_per_sequence"})
 
 
 def blocks_of(source: Source) -> list[int]:
@@ -82,7 +81,7 @@ class ConversationPrompts:
             value = getattr(config, field.name)
             if field.name in UNUSED_FLAGS and value != field.default:
                 raise ValueError(f"{' '.join(flag_words(field.name, value))} has no effect on the prompts of "
-                                 "train_rl.py, which are read one by one; leave it out")
+                                 "train_rl.py, which are neither packed nor read through a buffer; leave it out")
         if config.max_bad_samples < 0:
             raise ValueError(f"--max-bad-samples {config.max_bad_samples}: must be at least 0")
         flag, path = path_of(config, split)

@@ -15,8 +15,6 @@ from providers.common.decoder import BALANCING, LanguageConfig, check_groups_and
 
 MAMBA, ATTENTION, MOE, MLP = "M", "*", "E", "-"
 SYMBOLS = {MAMBA: "Mamba-2", ATTENTION: "attention", MOE: "mixture of experts", MLP: "dense MLP"}
-OF_EXPERTS = ("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
-              "moe_latent_size", "moe_router_topk_scaling_factor", "moe_router_force_load_balancing")
 CONV_KERNEL = 4  # Megatron Core's MambaMixer supports no other value
 CHECKPOINT_FLAG = "--load-nemotron-checkpoint"
 # Keys of Megatron checkpoints that a run does not use, with the reason.
@@ -151,9 +149,8 @@ def check_hybrid(config: HybridConfig, problems: Problems) -> None:
         note_unused(config, ("mtp_loss_scaling_factor",), "a depth of multi-token prediction in "
                     "--hybrid-layer-pattern", problems)
     if MOE not in config.hybrid_layer_pattern:
-        # Every config.json has sizes of experts.
-        sizes = () if getattr(config, "hf_config", "") else OF_EXPERTS
-        note_unused(config, (*sizes, *BALANCING), "a layer with experts (E) in --hybrid-layer-pattern", problems)
+        # Not the sizes of experts, which every config.json has.
+        note_unused(config, BALANCING, "a layer with experts (E) in --hybrid-layer-pattern", problems)
     if problems.found:
         return
     problems.divides("num_attention_heads", config.num_attention_heads, "num_query_groups", config.num_query_groups)

@@ -159,7 +159,6 @@ def test_prompts_are_not_shuffled_on_request(tmp_path: Path, tokenizer: Path, sp
 
 
 @pytest.mark.parametrize(("flags", "expected"), [
-    ({"num_workers": 4}, "--num-workers 4 has no effect on the prompts of train_rl.py"),
     ({"packing_buffer_size": 50}, "--packing-buffer-size 50 has no effect"),
     ({"packing_balance": True}, "--packing-balance has no effect"),
     ({"shuffle_buffer_size": 9}, "--shuffle-buffer-size 9 has no effect"),

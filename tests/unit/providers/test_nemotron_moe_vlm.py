@@ -49,7 +49,6 @@ def test_the_20_layer_language_model_has_its_published_sizes() -> None:
     ({}, layout(cp=16), "--mamba-num-heads 8 is not divisible by --llm-tp 1 * --llm-cp 16"),
     ({"mamba_num_groups": 8, "mamba_num_heads": 24}, layout(cp=3), "--mamba-num-groups 8 over --llm-tp 1 * --llm-cp 3"),
     ({"hybrid_layer_pattern": "M*"}, layout(dp=2, ep=2), "--llm-ep 2 and --llm-expt-tp 1 need layers with experts"),
-    ({"hybrid_layer_pattern": "M*-", "num_experts": 7}, layout(), "--num-experts 7 needs a layer with experts (E)"),
     ({"hybrid_layer_pattern": "M*-", "moe_aux_loss_coeff": 0.5}, layout(), "--moe-aux-loss-coeff 0.5 needs a layer"),
     ({"mtp_loss_scaling_factor": 3.0}, layout(),
      "--mtp-loss-scaling-factor 3.0 needs a depth of multi-token prediction in --hybrid-layer-pattern"),
