@@ -51,9 +51,9 @@ def blocks_of(source: Source) -> list[int]:
 class ConversationPrompts:
     """One split; a `mimo.rl.prompts.SkippingPromptSet` and `VideoPromptSet`.
 
-    Every pass has another order, or the stored one with --no-shuffle. Of Parquet files with many row groups it shuffles
-    the groups and mixes the records of some of them, as supervised training does. Otherwise nearly every prompt would
-    read a whole row group.
+    Every pass has another order, or the stored one with --no-shuffle. If Parquet files have many row groups, a
+    pass shuffles the groups and mixes the records of some of them, as supervised training does. Otherwise nearly every
+    prompt would read a whole row group.
 
     Attributes:
         end_token_id: ends a completion.

@@ -18,12 +18,12 @@ from typing import Any
 from mimo import registry
 from mimo.config.trainer import RunConfig
 from mimo.config.validate import num_layers, resolved_family
+from mimo.config.validate_fp8 import MTP
 from mimo.grid.dry_run import trained_shapes
 from mimo.observability.flops import FlopsCounter, FlopsProvider, SequenceSums
 from mimo.planner.gpus import Gpu
 from mimo.planner.passes import EncoderCost, LanguageCost, PassCost
 from mimo.planner.shapes import (
-    MTP,
     is_in,
     kept_channels,
     key_value_channels,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mimo.config.validate_fp8 import MTP
 from mimo.protocols import ParameterShape
 
 
@@ -43,7 +44,7 @@ def parts_of_layers(shapes: Sequence[ParameterShape], hidden_size: int, num_expe
     return sum(shape.count for shape in ends) + (0.0 if shared else layers_with_experts(shapes, num_experts))
 
 
-MTP, MTP_LAYER = "mtp.layers.", "mtp.layers.mtp_model_layer."
+MTP_LAYER = f"{MTP}mtp_model_layer."
 
 
 def kept_channels(shapes: Sequence[ParameterShape], layers: float, width: int, parts: Sequence[str], experts: float,

@@ -265,7 +265,7 @@ class PolicyTrainer:
             self.parts, loss_sum=everywhere.sums["loss"], num_targets=everywhere.sums["loss_count"],
             num_samples=len(completions),
             refuse_loss=partial(_refuse_loss, microbatches, totals if self.parts.counts_losses else []))
-        # Only here, because it waits for the device, and the update's preparation lets the host run ahead.
+        # This check waits for the device, so it comes after the update, whose preparation lets the host run ahead.
         assert everywhere.sums["loss_count"].item() == count, (everywhere.sums["loss_count"], count)
         # The records of this program have the whole update in seconds, not the optimizer's part.
         self.parts.optimizer_timer.drain_s()

@@ -151,8 +151,8 @@ class RolloutSource:
         """Return `count` prompts, beginning with number `first`: their indices, prompts and requests.
 
         Some images can only be decoded in part, which shows when a request is made of them. The last prompt before it
-        that can be used takes the place of such a one, or else the next one, so that a resumed run asks for the same
-        prompts. Prompts before it have been measured. Leaving it out of the set would move all others.
+        that can be used takes its place, or else the next one, so that a resumed run asks for the same prompts. Prompts
+        before it have been measured. To leave it out of the set would move all others.
 
         Raises:
             ValueError: more prompts than --max-bad-samples are bad, or all of them.
@@ -354,7 +354,7 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Measured:
-    """What measuring prompts has found.
+    """Result of measuring prompts.
 
     Attributes:
         has_videos: whether prompts that were measured have videos; for a set without end, whether they may have some.
@@ -421,7 +421,7 @@ def fit_prompts(prompts: PromptSet, split: str, config: RlRunConfig, images: Ima
             has_videos = has_videos or bool(prompt.videos)
             if (length := prompt_length(prompt, images)) > limit:
                 lengths[prompt.key] = length
-        # As many further prompts move up.
+        # For each bad prompt, a further one moves up.
         first, count = count, min(total, count + len(bad) - before)
     if bad and len(bad) == total:
         raise ValueError(f"none of the {total} prompts of the {split} split of {name} can be used; the log says why")

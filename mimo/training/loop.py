@@ -423,7 +423,7 @@ class TrainingLoop:
         return None
 
     def _finish(self, logger: RunLogger) -> str | None:
-        """Run the last evaluation and, on the logging rank, a few decoded samples. Return as `_evaluate`."""
+        """Run the last evaluation and, on the logging rank, a few decoded samples. Returns what `_evaluate` does."""
         stopped = self._evaluate(logger)
         wanted = self.config.train.num_generations
         if stopped is not None or not self.config.train.eval_iters or not wanted:
