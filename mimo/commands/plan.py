@@ -17,8 +17,8 @@ from mimo.config.cli import parse, to_toml
 from mimo.config.trainer import LayoutConfig, RunConfig
 from mimo.config.validate import validate
 from mimo.grid.layout import required_world_size
-from mimo.planner.candidates import HOMOGENEOUS, TEXT, USABLE, Candidate, Search
-from mimo.planner.costs import HOST_BOUND_SHARE, Costs, Profile, check_supported
+from mimo.planner.candidates import HOMOGENEOUS, TEXT, Candidate, Search
+from mimo.planner.costs import GIB, HOST_BOUND_SHARE, Costs, Profile, check_supported
 from mimo.planner.gpus import GPUS
 from mimo.planner.measure import measure, model_name
 from mimo.planner.workload import SampleSize, draw_samples
@@ -203,7 +203,7 @@ def _advice(found: list[Candidate], search: Search) -> list[str]:
                  if value != "none"]
         what = (f" with {' '.join(given)}: leave {'this flag' if len(given) == 1 else 'these flags'} out, so that the "
                 "planner chooses what is recomputed, or use" if given else ", even if all layers are recomputed: use")
-        return [*lines, f"None fits into {USABLE * search.costs.gpu.memory_gib:.0f} GiB{what} more GPUs"]
+        return [*lines, f"None fits into {search.costs.gpu.usable_bytes / GIB:.0f} GiB{what} more GPUs"]
     best = fitting[0]
     parts = sorted(best.prediction.parts_s.items(), key=lambda item: -item[1])
     spent = ", ".join(f"{name} {seconds / best.prediction.step_s:.0%}" for name, seconds in parts

@@ -162,8 +162,7 @@ class _DecoderGraphs:
         self._stream = torch.cuda.current_stream() if device.type == "cuda" else None
         # Gives the output a gradient if no input has one.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        # Shapes that have run without graphs, and those whose backward pass is over.
-        self._seen: set[Any] = set()
+        # Shapes that have been through both passes without graphs.
         self._warm: set[Any] = set()
         self._copies: LastingCopies | None = None
         # Lengths of rows have to be multiples of this for graphs.
@@ -212,8 +211,7 @@ class _DecoderGraphs:
             # Weights or gradients have been offloaded and are back somewhere else.
             self.drop()
         if key not in self._warm or not self._may_have_graphs(key, call):
-            if key not in self._seen:
-                self._seen.add(key)
+            if key not in self._warm:
                 self._make_room(call.num_tokens)
             output = self.run(**inputs)
             self._copies = self._copies or LastingCopies(self._captured_modules())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
-from itertools import accumulate
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING
 
 from mimo.grid.lanes import has_eight_bit_pixels
@@ -158,14 +158,9 @@ class Windows:
                 for replica in range(self._encoder.dp)]
 
 
-def peak(step: Step, batches: Sequence[Microbatches]) -> tuple[float, float, str]:
-    """Return the peak bytes of the fullest rank, how many of them are for images, and the name of that rank."""
-    rows = [step.lengths(batch) for batch in batches]
-    lengths = {length for lanes in rows for lane in lanes for length in lane}
-    graphs = step.config.model.cuda_graphs
-    if graphs:
-        # The graphs of a microbatch in flight share memory of their own, enough for the longest rows.
-        rows = [[[max(lengths)] * len(lane) for lane in lanes] for lanes in rows]
+def peak(step: Step, batches: Sequence[Microbatches], *, from_start: bool) -> tuple[float, float, str]:
+    """Return what `Step.memory` says."""
+    lengths = [step.lengths(batch) for batch in batches]
     sent, received, features = image_bytes(step, batches)
     found = []
     for name, modules in step.places():
@@ -179,13 +174,16 @@ def peak(step: Step, batches: Sequence[Microbatches]) -> tuple[float, float, str
             kept = max(_encoder_peak(step, batch, stage) for batch in batches)
             found.append((total + max(kept + pixels, updated), kept + pixels, name))
             continue
-        if graphs and step.pass_cost.backward_s:
-            total += GRAPH_BUFFERS * step.in_flight(stage) * sum(
-                step.language_cost(length).recomputed_bytes for length in lengths)
-        own = {length: _row_bytes(step, stage, length) for length in lengths}
-        moments = (_moment(step, batch, [[own[length] for length in lane] for lane in lanes], stage,
-                           encodes=len(modules) > 1) for batch, lanes in zip(batches, rows, strict=True))
-        both, images = max(moments)
+        own = {length: _row_bytes(step, stage, length)
+               for length in {length for lanes in lengths for lane in lanes for length in lane}}
+        graphs_of, room = step.in_flight(stage) if step.config.model.cuda_graphs else 0, None
+        if step.pass_cost.backward_s:
+            total += GRAPH_BUFFERS * graphs_of * sum(step.language_cost(length).recomputed_bytes for length in own)
+        if from_start:
+            # Less a byte, so that rounding does not lead to more than there is.
+            room = step.costs.gpu.usable_bytes - total - pixels - 1.0
+        both, images = max(_fullest(moments, own, graphs_of, room)
+                           for moments in _moments(step, batches, lengths, stage, encodes=len(modules) > 1))
         found.append((total + max(pixels + both, updated), pixels + images, name))
     return max(found)
 
@@ -203,47 +201,142 @@ def _row_bytes(step: Step, stage: int, length: int) -> tuple[float, float]:
     return (step.layers[stage] - again) * cost.layer_bytes + again * cost.recomputed_bytes, further
 
 
-def _moment(step: Step, batch: Microbatches, rows: Sequence[Sequence[tuple[float, float]]], stage: int, *,
-            encodes: bool) -> tuple[float, float]:
-    """Return the bytes that a rank of the language model keeps at the fullest moment, and those of images among them.
+class _Rows:
+    """Bytes of the language model's activations on a rank, from pass to pass.
 
-    `rows` has what `_row_bytes` says of each lane and microbatch; `encodes` says whether the rank encodes images, too.
+    With graphs, the memory of a slot stays taken, enough for its longest rows. Passes of a new length run without
+    graphs, beside that memory (`mimo.model.cuda_graphs`).
+
+    Args:
+        own: what `_row_bytes` says of each length.
+        graphs: whether passes of lengths that have been through both passes are captured.
+
+    Attributes:
+        bytes: of all microbatches in flight and of all graphs.
+    """
+
+    def __init__(self, own: Mapping[int, tuple[float, float]], *, graphs: bool = False) -> None:
+        self.own, self._graphs = own, graphs
+        self.bytes = 0.0
+        self._in_flight: deque[tuple[int, float, int | None]] = deque()  # length, bytes and slot
+        self._warm: set[int] = set()
+        self._slots: dict[int, int] = {}  # the longest rows of each
+
+    @property
+    def further(self) -> float:
+        """Further bytes in the backward pass of one of the microbatches in flight."""
+        return max(self.own[length][1] for length, _, _ in self._in_flight)
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    def forward(self, length: int) -> None:
+        """Run a microbatch's forward pass."""
+        if self._graphs and length in self._warm:
+            busy = {slot for _, _, slot in self._in_flight}
+            slot = next(each for each in range(len(busy) + 1) if each not in busy)
+            self._in_flight.append((length, 0.0, slot))
+            self._lengthen(slot, length)
+            return
+        kept, _ = self.own[length]
+        self._in_flight.append((length, kept, None))
+        self.bytes += kept
+
+    def backward(self) -> None:
+        """Run the backward pass of the microbatch that has waited longest."""
+        length, kept, _ = self._in_flight.popleft()
+        self.bytes -= kept
+        self._warm.add(length)
+
+    def capture_all(self, kept: int) -> None:
+        """Take graphs of all lengths, for so many microbatches in flight."""
+        self._warm.update(self.own)
+        for slot in range(kept):
+            self._lengthen(slot, max(self.own))
+
+    def _lengthen(self, slot: int, length: int) -> None:
+        before = self._slots.get(slot)
+        if before is None or before < length:
+            self.bytes += self.own[length][0] - (0.0 if before is None else self.own[before][0])
+            self._slots[slot] = length
+
+
+# Runs an iteration, and returns the bytes of activations and those of images at its fullest moment.
+Moment = Callable[[_Rows], tuple[float, float]]
+
+
+def _moments(step: Step, batches: Sequence[Microbatches], lengths: Sequence[Sequence[Sequence[int]]], stage: int, *,
+             encodes: bool) -> Iterator[list[Moment]]:
+    """Yield what finds the fullest moment of each iteration, for each kind of rank of a stage of the language model.
+
+    `lengths` has those of rows by iteration, lane and microbatch; `encodes` says whether ranks encode images, too.
     """
     if encodes and step.layout.encoder_window is not None:
         # Lanes wait for each other at windows, so one with the longest rows stands for all.
-        return _window_moment(step.windows(batch), [max(lanes) for lanes in zip(*rows, strict=True)], stage)
-    kept, nothing = step.in_flight(stage), [0.0] * len(batch)
-    return max(_fullest(own, images, kept) for lane, own in enumerate(rows)
-               for images in (_images_beside(step, batch, lane) if encodes else [nothing]))
+        yield [partial(_window_moment, step.windows(batch), [max(each) for each in zip(*lanes, strict=True)], stage)
+               for batch, lanes in zip(batches, lengths, strict=True)]
+        return
+    for lane in range(len(lengths[0])):
+        # What each replica beside the lane keeps, by iteration.
+        images = [list(_images_beside(step, batch, lane)) if encodes else [[0.0] * len(batch)] for batch in batches]
+        for replica in zip(*images, strict=True):
+            yield [partial(_moment, lanes[lane], each, step.in_flight(stage))
+                   for lanes, each in zip(lengths, replica, strict=True)]
 
 
-def _fullest(rows: Sequence[tuple[float, float]], images: Sequence[float], kept: int) -> tuple[float, float]:
-    """Return the bytes of the fullest `kept` microbatches that follow each other, and those of their images."""
-    sums = list(accumulate((own for own, _ in rows), initial=0.0))
-    beside = list(accumulate(images, initial=0.0))
-    found = []
-    for first in range(len(rows) - kept + 1):
-        own, further = sums[first + kept] - sums[first], max(each for _, each in rows[first : first + kept])
-        found.append((own + further + beside[first + kept] - beside[first], beside[first + kept] - beside[first]))
+def _fullest(moments: Sequence[Moment], own: Mapping[int, tuple[float, float]], graphs_of: int, room: float | None
+             ) -> tuple[float, float]:
+    """Return the bytes of activations at the fullest of all moments, and those of images.
+
+    Args:
+        moments: those of consecutive iterations.
+        own: what `_row_bytes` says of each length.
+        graphs_of: microbatches in flight that have graphs.
+        room: bytes that a run which starts with these iterations has for activations; None if it has started before.
+            While its first iteration runs, the optimizer has no state yet.
+    """
+    if not graphs_of:
+        return max(moment(_Rows(own)) for moment in moments)
+    captured = _Rows(own, graphs=True)
+    captured.capture_all(graphs_of)
+    found = [moment(captured) for moment in moments]
+    if room is not None:
+        rows = _Rows(own, graphs=True)
+        found += [(min(both, room), images) for both, images in [moment(rows) for moment in moments][1:]]
     return max(found)
 
 
-def _window_moment(windows: Windows, rows: Sequence[tuple[float, float]], stage: int) -> tuple[float, float]:
+def _moment(lengths: Sequence[int], images: Sequence[float], kept: int, rows: _Rows) -> tuple[float, float]:
+    """Return the bytes of an iteration's fullest moment if a rank has `kept` microbatches in flight at most."""
+    found, most = [], 0.0
+    for index, length in enumerate(lengths):
+        if len(rows) == kept:
+            rows.backward()
+            most -= images[index - kept]
+        rows.forward(length)
+        most += images[index]
+        found.append((rows.bytes + rows.further + most, most))
+    while rows:
+        rows.backward()
+    return max(found)
+
+
+def _window_moment(windows: Windows, lengths: Sequence[int], stage: int, rows: _Rows) -> tuple[float, float]:
     """Return the fullest moment on the ranks of a stage, after a pass or an encoding, on the fullest replica."""
     replicas = [replica for replica, there in enumerate(windows.stages) if there == stage or windows.schedule.together]
-    in_flight, images, most, found = 0.0, [0.0] * len(replicas), 0.0, [(0.0, 0.0)]
+    images, most, found = [0.0] * len(replicas), 0.0, [(0.0, 0.0)]
     for kind, index in order_of_work(replace(windows.schedule, stage=stage)):
         if kind == FORWARD:
-            in_flight += rows[index][0]
-            found.append((in_flight + rows[index][1] + most, most))
+            rows.forward(lengths[index])
+            found.append((rows.bytes + rows.own[lengths[index]][1] + most, most))
         elif kind == BACKWARD:
-            in_flight -= rows[index][0]
+            rows.backward()
         else:
             sign = 1 if kind == ENCODE else -1
             images = [before + sign * windows.bytes[index][replica]
                       for before, replica in zip(images, replicas, strict=True)]
             most = max(images)
-            found.append((in_flight + most, most))
+            found.append((rows.bytes + most, most))
     return max(found)
 
 
@@ -262,9 +355,11 @@ def _encoder_peak(step: Step, batch: Microbatches, stage: int) -> float:
     kept = min(encoder.pp + step.layout.language.pp - stage + config.layout.encoder_run_ahead
                + config.train.encoder_prefetch_depth, step.num_microbatches)
     # A shortened iteration has fewer microbatches than are kept of a whole one.
-    seen, nothing = min(kept, len(batch)), [(0.0, 0.0)] * len(batch)
-    return kept / seen * max(_fullest(nothing, _bytes_of_shares(step, encoder, batch, step.shares(encoder, replica)),
-                                      seen)[0] for replica in range(encoder.dp))
+    seen, found = min(kept, len(batch)), 0.0
+    for replica in range(encoder.dp):
+        images = _bytes_of_shares(step, encoder, batch, step.shares(encoder, replica))
+        found = max(found, *(sum(images[first : first + seen]) for first in range(len(images) - seen + 1)))
+    return kept / seen * found
 
 
 def _bytes_of_shares(step: Step, encoder: GridSpec, batch: Microbatches, shares: Sequence[LaneShare]) -> list[float]:

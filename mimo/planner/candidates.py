@@ -51,8 +51,6 @@ BEST, BEST_OF_KIND = 20, 6
 TOLERANCE = 0.05
 # CUDA graphs and a dispatcher that the user has not chosen have to make a step shorter by this share.
 VARIANT_GAIN = 0.02
-# Share of a GPU's memory that a run may plan with.
-USABLE = 0.97
 
 
 @dataclass(frozen=True)
@@ -326,7 +324,7 @@ class Search:
         What the run's own flags say about recomputation is kept: --recompute for the language model, and
         --encoder-recompute for the encoder.
         """
-        limit, step = USABLE * self.costs.gpu.memory_gib * GIB, Step(config, layout, self.costs)
+        limit, step = self.costs.gpu.usable_bytes, Step(config, layout, self.costs)
         batches = step.batches(self.samples)
         if step.memory(batches)[0] <= limit:
             return config, True
@@ -405,7 +403,7 @@ class Search:
     def candidate(self, kind: str, config: RunConfig, layout: Layout) -> Candidate:
         prediction = predict(config, layout, self.costs, self.samples)
         return Candidate(kind, flags_of(config, self.base), config, prediction,
-                         prediction.memory_gib <= USABLE * self.costs.gpu.memory_gib)
+                         prediction.memory_gib * GIB <= self.costs.gpu.usable_bytes)
 
     def _layouts(self) -> Iterator[tuple[str, LayoutConfig]]:
         if not self.encoders:
@@ -484,7 +482,7 @@ class Search:
         if not isinstance(accepted, Layout):
             return False
         step = Step(config, accepted, self.costs)
-        return step.memory(step.batches(self.samples))[0] <= USABLE * self.costs.gpu.memory_gib * GIB
+        return step.memory(step.batches(self.samples))[0] <= self.costs.gpu.usable_bytes
 
     def _encoder_s(self, tp: int) -> float:
         """Return the seconds of both passes over the images of a mean microbatch."""

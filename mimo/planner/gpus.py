@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Share of a GPU's memory that a run may plan with.
+USABLE = 0.97
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -24,6 +27,11 @@ class Gpu:
     link_gb_s: float
     network_gb_s: float
     gpus_per_node: int = 8
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory that a run may plan with."""
+        return USABLE * self.memory_gib * 2**30
 
     @property
     def launches_kernels(self) -> bool:

@@ -108,7 +108,7 @@ def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[S
         seconds += whole * longer / len(batches)
     tokens = fmean(sum(sample.num_tokens for microbatch in batch for lane in microbatch for sample in lane)
                    for batch in batches) * layout.num_lanes / lanes * count / short
-    memory, images, fullest = step.memory(every)
+    memory, images, fullest = step.memory(every, from_start=True)
     return Prediction(seconds, bound, tokens / seconds / layout.world_size, memory / GIB, fullest, images / GIB,
                       {name: value for name, value in parts.items() if value})
 
@@ -492,9 +492,13 @@ class Step:
 
     # Memory.
 
-    def memory(self, batches: Sequence[Microbatches]) -> tuple[float, float, str]:
-        """Return the peak bytes of the fullest rank, how many of them are for images, and the name of that rank."""
-        return peak(self, batches)
+    def memory(self, batches: Sequence[Microbatches], *, from_start: bool = False) -> tuple[float, float, str]:
+        """Return the peak bytes of the fullest rank, how many of them are for images, and the name of that rank.
+
+        With `from_start`, the iterations are the first ones of a run, which needs more memory with CUDA graphs until it
+        has those of all lengths of rows. If there is no room for that, it drops its graphs.
+        """
+        return peak(self, batches, from_start=from_start)
 
     def in_flight(self, stage: int) -> int:
         """Return the most microbatches that a stage of the language model has between their two passes."""

@@ -90,6 +90,22 @@ def test_graphs_keep_buffers_for_each_length_and_memory_for_the_longest() -> Non
     assert graphs.memory([batch])[0] - plain.memory([batch])[0] == pytest.approx(buffers + long - short)
 
 
+def test_rows_of_a_new_length_run_beside_the_graphs_if_there_is_room() -> None:
+    step = step_of("--layout homogeneous --llm-pp 2 --llm-pp-layout 20,20 --cuda-graphs")
+    long, mixed = batch_of(*(0,) * 12, text=2000), batch_of(*(0,) * 12, text=2000)
+    mixed[5:7] = batch_of(0, 0, text=1700)
+    new, captured = 20 * step.language_cost(1792).layer_bytes, step.memory([long, mixed])[0]
+    # Two of the new length follow each other, and both run without graphs.
+    assert step.memory([long, mixed], from_start=True)[0] - captured == pytest.approx(2 * new)
+    # A length that was there before has graphs. The optimizer has no state while the first iteration runs.
+    assert step.memory([mixed, mixed, long], from_start=True)[0] == captured
+    # Without room the run drops its graphs.
+    gpu = replace(GPUS["H200"], memory_gib=(captured + new) / 0.97 / GIB)
+    tight = Step(step.config, step.layout, Costs(step.config, Profile(gpu)))
+    assert tight.memory([long, mixed], from_start=True)[0] - captured == pytest.approx(new)
+    assert tight.memory([long, mixed], from_start=True)[0] <= gpu.usable_bytes
+
+
 def test_a_budget_holds_for_the_windows_that_a_replica_has_not_finished() -> None:
     step = step_of(f"{TP2} --encoder-window 1 --encoder-activation-gib 8")
     each = image_gib(step)

@@ -16,7 +16,7 @@ from mimo.config.validate import layers_of_stages, validate
 from mimo.grid.windows import BACKWARD_COST, Image, deal_in_order, deal_iteration, encoding_cost
 from mimo.observability.flops import SequenceSums
 from mimo.planner.activations import Windows, image_bytes
-from mimo.planner.candidates import BEST, HOMOGENEOUS, USABLE, Candidate, Found, Search, cuts
+from mimo.planner.candidates import BEST, HOMOGENEOUS, Candidate, Found, Search, cuts
 from mimo.planner.costs import (
     EXCHANGE_SHARE,
     EXPERT_EFFICIENCY,
@@ -415,7 +415,7 @@ def test_the_search_has_every_kind_and_more_gpus_are_faster() -> None:
     for gpus in (2, 4):
         found = searched(config, gpus, drawn(config, 12))
         assert {each.kind for each in found} == {"homogeneous", "colocated", "disjoint"}
-        assert all(each.fits is (each.prediction.memory_gib <= USABLE * 134.5) for each in found)
+        assert all(each.fits is (each.prediction.memory_gib <= 0.97 * 134.5) for each in found)
         for each in found[:5]:
             again, given = config_of(each.flags, "10b-even"), each.config
             assert (again.layout, again.train.micro_batch_size) == (given.layout, given.train.micro_batch_size)
