@@ -13,6 +13,7 @@ from mimo.grid.lanes import has_eight_bit_pixels
 from mimo.grid.spec import GridSpec, LaneShare
 from mimo.grid.windows import BACKWARD_COST, WindowSchedule, deal_in_order, deal_iteration
 from mimo.planner.costs import GIB
+from mimo.planner.shapes import num_layers
 from mimo.planner.simulation import BACKWARD, FORWARD, Stage, Work
 from mimo.planner.workload import Microbatches
 from mimo.protocols import LANGUAGE
@@ -24,6 +25,9 @@ ENCODE, FINISH = "encode", "finish"
 # Buffers of the size of a layer's input that graphs keep for each length of rows: input and output of the layers, and
 # their gradients.
 GRAPH_BUFFERS = 4
+# Gradients in the backward pass of a layer of an encoder, as a share of what the layer keeps: those of the two tensors
+# between its products, while the product before has not read them yet.
+LAYER_GRADIENTS = 0.5
 
 
 @cache
@@ -86,11 +90,9 @@ class Windows:
 
     def work(self) -> tuple[list[list[Work]], list[list[Work]]]:
         """Return the forward and the backward passes of each window, by replica."""
-        chunk, name = self._step.config.layout.encoder_chunk, self._encoder.name
-        launch_s = self._step.costs.encoder_launch_s(name, self._encoder.tp)
+        launch_s = self._step.costs.encoder_launch_s(self._encoder.name, self._encoder.tp)
         found: tuple[list[list[Work]], list[list[Work]]] = [], []
-        for window, shares in zip(self.recomputed, self.images, strict=True):
-            calls = [math.ceil(len(images) / chunk) if chunk else int(bool(images)) for images in shares]
+        for window, shares, calls in zip(self.recomputed, self.images, self.calls, strict=True):
             forward, again, backward = ([sum(self._seconds[image][kind] for image in images) for images in shares]
                                         for kind in range(3))
             found[0].append([Work(number * self._cost.forward.call_s + own, number * launch_s[0])
@@ -130,6 +132,13 @@ class Windows:
         return found
 
     @cached_property
+    def calls(self) -> list[list[int]]:
+        """Calls of the encoder by window and replica: one for each chunk of images."""
+        chunk = self._step.config.layout.encoder_chunk
+        return [[math.ceil(len(images) / chunk) if chunk else int(bool(images)) for images in shares]
+                for shares in self.images]
+
+    @cached_property
     def patches(self) -> list[list[float]]:
         """Patches of each window and replica. Those of a shortened iteration stand for a whole one."""
         step, stages = self._step, self.schedule.num_stages
@@ -149,6 +158,14 @@ class Windows:
         kept, inputs = _patch_bytes(self._step, self._encoder)
         return [[patches * min(kept, (1 - again) * kept + inputs) for patches, again in zip(*each, strict=True)]
                 for each in zip(self.patches, self.recomputed, strict=True)]
+
+    @cached_property
+    def backward_bytes(self) -> list[list[float]]:
+        """Bytes that the backward pass of each window and replica takes besides: gradients, and a recomputed layer."""
+        layer = self._cost.layer_bytes / num_layers(self._step.costs.shapes[self._encoder.name]) * self._trains
+        return [[patches / max(calls, 1) * layer * (LAYER_GRADIENTS + (again > 0))
+                 for patches, again, calls in zip(*each, strict=True)]
+                for each in zip(self.patches, self.recomputed, self.calls, strict=True)]
 
     @property
     def stages(self) -> list[int]:
@@ -332,11 +349,17 @@ def _window_moment(windows: Windows, lengths: Sequence[int], stage: int, rows: _
         elif kind == BACKWARD:
             rows.backward()
         else:
-            sign = 1 if kind == ENCODE else -1
-            images = [before + sign * windows.bytes[index][replica]
-                      for before, replica in zip(images, replicas, strict=True)]
-            most = max(images)
+            kept = [windows.bytes[index][replica] for replica in replicas]
+            if kind == ENCODE:
+                images = [before + own for before, own in zip(images, kept, strict=True)]
+                most = max(images)
+            else:
+                most = max(before + windows.backward_bytes[index][replica]
+                           for before, replica in zip(images, replicas, strict=True))
             found.append((rows.bytes + most, most))
+            if kind == FINISH:
+                images = [before - own for before, own in zip(images, kept, strict=True)]
+                most = max(images)
     return max(found)
 
 

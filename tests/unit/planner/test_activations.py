@@ -9,7 +9,7 @@ import pytest
 from mimo.config.cli import parse
 from mimo.config.validate import validate
 from mimo.grid.windows import WindowSchedule
-from mimo.planner.activations import ENCODE, FINISH, GRAPH_BUFFERS, Windows, order_of_work
+from mimo.planner.activations import ENCODE, FINISH, GRAPH_BUFFERS, Windows, image_bytes, order_of_work
 from mimo.planner.costs import GIB, Costs, Profile, Ratios
 from mimo.planner.gpus import GPUS
 from mimo.planner.predict import Step
@@ -120,6 +120,20 @@ def test_a_budget_holds_for_the_windows_that_a_replica_has_not_finished() -> Non
     # With stages, a window gets what the windows before it leave.
     staged = Windows(step_of(f"{PP2} --encoder-window 1 --encoder-activation-gib {2.5 * each}"), batch_of(*(2,) * 12))
     assert staged.recomputed[0] == [0.0, 0.0] and max(staged.recomputed[2]) == pytest.approx(0.5)
+
+
+def test_the_backward_pass_of_a_window_needs_gradients_and_the_layer_that_is_recomputed() -> None:
+    batch = batch_of(*(5,) * 12)
+    for flags, layers in (("", 0.5), ("--encoder-activation-gib 0", 1.5),
+                          ("--encoder-activation-gib 0 --encoder-chunk 10", 0.5)):
+        step = step_of(f"{TP2} --encoder-window 0 {flags}")
+        (own,), (further,) = Windows(step, batch).bytes, Windows(step, batch).backward_bytes
+        # Each of two replicas has 30 images, and the encoder 20 layers. A chunk has a third of the images.
+        assert further == pytest.approx([layers * 30 * image_gib(step) * GIB / 20] * 2, rel=0.02), flags
+    # With graphs, the memory of rows is still taken.
+    step = step_of(f"{TP2} --encoder-window 0 --encoder-activation-gib 0 --cuda-graphs")
+    (own,), (further,) = Windows(step, batch).bytes, Windows(step, batch).backward_bytes
+    assert step.memory([batch])[1] == pytest.approx(own[0] + further[0] + sum(image_bytes(step, [batch])))
 
 
 def test_layers_outside_of_which_an_encoder_takes_time_repeat_nothing_else() -> None:

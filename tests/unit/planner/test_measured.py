@@ -27,6 +27,7 @@ HOMOGENEOUS_PP2 = "--layout homogeneous --llm-pp 2 --llm-pp-layout"
 TP2 = "--layout homogeneous --llm-tp 2 --sequence-parallel"
 COLOCATED_TP2 = "--layout colocated --encoder-dp 2 --llm-tp 2 --sequence-parallel"
 TP4 = "--llm-tp 4 --sequence-parallel"
+TP2_PP2 = "--layout colocated --encoder-dp 4 --llm-tp 2 --llm-pp 2 --sequence-parallel"
 # Milliseconds of a step and GiB at the peak that scripts/bench/layouts.py measured there afterwards, with rows of
 # --seq-length tokens and microbatches in the order of the data set.
 WHOLE_ROWS = {
@@ -57,6 +58,7 @@ SHORT_ROWS = {
     ("10b-even", f"{HOMOGENEOUS_PP2} 10,30 {GRAPHS}", 1): (2367, 123.3),
     ("10b-even", f"{PP2} --encoder-window 2", 2): (2412, 120.0),
     ("10b-even", f"{PP2} --llm-pp-layout 19,21 --encoder-window 2 {GRAPHS}", 2): (2382, 116.4),
+    ("10b-even", f"{PP2} --encoder-window 1 {GRAPHS}", 1): (2385, 108.3),
     ("10b-even", f"{PP2} --encoder-window 2 {GRAPHS}", 2): (2348, 121.2),
     ("13b-even", f"{HOMOGENEOUS_PP2} 18,26", 2): (3133, 134.6),
     ("13b-even", f"{TP2} {GRAPHS}", 1): (3356, 126.6),
@@ -64,6 +66,7 @@ SHORT_ROWS = {
     ("10b-share35-even",
      "--layout homogeneous --llm-dp 2 --recompute full --recompute-num-layers 12 --encoder-recompute full", 2): (
         4361, 132.2),
+    ("10b-share35-even", f"{HOMOGENEOUS_PP2} 10,30 {GRAPHS}", 1): (4263, 126.0),
     ("10b-share35-even", f"{TP2} {GRAPHS}", 1): (4524, 114.2),
     ("10b-share35-even", f"{COLOCATED_TP2} {GRAPHS} --encoder-window 2 --encoder-activation-gib 27", 2): (3579, 128.8),
     ("10b-share35-uneven",
@@ -95,13 +98,41 @@ SHORT_ROWS = {
     ("22b-uneven", "--layout colocated --encoder-dp 4 --llm-tp 2 --llm-pp 2 --llm-pp-layout 25,27 --sequence-parallel "
      f"{GRAPHS} --encoder-window 4 --encoder-activation-gib 19", 2): (4256, 128.7),
 }
-# These peaks leave out what replays of graphs use, so pipelines need more: another microbatch.
-PIPELINES_WITH_GRAPHS = {("10b-even", f"{PP2} --encoder-window 1 {GRAPHS}", 1): (2385, 108.3),
-                         ("10b-share35-even", f"{HOMOGENEOUS_PP2} 10,30 {GRAPHS}", 1): (4263, 126.0)}
+# Layouts of a later version. They were predicted before they ran, except for the memory of the second one of 13b-uneven:
+# it ran out of memory with the peak that stands here, because the planner left out gradients and recomputed layers of
+# encoders then.
+LATER = {
+    ("10b-uneven", f"{TP2} {GRAPHS}"): (2370, 114.4),
+    ("10b-uneven", f"{HOMOGENEOUS_PP2} 10,30 {GRAPHS}"): (2413, 130.7),
+    ("10b-uneven", "--layout homogeneous --llm-dp 2 --recompute full --recompute-num-layers 8 --encoder-recompute full"
+     ): (2922, 124.2),
+    ("10b-uneven", f"{COLOCATED_TP2} --encoder-window 4 --encoder-activation-gib 28 {GRAPHS}"): (2116, 123.1),
+    ("10b-uneven", f"{PP2} --encoder-window 2 --encoder-activation-gib 29"): (2253, 127.5),
+    ("10b-uneven", f"{PP2} --encoder-window 2 --encoder-activation-gib 10 {GRAPHS}"): (2339, 114.5),
+    ("13b-even", f"{HOMOGENEOUS_PP2} 18,26"): (3133, 134.4),
+    ("13b-even", f"{TP2} {GRAPHS}"): (3343, 127.8),
+    ("13b-even", f"{PP2} --llm-pp-layout 21,23 --encoder-window 2 --encoder-activation-gib 1"): (3290, 130.8),
+    ("13b-even", f"{COLOCATED_TP2} --encoder-window 1 {GRAPHS}"): (3245, 129.8),
+    ("13b-even", f"{COLOCATED_TP2} --encoder-window 1"): (4854, 129.5),
+    ("13b-uneven", f"{TP2} --encoder-recompute full {GRAPHS}"): (3283, 129.3),
+    ("13b-uneven", f"{COLOCATED_TP2} --encoder-window 0 --encoder-activation-gib 0 {GRAPHS}"): (None, 133.3),
+    ("13b-uneven", f"{COLOCATED_TP2} --encoder-window 1 --encoder-activation-gib 4 {GRAPHS}"): (2803, 129.7),
+    ("22b-uneven", f"--layout homogeneous {TP4} {GRAPHS}"): (4906, 119.6),
+    ("22b-uneven", f"--layout homogeneous --llm-tp 2 --llm-pp 2 --llm-pp-layout 17,35 --sequence-parallel {GRAPHS}"
+     ): (4751, 127.6),
+    ("22b-uneven", f"{TP2_PP2} --llm-pp-layout 25,27 --encoder-window 2 {GRAPHS}"): (4211, 126.8),
+    ("22b-uneven", f"{TP2_PP2} --encoder-window 4 --encoder-activation-gib 15 {GRAPHS}"): (4160, 129.5),
+    ("22b-uneven", f"--layout colocated --encoder-dp 4 {TP4} --encoder-window 4 {GRAPHS}"): (4053, 125.1),
+    ("22b-even", "--layout homogeneous --llm-pp 4 --llm-pp-layout 4,16,16,16"): (4690, 126.6),
+    ("22b-even", f"--layout homogeneous --llm-tp 2 --llm-pp 2 --llm-pp-layout 21,31 --sequence-parallel {GRAPHS}"): (
+        5175, 117.0),
+    ("22b-even", "--layout colocated --encoder-dp 4 --llm-pp 4 --encoder-window 0 --encoder-activation-gib 6"): (
+        4777, 129.3),
+}
 
 
-@pytest.fixture(autouse=True)
-def measured_version(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def earlier_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mimo.planner.costs.ENDS_GRADIENT_S", ENDS_GRADIENT_S)
 
 
@@ -112,7 +143,7 @@ def predicted(preset: str, flags: str, iterations: int = 2) -> Prediction:
     return predict(config, validate(config, 4 if preset.startswith("22b") else 2), costs, samples)
 
 
-def test_whole_rows() -> None:
+def test_whole_rows(earlier_version: None) -> None:
     times, memory = [], []
     for (preset, flags), (step_ms, peak_gib) in WHOLE_ROWS.items():
         found = predicted(preset, f"{flags} --microbatch-order read --row-lengths 1")
@@ -123,23 +154,33 @@ def test_whole_rows() -> None:
     assert sorted(memory)[0] > -5.5 and sorted(memory)[1] > -1.5 and max(memory) < 1, memory
 
 
-def test_short_rows() -> None:
+def test_short_rows(earlier_version: None) -> None:
     times, memory = [], []
-    for key, (step_ms, peak_gib) in {**SHORT_ROWS, **PIPELINES_WITH_GRAPHS}.items():
+    for key, (step_ms, peak_gib) in SHORT_ROWS.items():
         preset, flags, iterations = key
         times.append(abs(predicted(preset, flags, iterations).step_s * 1000 / step_ms - 1))
         # Every run had both iterations before the timed ones.
         further = predicted(preset, flags).memory_gib - peak_gib
-        if key in SHORT_ROWS:
+        if GRAPHS not in flags:
             memory.append(further)
         else:
-            assert 0 < further < 9, key
+            # Most of these peaks leave out what only replays use.
+            assert -1.5 < further < 9, key
     assert median(times) <= 0.035 and max(times) <= 0.1, times
-    # The last layout needed 2.1 GiB more than planned, and had no room in one of four turns.
-    assert sorted(memory)[0] > -2.2 and sorted(memory)[1] > -1.5 and max(memory) < 1.5, memory
+    assert min(memory) > -1.5 and max(memory) < 1.5, memory
 
 
-def test_no_schedule_of_a_layout_beats_its_bound() -> None:
+def test_layouts_of_a_later_version() -> None:
+    times = []
+    for (preset, flags), (step_ms, peak_gib) in LATER.items():
+        found = predicted(preset, flags)
+        assert -1.8 < found.memory_gib - peak_gib < 0.045 * peak_gib, (preset, flags, found.memory_gib)
+        if step_ms is not None:
+            times.append(abs(found.step_s * 1000 / step_ms - 1))
+    assert median(times) <= 0.025 and max(times) <= 0.09, times
+
+
+def test_no_schedule_of_a_layout_beats_its_bound(earlier_version: None) -> None:
     for preset, flags in WHOLE_ROWS:
         found = predicted(preset, f"{flags} --row-lengths 1")
         assert 0.9 < found.bound_s / found.step_s <= 1, flags
@@ -158,7 +199,7 @@ def test_a_profile_has_nearly_the_same_ratios_for_all_tensor_parallel_sizes() ->
                 assert vars(two)[part] == pytest.approx(vars(one)[part], rel=0.06), (name, part)
 
 
-def test_gradients_of_the_weights_take_time_in_every_microbatch() -> None:
+def test_gradients_of_the_weights_take_time_in_every_microbatch(earlier_version: None) -> None:
     """A profile of kernels on one H200 with CUDA graphs: rows of 976 tokens, and microbatches of two rows of 4,096."""
     flags = """--model-provider causal_lm --num-layers 28 --hidden-size 3072 --ffn-hidden-size 8192 --vocab-size 128256
         --num-attention-heads 24 --num-query-groups 8 --dataset-provider mock --mock-text-only-fraction 1 --bf16
