@@ -259,9 +259,9 @@ def test_every_way_to_share_a_row_trains_alike() -> None:
 
 @pytest.mark.timeout(600)
 def test_rows_grow_from_what_the_plan_allows() -> None:
-    found = bench("long_rows", *VIDEOS, "--part", "longest", "--memory-limit-gib", "1.311")
+    found = bench("long_rows", *VIDEOS, "--part", "longest", "--memory-limit-gib", "1.331")
     lengths = [row["length"] for row in found["rows"]]
     assert len(lengths) > 1 and lengths == sorted(lengths) and {row["gpus"] for row in found["rows"]} == {1}
-    assert found["rows"][0]["planned_gib"] <= 1.311 < found["rows"][-1]["planned_gib"]
+    assert found["rows"][0]["planned_gib"] <= 1.331 < found["rows"][-1]["planned_gib"]
     # A CPU has no limit, so nothing runs out of memory and there is nothing to compare with.
     assert found["one_gpu_fits"] == lengths[-1] and "longest" not in found

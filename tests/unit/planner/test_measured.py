@@ -98,8 +98,8 @@ SHORT_ROWS = {
     ("22b-uneven", "--layout colocated --encoder-dp 4 --llm-tp 2 --llm-pp 2 --llm-pp-layout 25,27 --sequence-parallel "
      f"{GRAPHS} --encoder-window 4 --encoder-activation-gib 19", 2): (4256, 128.7),
 }
-# Layouts of a later version. They were predicted before they ran, except for the memory of the second one of 13b-uneven:
-# it ran out of memory with the peak that stands here, because the planner left out gradients and recomputed layers of
+# Layouts of a later version. They were predicted before they ran, except for the memory of the second of 13b-uneven: it
+# ran out of memory with the peak that stands here, because the planner left out gradients and recomputed layers of
 # encoders then.
 LATER = {
     ("10b-uneven", f"{TP2} {GRAPHS}"): (2370, 114.4),
