@@ -90,10 +90,16 @@ class OptimConfig:
 
     def bytes_per_parameter(self, bf16: bool) -> int:
         """Return the bytes of optimizer state of a parameter; `bf16` says whether the model's weights are bfloat16."""
+        # bfloat16 weights have a float32 copy, of which the weights are one half in a precision-aware optimizer.
+        copy = 2 if self.use_precision_aware_optimizer else 4 if bf16 else 0
+        return copy + self.moment_bytes
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of the two moments of a parameter, which exist from the first update on."""
         if self.use_precision_aware_optimizer:
-            return 2 + sum(2 if dtype == "bf16" else 4 for dtype in (self.exp_avg_dtype, self.exp_avg_sq_dtype))
-        # bfloat16 weights have a float32 copy; both kinds have the two moments.
-        return 12 if bf16 else 8
+            return sum(2 if dtype == "bf16" else 4 for dtype in (self.exp_avg_dtype, self.exp_avg_sq_dtype))
+        return 8
 
     @property
     def saved_dtypes(self) -> dict[str, str | bool]:

@@ -202,7 +202,7 @@ def _check_graphs(config: RunConfig) -> None:
     exchanges = exchanges_tokens(layout) and not model.moe_static_rows
     # The host must not know how many tokens each expert gets.
     counts = not exchanges and registry.model_provider(model.model_provider).num_experts(config.model_family) > 0
-    overlaps = _overlaps_beside_graphs(config)
+    overlaps = overlaps_beside_graphs(config)
     dropout = {name: family.get(name) or 0.0 for name in ("hidden_dropout", "attention_dropout")}
     for flags, is_given, reason in (
             *((f"{flag_name(name)} {share}", share > 0, "a replay would draw the same numbers again")
@@ -241,11 +241,13 @@ def _check_graphs(config: RunConfig) -> None:
         refuse(is_given, f"--cuda-graphs with {flags}: {reason}; leave out one of the two")
 
 
-def _overlaps_beside_graphs(config: RunConfig) -> list[str]:
-    """Return the flags each of which takes the graphs from one microbatch of a step."""
-    found = ["--overlap-param-gather"] if config.ddp.overlap_param_gather else []
+def overlaps_beside_graphs(config: RunConfig) -> dict[str, int]:
+    """Return the flags that take the graphs from a microbatch of each step: 0 for the first one, -1 for the last."""
+    found = {"--overlap-param-gather": 0} if config.ddp.overlap_param_gather else {}
     # Later stages of a pipeline do not know before a forward pass which one is the last.
-    return found + (["--overlap-grad-reduce"] if config.ddp.overlap_grad_reduce and config.layout.llm_pp == 1 else [])
+    if config.ddp.overlap_grad_reduce and config.layout.llm_pp == 1:
+        found["--overlap-grad-reduce"] = -1
+    return found
 
 
 def exchanges_tokens(layout: LayoutConfig) -> bool:
@@ -261,7 +263,7 @@ def share_with_graphs(config: RunConfig) -> float:
     """
     if config.layout.llm_expt_tp > 1:
         return 0.0
-    without = len(_overlaps_beside_graphs(config)) / max(num_microbatches(config), 1)
+    without = len(overlaps_beside_graphs(config)) / max(num_microbatches(config), 1)
     return max(1.0 - without, 0.0) if config.model.cuda_graphs else 0.0
 
 

@@ -210,9 +210,9 @@ class _DecoderGraphs:
         if self._addresses != [tensor.data_ptr() for tensor in self._watched]:
             # Weights or gradients have been offloaded and are back somewhere else.
             self.drop()
+        if key not in self._warm:
+            self._make_room(call.num_tokens)
         if key not in self._warm or not self._may_have_graphs(key, call):
-            if key not in self._warm:
-                self._make_room(call.num_tokens)
             output = self.run(**inputs)
             self._copies = self._copies or LastingCopies(self._captured_modules())
             output.register_hook(lambda gradient: compat.after_backward(lambda: self._warm.add(key)))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING
 
+from mimo.config.validate import overlaps_beside_graphs
 from mimo.grid.lanes import has_eight_bit_pixels
 from mimo.grid.spec import GridSpec, LaneShare
 from mimo.grid.windows import BACKWARD_COST, WindowSchedule, deal_in_order, deal_iteration
@@ -25,8 +26,8 @@ ENCODE, FINISH = "encode", "finish"
 # Buffers of the size of a layer's input that graphs keep for each length of rows: input and output of the layers, and
 # their gradients.
 GRAPH_BUFFERS = 4
-# Gradients in the backward pass of a layer of an encoder, as a share of what the layer keeps: those of the two tensors
-# between its products, while the product before has not read them yet.
+# Gradients in the backward pass of an encoder's layer, as a share of what the layer keeps: those of the inner tensors
+# of its MLP, before and after the activation function.
 LAYER_GRADIENTS = 0.5
 
 
@@ -90,9 +91,10 @@ class Windows:
 
     def work(self) -> tuple[list[list[Work]], list[list[Work]]]:
         """Return the forward and the backward passes of each window, by replica."""
-        launch_s = self._step.costs.encoder_launch_s(self._encoder.name, self._encoder.tp)
+        chunk, launch_s = self._chunk, self._step.costs.encoder_launch_s(self._encoder.name, self._encoder.tp)
         found: tuple[list[list[Work]], list[list[Work]]] = [], []
-        for window, shares, calls in zip(self.recomputed, self.images, self.calls, strict=True):
+        for window, shares in zip(self.recomputed, self.images, strict=True):
+            calls = [math.ceil(len(images) / chunk) if chunk else int(bool(images)) for images in shares]
             forward, again, backward = ([sum(self._seconds[image][kind] for image in images) for images in shares]
                                         for kind in range(3))
             found[0].append([Work(number * self._cost.forward.call_s + own, number * launch_s[0])
@@ -131,22 +133,23 @@ class Windows:
                     found[window][replica] = 1 - held[window] / whole if whole else 0.0
         return found
 
+    @property
+    def _chunk(self) -> int | None:
+        return self._step.config.layout.encoder_chunk
+
     @cached_property
-    def calls(self) -> list[list[int]]:
-        """Calls of the encoder by window and replica: one for each chunk of images."""
-        chunk = self._step.config.layout.encoder_chunk
-        return [[math.ceil(len(images) / chunk) if chunk else int(bool(images)) for images in shares]
-                for shares in self.images]
+    def _longer(self) -> float:
+        """How many times as many images a window of a whole iteration has, if the batch is a shortened one."""
+        step, stages = self._step, self.schedule.num_stages
+        size = step.layout.encoder_window or step.num_microbatches
+        kept = min(size if stages == 1 else stages + 2 * size - 1, step.num_microbatches)
+        return kept / min(kept, len(self._batch))
 
     @cached_property
     def patches(self) -> list[list[float]]:
         """Patches of each window and replica. Those of a shortened iteration stand for a whole one."""
-        step, stages = self._step, self.schedule.num_stages
-        size = step.layout.encoder_window or step.num_microbatches
-        kept = min(size if stages == 1 else stages + 2 * size - 1, step.num_microbatches)
-        longer = kept / min(kept, len(self._batch))
-        lengths = {image: longer * sum(step.costs.image_patches(self._encoder.name, tokens) for tokens in image)
-                   for image in self._seconds}
+        lengths = {image: self._longer * sum(self._step.costs.image_patches(self._encoder.name, tokens)
+                                             for tokens in image) for image in self._seconds}
         return [[sum(lengths[image] for image in images) for images in shares] for shares in self.images]
 
     @cached_property
@@ -163,9 +166,13 @@ class Windows:
     def backward_bytes(self) -> list[list[float]]:
         """Bytes that the backward pass of each window and replica takes besides: gradients, and a recomputed layer."""
         layer = self._cost.layer_bytes / num_layers(self._step.costs.shapes[self._encoder.name]) * self._trains
-        return [[patches / max(calls, 1) * layer * (LAYER_GRADIENTS + (again > 0))
-                 for patches, again, calls in zip(*each, strict=True)]
-                for each in zip(self.patches, self.recomputed, self.calls, strict=True)]
+
+        def share_of_call(num_images: int) -> float:
+            return min(self._chunk / (self._longer * num_images), 1.0) if self._chunk and num_images else 1.0
+
+        return [[patches * share_of_call(len(images)) * layer * (LAYER_GRADIENTS + (again > 0))
+                 for patches, again, images in zip(*each, strict=True)]
+                for each in zip(self.patches, self.recomputed, self.images, strict=True)]
 
     @property
     def stages(self) -> list[int]:
@@ -193,13 +200,15 @@ def peak(step: Step, batches: Sequence[Microbatches], *, from_start: bool) -> tu
             continue
         own = {length: _row_bytes(step, stage, length)
                for length in {length for lanes in lengths for lane in lanes for length in lane}}
-        graphs_of, room = step.in_flight(stage) if step.config.model.cuda_graphs else 0, None
+        slots = step.in_flight(stage) if step.config.model.cuda_graphs else 0
         if step.pass_cost.backward_s:
-            total += GRAPH_BUFFERS * graphs_of * sum(step.language_cost(length).recomputed_bytes for length in own)
+            total += GRAPH_BUFFERS * slots * sum(step.language_cost(length).recomputed_bytes for length in own)
+        start = None
         if from_start:
             # Less a byte, so that rounding does not lead to more than there is.
-            room = step.costs.gpu.usable_bytes - total - pixels - 1.0
-        both, images = max(_fullest(moments, own, graphs_of, room)
+            start = Start(step.costs.gpu.usable_bytes - total - pixels - 1.0,
+                          sum(step.moment_bytes(*module) for module in modules))
+        both, images = max(_fullest(moments, own, slots, start)
                            for moments in _moments(step, batches, lengths, stage, encodes=len(modules) > 1))
         found.append((total + max(pixels + both, updated), pixels + images, name))
     return max(found)
@@ -229,6 +238,7 @@ class _Rows:
         graphs: whether passes of lengths that have been through both passes are captured.
 
     Attributes:
+        own: what `_row_bytes` says of each length.
         bytes: of all microbatches in flight and of all graphs.
     """
 
@@ -244,12 +254,14 @@ class _Rows:
         """Further bytes in the backward pass of one of the microbatches in flight."""
         return max(self.own[length][1] for length, _, _ in self._in_flight)
 
-    def __len__(self) -> int:
+    @property
+    def in_flight(self) -> int:
+        """Number of microbatches between their two passes."""
         return len(self._in_flight)
 
-    def forward(self, length: int) -> None:
+    def forward(self, length: int, *, may_replay: bool) -> None:
         """Run a microbatch's forward pass."""
-        if self._graphs and length in self._warm:
+        if self._graphs and may_replay and length in self._warm:
             busy = {slot for _, _, slot in self._in_flight}
             slot = next(each for each in range(len(busy) + 1) if each not in busy)
             self._in_flight.append((length, 0.0, slot))
@@ -282,69 +294,87 @@ class _Rows:
 Moment = Callable[[_Rows], tuple[float, float]]
 
 
+@dataclass(frozen=True)
+class Start:
+    """What is particular about the first iterations of a run.
+
+    Attributes:
+        room: bytes for activations.
+        later: bytes that the optimizer has only after the first iteration.
+    """
+
+    room: float
+    later: float
+
+
 def _moments(step: Step, batches: Sequence[Microbatches], lengths: Sequence[Sequence[Sequence[int]]], stage: int, *,
              encodes: bool) -> Iterator[list[Moment]]:
-    """Yield what finds the fullest moment of each iteration, for each kind of rank of a stage of the language model.
+    """Yield one `Moment` for each iteration, for each kind of rank of a stage of the language model.
 
     `lengths` has those of rows by iteration, lane and microbatch; `encodes` says whether ranks encode images, too.
     """
+    without_graphs = frozenset(overlaps_beside_graphs(step.config).values())
     if encodes and step.layout.encoder_window is not None:
         # Lanes wait for each other at windows, so one with the longest rows stands for all.
-        yield [partial(_window_moment, step.windows(batch), [max(each) for each in zip(*lanes, strict=True)], stage)
-               for batch, lanes in zip(batches, lengths, strict=True)]
+        yield [partial(_window_moment, step.windows(batch), [max(each) for each in zip(*lanes, strict=True)],
+                       without_graphs, stage) for batch, lanes in zip(batches, lengths, strict=True)]
         return
     for lane in range(len(lengths[0])):
         # What each replica beside the lane keeps, by iteration.
         images = [list(_images_beside(step, batch, lane)) if encodes else [[0.0] * len(batch)] for batch in batches]
         for replica in zip(*images, strict=True):
-            yield [partial(_moment, lanes[lane], each, step.in_flight(stage))
+            yield [partial(_moment, lanes[lane], each, without_graphs, step.in_flight(stage))
                    for lanes, each in zip(lengths, replica, strict=True)]
 
 
-def _fullest(moments: Sequence[Moment], own: Mapping[int, tuple[float, float]], graphs_of: int, room: float | None
+def _fullest(moments: Sequence[Moment], own: Mapping[int, tuple[float, float]], slots: int, start: Start | None
              ) -> tuple[float, float]:
     """Return the bytes of activations at the fullest of all moments, and those of images.
 
     Args:
         moments: those of consecutive iterations.
         own: what `_row_bytes` says of each length.
-        graphs_of: microbatches in flight that have graphs.
-        room: bytes that a run which starts with these iterations has for activations; None if it has started before.
-            While its first iteration runs, the optimizer has no state yet.
+        slots: microbatches in flight that have graphs; 0 without graphs.
+        start: if a run starts with these iterations.
     """
-    if not graphs_of:
+    if not slots:
         return max(moment(_Rows(own)) for moment in moments)
     captured = _Rows(own, graphs=True)
-    captured.capture_all(graphs_of)
+    captured.capture_all(slots)
     found = [moment(captured) for moment in moments]
-    if room is not None:
-        rows = _Rows(own, graphs=True)
-        found += [(min(both, room), images) for both, images in [moment(rows) for moment in moments][1:]]
+    if start is not None:
+        rows, later = _Rows(own, graphs=True), start.later
+        for moment in moments:
+            both, images = moment(rows)
+            found.append((min(both - later, start.room), images))
+            later = 0.0
     return max(found)
 
 
-def _moment(lengths: Sequence[int], images: Sequence[float], kept: int, rows: _Rows) -> tuple[float, float]:
+def _moment(lengths: Sequence[int], images: Sequence[float], without_graphs: frozenset[int], kept: int, rows: _Rows
+            ) -> tuple[float, float]:
     """Return the bytes of an iteration's fullest moment if a rank has `kept` microbatches in flight at most."""
     found, most = [], 0.0
     for index, length in enumerate(lengths):
-        if len(rows) == kept:
+        if rows.in_flight == kept:
             rows.backward()
             most -= images[index - kept]
-        rows.forward(length)
+        rows.forward(length, may_replay=without_graphs.isdisjoint((index, index - len(lengths))))
         most += images[index]
         found.append((rows.bytes + rows.further + most, most))
-    while rows:
+    while rows.in_flight:
         rows.backward()
     return max(found)
 
 
-def _window_moment(windows: Windows, lengths: Sequence[int], stage: int, rows: _Rows) -> tuple[float, float]:
+def _window_moment(windows: Windows, lengths: Sequence[int], without_graphs: frozenset[int], stage: int, rows: _Rows
+                   ) -> tuple[float, float]:
     """Return the fullest moment on the ranks of a stage, after a pass or an encoding, on the fullest replica."""
     replicas = [replica for replica, there in enumerate(windows.stages) if there == stage or windows.schedule.together]
     images, most, found = [0.0] * len(replicas), 0.0, [(0.0, 0.0)]
     for kind, index in order_of_work(replace(windows.schedule, stage=stage)):
         if kind == FORWARD:
-            rows.forward(lengths[index])
+            rows.forward(lengths[index], may_replay=without_graphs.isdisjoint((index, index - len(lengths))))
             found.append((rows.bytes + rows.own[lengths[index]][1] + most, most))
         elif kind == BACKWARD:
             rows.backward()

@@ -496,7 +496,8 @@ class Step:
         """Return the peak bytes of the fullest rank, how many of them are for images, and the name of that rank.
 
         With `from_start`, the iterations are the first ones of a run, which needs more memory with CUDA graphs until it
-        has those of all lengths of rows. If there is no room for that, it drops its graphs.
+        has those of all lengths of rows. If there is no room for that, it drops its graphs, so the result is no higher
+        for it than a plan may use. The run itself may come close to the GPU's memory before it drops them.
         """
         return peak(self, batches, from_start=from_start)
 
@@ -538,10 +539,19 @@ class Step:
         total -= self.released_bytes(module, grid, stage)
         total += FP8_COPY_BYTES * parameters_per_rank(self.costs.fp8_copies(module), grid, stage)
         gradients = 4 if self.config.ddp.grad_reduce_in_fp32 or not bf16 else 2
-        for count, replicas in self.trained(module, grid, stage):
-            shards = max(replicas, 1) if self.config.optim.use_distributed_optimizer else 1
+        for count, shards in self._shards(module, grid, stage):
             total += count * (gradients + self.config.optim.bytes_per_parameter(bf16) / shards)
         return total
+
+    def moment_bytes(self, module: str, grid: GridSpec, stage: int) -> float:
+        """Return those bytes of `state_bytes` that a run has from its first update on."""
+        return sum(count * self.config.optim.moment_bytes / shards
+                   for count, shards in self._shards(module, grid, stage))
+
+    def _shards(self, module: str, grid: GridSpec, stage: int) -> Iterator[tuple[int, int]]:
+        """Yield numbers of trained parameters, and of the ranks over which their optimizer state is divided."""
+        for count, replicas in self.trained(module, grid, stage):
+            yield count, max(replicas, 1) if self.config.optim.use_distributed_optimizer else 1
 
     def released_bytes(self, module: str, grid: GridSpec, stage: int) -> float:
         """Return the bytes of one module's weights that have memory on a rank only during updates."""

@@ -12,6 +12,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import sys
 import time
@@ -254,10 +255,12 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Find a port below those that the kernel gives to connections, one of which could take it before the ranks do."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _dump(answer: tuple[bool, Any]) -> bytes:

@@ -90,20 +90,35 @@ def test_graphs_keep_buffers_for_each_length_and_memory_for_the_longest() -> Non
     assert graphs.memory([batch])[0] - plain.memory([batch])[0] == pytest.approx(buffers + long - short)
 
 
-def test_rows_of_a_new_length_run_beside_the_graphs_if_there_is_room() -> None:
+def test_rows_of_a_new_length_run_beside_the_graphs_if_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     step = step_of("--layout homogeneous --llm-pp 2 --llm-pp-layout 20,20 --cuda-graphs")
     long, mixed = batch_of(*(0,) * 12, text=2000), batch_of(*(0,) * 12, text=2000)
     mixed[5:7] = batch_of(0, 0, text=1700)
     new, captured = 20 * step.language_cost(1792).layer_bytes, step.memory([long, mixed])[0]
     # Two of the new length follow each other, and both run without graphs.
     assert step.memory([long, mixed], from_start=True)[0] - captured == pytest.approx(2 * new)
-    # A length that was there before has graphs. The optimizer has no state while the first iteration runs.
+    # A length that was there before has graphs.
     assert step.memory([mixed, mixed, long], from_start=True)[0] == captured
+    # The optimizer has no state while the first iteration runs. Here, the two modules of the first stage have little.
+    first = [*batch_of(*(0,) * 6, text=2000), *batch_of(*(0,) * 6, text=1700)]
+    assert step.memory([first], from_start=True)[0] == captured
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "moment_bytes", lambda *_: new / 4)
+        assert step.memory([first], from_start=True)[0] - captured == pytest.approx(2 * new - new / 2)
     # Without room the run drops its graphs.
     gpu = replace(GPUS["H200"], memory_gib=(captured + new) / 0.97 / GIB)
     tight = Step(step.config, step.layout, Costs(step.config, Profile(gpu)))
     assert tight.memory([long, mixed], from_start=True)[0] - captured == pytest.approx(new)
     assert tight.memory([long, mixed], from_start=True)[0] <= gpu.usable_bytes
+
+
+@pytest.mark.parametrize("flags", ["--overlap-grad-reduce", "--overlap-grad-reduce --overlap-param-gather"])
+def test_a_microbatch_that_never_has_graphs_runs_beside_them(flags: str) -> None:
+    layout = "--layout homogeneous --llm-dp 2 --cuda-graphs"
+    plain, overlapped = step_of(layout), step_of(f"{layout} {flags}")
+    batch = [[[SampleSize(2000)], [SampleSize(2000)]] for _ in range(6)]
+    row = 40 * plain.language_cost(2048).layer_bytes
+    assert overlapped.memory([batch])[0] - plain.memory([batch])[0] == pytest.approx(row)
 
 
 def test_a_budget_holds_for_the_windows_that_a_replica_has_not_finished() -> None:
@@ -130,6 +145,11 @@ def test_the_backward_pass_of_a_window_needs_gradients_and_the_layer_that_is_rec
         (own,), (further,) = Windows(step, batch).bytes, Windows(step, batch).backward_bytes
         # Each of two replicas has 30 images, and the encoder 20 layers. A chunk has a third of the images.
         assert further == pytest.approx([layers * 30 * image_gib(step) * GIB / 20] * 2, rel=0.02), flags
+    # A shortened iteration stands for one of which a chunk is a smaller share.
+    chunked = step_of(f"{TP2} --encoder-window 0 --encoder-activation-gib 0 --encoder-chunk 10 --global-batch-size 48")
+    assert Windows(chunked, batch).backward_bytes[0] == pytest.approx(
+        Windows(step_of(f"{TP2} --encoder-window 0 --encoder-activation-gib 0 --encoder-chunk 10"), batch
+                ).backward_bytes[0])
     # With graphs, the memory of rows is still taken.
     step = step_of(f"{TP2} --encoder-window 0 --encoder-activation-gib 0 --cuda-graphs")
     (own,), (further,) = Windows(step, batch).bytes, Windows(step, batch).backward_bytes
