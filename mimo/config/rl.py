@@ -46,6 +46,8 @@ class RlConfig:
 
     reward: str = "gsm8k"
     """Reward: a name (exact-match, gsm8k, math-verify, multiple-choice) or pkg.module:fn."""
+    reward_threads: int = 1
+    """Completions that are scored at the same time, each on a thread; for rewards that wait for a judge or a sandbox."""
     completions_per_prompt: int = 8
     """Completions sampled for each prompt. Their rewards are compared with each other."""
     updates_per_rollout: int = 1
@@ -152,7 +154,7 @@ class RlConfig:
             refuse(value != getattr(RlConfig, name) and not self.kl_coeff, f"{flag_name(name)} {value} with --kl-coeff "
                    "0, which estimates no KL divergence: set --kl-coeff, or leave it out")
         self._check_importance()
-        refuse_below(self, {"updates_per_rollout": 1, "completions_per_prompt": 1})
+        refuse_below(self, {"updates_per_rollout": 1, "completions_per_prompt": 1, "reward_threads": 1})
         refuse(self.advantage == "rloo" and self.completions_per_prompt < 2,
                f"--advantage rloo with --completions-per-prompt {self.completions_per_prompt}: there are no others to "
                "compare with; use at least 2")

@@ -371,7 +371,7 @@ class RlLoop:
             sampling = replace(sampling, temperature=rl.eval_temperature, top_p=1.0, top_k=0, n=1)
         return RolloutSource(client, prompts, registry.reward(rl.reward), rl.reward, sampling, config.train.seq_length,
                              self.watchdog.progress, config.train.seed if flags.rollout_seeds else None,
-                             self._images, self._num_bad[split])
+                             self._images, self._num_bad[split], rl.reward_threads)
 
     def _train(self, logger: RunLogger, at_end: contextlib.ExitStack) -> str | None:
         """Run iterations. Return why they stopped early, or None. `at_end` gets what has to be closed."""

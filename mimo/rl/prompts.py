@@ -195,7 +195,10 @@ class PromptProvider(Protocol):
 
 
 class Reward(Protocol):
-    """Scores one completion. Any callable of this form plugs in by name (`--reward NAME` or `pkg.module:fn`)."""
+    """Scores one completion. Any callable of this form plugs in by name (`--reward NAME` or `pkg.module:fn`).
+
+    With `--reward-threads`, it is called on several threads at the same time.
+    """
 
     def __call__(self, prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
         """Return the score, a finite number. The built-in rewards return 1.0 for a right answer and 0.0 for any other.

@@ -30,6 +30,7 @@ from mimo.rl.prompts import (
 from mimo.rollout.engine import Rollout, Sampling
 from mimo.rollout.replicas import RolloutClient
 from mimo.text import counted
+from mimo.watchdog.process_exit import map_on_daemon_threads
 
 logger = logging.getLogger("mimo.rl")
 
@@ -131,6 +132,7 @@ class RolloutSource:
         seed: seed of the draws; without one, every draw is different.
         images: how the model takes images; None if it takes none.
         num_bad: prompts that could not be used so far, those that were left out before the run began included.
+        reward_threads: completions that are scored at the same time.
     """
 
     engine: RolloutClient
@@ -143,6 +145,7 @@ class RolloutSource:
     seed: int | None = None
     images: ImageTokens | None = None
     num_bad: int = 0
+    reward_threads: int = 1
 
     def __post_init__(self) -> None:
         self._bad: set[str] = set()
@@ -231,9 +234,14 @@ class RolloutSource:
             ValueError: a reward fails; names the prompt.
         """
         began = time.perf_counter()
+        # Texts are made here, because a tokenizer need not be safe on several threads.
+        scores = map_on_daemon_threads(self._score, [
+            (prompt, answer, self.prompts.decode(answer.token_ids))
+            for prompt, group in zip(asked.prompts, asked.answers, strict=True) for answer in group],
+            self.reward_threads, "rewards")
         completions = tuple(
             Completion(f"{prompt.key}#{number}", place, prompt.token_ids, answer.token_ids, answer.logprobs,
-                       answer.finish_reason, self._score(prompt, answer), asked.indices[place], prompt.image_sizes,
+                       answer.finish_reason, next(scores), asked.indices[place], prompt.image_sizes,
                        num_image_tokens(prompt, self.images))
             for place, (prompt, group) in enumerate(zip(asked.prompts, asked.answers, strict=True))
             for number, answer in enumerate(group))
@@ -249,8 +257,8 @@ class RolloutSource:
         return Rollouts(completions, asked.version, asked.seconds, reward_s, tuple(shown),
                         self.num_bad if isinstance(self.prompts, SkippingPromptSet) else None)
 
-    def _score(self, prompt: Prompt, answer: Rollout) -> float:
-        text = self.prompts.decode(answer.token_ids)
+    def _score(self, asked: tuple[Prompt, Rollout, str]) -> float:
+        prompt, answer, text = asked
         try:
             metadata = {**prompt.metadata, "finish_reason": answer.finish_reason}
             score = float(self.reward(prompt.text, text, prompt.ground_truth, metadata))

@@ -13,8 +13,10 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -46,17 +48,46 @@ def on_daemon_thread[T](call: Callable[[], T], name: str) -> Future[T]:
     A call that never ends does not keep the process alive, as it would on the thread of an executor.
     """
     result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            value = call()
-        except BaseException as error:  # of any kind: `Future.result` raises it again
-            result.set_exception(error)
-        else:
-            result.set_result(value)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=_fulfil, args=(result, call), name=name, daemon=True).start()
     return result
+
+
+def map_on_daemon_threads[S, T](call: Callable[[S], T], items: Iterable[S], num_threads: int, name: str) -> Iterator[T]:
+    """Yield the result of a call for each item, in order, from calls on as many threads.
+
+    With one thread, the calls are made on the calling one, where they may handle signals. After a call that raises an
+    error, which is raised in its place, no further ones begin.
+    """
+    if num_threads == 1:
+        yield from map(call, items)
+        return
+    left = deque((item, Future[T]()) for item in items)
+    results = [result for _, result in left]
+
+    def work() -> None:
+        while True:
+            try:
+                item, result = left.popleft()
+            except IndexError:
+                return
+            _fulfil(result, partial(call, item))
+
+    for _ in range(min(num_threads, len(results))):
+        threading.Thread(target=work, name=name, daemon=True).start()
+    try:
+        for result in results:
+            yield result.result()
+    finally:
+        left.clear()
+
+
+def _fulfil[T](result: Future[T], call: Callable[[], T]) -> None:
+    try:
+        value = call()
+    except BaseException as error:  # of any kind: `Future.result` raises it again
+        result.set_exception(error)
+    else:
+        result.set_result(value)
 
 
 def _write_all(data: bytes) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -175,6 +177,33 @@ def test_a_reward_that_fails_is_named():
         draw(source(reward=lambda *_: math.nan), 0, 1)
     with pytest.raises(ValueError, match="--reward own:reward failed .* TypeError"):
         draw(source(reward=lambda *_: None), 0, 1)
+
+
+def test_rewards_on_several_threads_come_in_order_and_stop_at_the_first_that_fails():
+    together, seen = threading.Barrier(4, timeout=20), []
+
+    def reward(prompt, completion, ground_truth, metadata):
+        seen.append(metadata["place"])
+        together.wait()
+        time.sleep(0.02 * (8 - metadata["place"]))
+        return float(metadata["place"])
+
+    asked = dataclasses.replace(source(reward=reward, seq_length=100), reward_threads=4)
+    assert [each.reward for each in draw(asked, 0, 8).completions] == [place for place in range(8) for _ in range(2)]
+    assert len(seen) == 16
+
+    def failing(prompt, completion, ground_truth, metadata):
+        seen.append(metadata["place"])
+        if metadata["place"] == 1:
+            raise KeyError("nothing")
+        time.sleep(0.05)
+        return 0.0
+
+    seen.clear()
+    with pytest.raises(ValueError, match="--reward own:reward failed on prompt p1, .* KeyError"):
+        draw(dataclasses.replace(asked, reward=failing, reward_threads=2), 0, 40)
+    time.sleep(0.2)
+    assert len(seen) < 10, "no more are scored"
 
 
 def test_figures_of_completions():
