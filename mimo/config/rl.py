@@ -47,9 +47,12 @@ class RlConfig:
     reward: str = "gsm8k"
     """Reward: a name (exact-match, gsm8k, math-verify, multiple-choice) or pkg.module:fn."""
     reward_threads: int = 1
-    """Completions that are scored at the same time, each on a thread; for rewards that wait for a judge or a sandbox."""
+    """Completions that are scored at the same time, each on a thread. For rewards that wait for a judge or sandbox."""
     completions_per_prompt: int = 8
     """Completions sampled for each prompt. Their rewards are compared with each other."""
+    max_refills: int = 0
+    """How often, in an iteration, other prompts are completed in place of those whose completions all have the same
+    reward, which teach nothing (DAPO's dynamic sampling). If too few are left, such prompts fill up the batch."""
     updates_per_rollout: int = 1
     """Optimizer steps on the completions of one rollout, each on an equal part of the prompts, in order. Ratios compare
     with the policy before the first of these steps."""
@@ -154,7 +157,11 @@ class RlConfig:
             refuse(value != getattr(RlConfig, name) and not self.kl_coeff, f"{flag_name(name)} {value} with --kl-coeff "
                    "0, which estimates no KL divergence: set --kl-coeff, or leave it out")
         self._check_importance()
-        refuse_below(self, {"updates_per_rollout": 1, "completions_per_prompt": 1, "reward_threads": 1})
+        refuse_below(self, {"updates_per_rollout": 1, "completions_per_prompt": 1, "reward_threads": 1,
+                            "max_refills": 0})
+        refuse(self.max_refills > 0 and self.completions_per_prompt < 2,
+               f"--max-refills {self.max_refills} with --completions-per-prompt 1: a single completion has no others "
+               "whose reward could be the same; use at least 2")
         refuse(self.advantage == "rloo" and self.completions_per_prompt < 2,
                f"--advantage rloo with --completions-per-prompt {self.completions_per_prompt}: there are no others to "
                "compare with; use at least 2")

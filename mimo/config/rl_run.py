@@ -315,6 +315,9 @@ def _check_mode(config: RlRunConfig) -> None:
            f"--rollout-mode {mode} with --importance-correction none: completions come from the policy before the "
            "last update, and the loss treats them as the current one's. Use --importance-correction token, icepop or "
            "sequence")
+    refuse(mode != "sync" and config.rl.max_refills > 0, f"--rollout-mode {mode} with --max-refills "
+           f"{config.rl.max_refills}: completions that are drawn beside the update are scored after it, when others "
+           "would be late; use --rollout-mode sync")
     refuse(mode != "sync" and config.rollout.engine_placement == "colocated",
            f"--rollout-mode {mode} with --engine-placement colocated: the engine cannot generate beside the update on "
            "GPUs that it shares with it; use --rollout-mode sync")

@@ -64,7 +64,7 @@ _GROUPS = tuple((group, re.compile(pattern)) for group, pattern in (
              r"allocation-retries/.*|microbatches|refit-bytes|.*-s(/.*)?"),
     ("data", r"(image-|text-)?tokens|packing-utilisation|bad-samples|encoder-imbalance.*"),
     ("optim", r"grad-norm|num-zeros|learning-rate(/.*)?|loss-scale|batch-size|skipped-iterations|policy-version"),
-    ("rollout", r"reward.*|completion-length.*|truncated-completions|equal-reward-prompts|rollout-.*"),
+    ("rollout", r"reward.*|completion-length.*|truncated-completions|(equal-reward|asked)-prompts|rollout-.*"),
     ("policy", r"entropy.*|.*kl.*|.*clipped.*|importance.*|.*dlogp.*|.*ratio.*|.*advantage.*|.*probe.*"),
 ))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mimo.checkpoint.paths import SHARED_STREAM
@@ -17,7 +17,7 @@ from mimo.refit.rendezvous import RefitError
 from mimo.refit.sender import WeightSender
 from mimo.rl.kv_scales import KvScales
 from mimo.rl.offload import Devices
-from mimo.rl.rollouts import Answers, Rollouts, RolloutSource, rollout_metrics
+from mimo.rl.rollouts import Answers, Rollouts, RolloutSource, batch_of, rollout_metrics, teaches
 from mimo.rollout.engine import Rollout
 from mimo.watchdog.process_exit import on_daemon_thread
 from mimo.watchdog.watchdog import Watchdog
@@ -121,7 +121,8 @@ class Collector:
         # 0, which waits for vLLM and then for rewards.
         self._refit_limit_s = 2 * config.rollout.refit_timeout_s + WATCHDOG_MARGIN_S
         self._engine_limit_s = config.rollout.rollout_timeout_s + WATCHDOG_MARGIN_S
-        self._follower_limit_s = self._engine_limit_s + config.train.watchdog_timeout_s + WATCHDOG_MARGIN_S
+        draws = 1 + config.rl.max_refills
+        self._follower_limit_s = draws * (self._engine_limit_s + config.train.watchdog_timeout_s) + WATCHDOG_MARGIN_S
         self._num_refits = 0
         self._version: int | None = None
         self._prefetched: Future[tuple[Answers, Pending]] | None = None
@@ -143,28 +144,40 @@ class Collector:
         # The engine of a resumed run has no weights, even if the checkpoint brought answers.
         if not has_answers or self._version is None:
             self.refit(iteration)
-        failure = None
-        if not has_answers and self.source is not None:
+        rollouts, failure = None, None
+        if self.source is not None:
             try:
-                with self.watchdog.waiting_up_to(self._engine_limit_s, "completions of the rollout engine",
-                                                 version=self._version):
-                    answers = self.source.ask(self.cursor.first, self.config.prompts_per_step, str(self._version))
+                rollouts = self._batch(self.source, answers, num_shown)
             except RefitError as error:
                 failure = error
-        rollouts = None
-        if self.source is not None and failure is None:
-            assert answers is not None
-            with self.watchdog.waiting("rewards"):
-                rollouts = self.source.score(answers, num_shown)
         with self.watchdog.waiting_up_to(
                 self._follower_limit_s, "completions and rewards, which the first rank asks for",
                 version=self._version):
             shared: Rollouts = broadcast_outcome(self.grids, rollouts, failure)
-        self.cursor.first += self.config.prompts_per_step
+        self.cursor.first += shared.num_asked
         self.cursor.pending = None
         self._finish_rollouts()
         self.waited_s = time.perf_counter() - began
         return shared
+
+    def _batch(self, source: RolloutSource, answers: Answers | None, num_shown: int) -> Rollouts:
+        """Score the completions of an iteration. Ask for them, unless there are `answers`, and see --max-refills."""
+        count, refills = self.config.prompts_per_step, self.config.rl.max_refills
+        drawn: list[Rollouts] = []
+        missing = count
+        while missing and len(drawn) <= refills:
+            if answers is None:
+                first = self.cursor.first + sum(each.num_asked for each in drawn)
+                with self.watchdog.waiting_up_to(self._engine_limit_s, "completions of the rollout engine",
+                                                 version=self._version):
+                    answers = source.ask(first, missing, str(self._version))
+            with self.watchdog.waiting("rewards"):
+                # With refills it is not known yet which prompts will be the first ones of the batch.
+                drawn.append(source.score(answers, count if refills and num_shown else num_shown))
+            answers = None
+            missing = count - sum(teaches(group) for each in drawn for group in each.groups)
+        batch = drawn[0] if len(drawn) == 1 else batch_of(drawn, count)
+        return replace(batch, shown=batch.shown[:num_shown])
 
     def prefetch(self) -> None:
         """Start on the next iteration's completions while the update runs (`one-step-off`). On the first rank."""

@@ -342,7 +342,7 @@ class RlLoop:
     def _num_asked(self) -> int:
         """Return the number of training prompts up to the last one of the run, as far as it is known now."""
         left = self.session.total_iterations - self.session.progress.iteration
-        return self.cursor.first + max(left, 0) * self.config.prompts_per_step
+        return self.cursor.first + max(left, 0) * self.config.prompts_per_step * (1 + self.config.rl.max_refills)
 
     def _measure_more(self, num_measured: int) -> None:
         """Measure the prompts that a resumed run comes to and a new one would not. Collective over the world.
@@ -491,6 +491,8 @@ class RlLoop:
         rates = current_learning_rates(self.config, self.parts.scheduler,
                                        tuple(encoder.name for encoder in self.grids.layout.encoders))
         figures = rollout_metrics(rollouts) | result.metrics
+        if self.config.rl.max_refills:
+            figures["asked-prompts"] = rollouts.num_asked
         if rollouts.num_bad is not None:
             figures["bad_samples"] = rollouts.num_bad
         speed = {}

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from itertools import count as count_from
 from typing import Any
 
@@ -86,6 +86,7 @@ class Rollouts:
         reward_s: seconds that the rewards took.
         shown: the first prompts with their completions as text, for people to read.
         num_bad: prompts that could not be used so far; None for a set that has no bad ones.
+        num_asked: prompts that were completed; with --max-refills there may be more than in the batch.
     """
 
     completions: tuple[Completion, ...]
@@ -94,6 +95,12 @@ class Rollouts:
     reward_s: float = 0.0
     shown: tuple[Generation, ...] = ()
     num_bad: int | None = None
+    num_asked: int = 0
+
+    @property
+    def groups(self) -> list[tuple[Completion, ...]]:
+        """The completions of each prompt."""
+        return [tuple(group) for _, group in groupby(self.completions, lambda each: each.prompt)]
 
 
 @dataclass(frozen=True)
@@ -255,7 +262,7 @@ class RolloutSource:
             shown.append(Generation(prompt.key, texts, str(prompt.ground_truth), prompt.text, images,
                                     len(prompt.image_sizes)))
         return Rollouts(completions, asked.version, asked.seconds, reward_s, tuple(shown),
-                        self.num_bad if isinstance(self.prompts, SkippingPromptSet) else None)
+                        self.num_bad if isinstance(self.prompts, SkippingPromptSet) else None, len(asked.prompts))
 
     def _score(self, asked: tuple[Prompt, Rollout, str]) -> float:
         prompt, answer, text = asked
@@ -328,6 +335,31 @@ def check_answers(prompts: Sequence[Prompt], answers: Sequence[Sequence[Rollout]
                 raise ValueError(f"{where}: {wrong[0]} is not a log-probability")
 
 
+def teaches(completions: Sequence[Completion]) -> bool:
+    """Return whether completions of a prompt have advantages. They have none if all have the same reward.
+
+    The advantage of a single completion is its reward.
+    """
+    return len(completions) == 1 or len({each.reward for each in completions}) > 1
+
+
+def batch_of(drawn: Sequence[Rollouts], count: int) -> Rollouts:
+    """Return a batch of `count` prompts: those that teach something, filled up with the first others.
+
+    `drawn` have one version and follow each other. Prompts stay in order, and have their texts if all of `drawn` do.
+    """
+    groups = [group for each in drawn for group in each.groups]
+    texts = [text for each in drawn for text in each.shown]
+    first = sorted(range(len(groups)), key=lambda place: not teaches(groups[place]))[:count]
+    chosen = sorted(first)
+    return replace(
+        drawn[-1],
+        completions=tuple(replace(each, prompt=place) for place, group in enumerate(chosen) for each in groups[group]),
+        rollout_s=sum(each.rollout_s for each in drawn), reward_s=sum(each.reward_s for each in drawn),
+        shown=tuple(texts[place] for place in chosen) if len(texts) == len(groups) else (),
+        num_asked=sum(each.num_asked for each in drawn))
+
+
 def with_advantages(shown: Sequence[Generation], values: Sequence[float]) -> list[Generation]:
     """Return the first prompts of a global batch with the advantages of their completions."""
     left = iter(values)
@@ -338,22 +370,18 @@ def with_advantages(shown: Sequence[Generation], values: Sequence[float]) -> lis
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     """Compute figures of the completions: rewards, lengths, share of truncated ones, share of prompts without a signal.
 
-    A prompt whose completions all have the same reward has no advantages, so that it teaches nothing. The advantage of
-    a single completion is its reward.
+    See `teaches` for the last.
     """
     completions = rollouts.completions
     count = len(completions)
     rewards = [each.reward for each in completions]
     mean = sum(rewards) / count
     lengths = [len(each.token_ids) for each in completions]
-    groups: dict[int, list[float]] = {}
-    for each in completions:
-        groups.setdefault(each.prompt, []).append(each.reward)
+    groups = rollouts.groups
     return {
         "reward": mean,
         "reward-std": math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / count),
-        "equal-reward-prompts": sum(
-            len(found) > 1 and len(set(found)) == 1 for found in groups.values()) / len(groups),
+        "equal-reward-prompts": sum(not teaches(group) for group in groups) / len(groups),
         "completion-length": sum(lengths) / count,
         "completion-length-max": float(max(lengths)),
         "truncated-completions": sum(each.finish_reason == "length" for each in completions) / count,

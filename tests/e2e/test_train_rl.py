@@ -225,10 +225,11 @@ def test_held_out_prompts_are_scored_before_during_and_after(tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("mode", "updates"), [("sync", 2), ("one-step-off", 1)])
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, mode: str, updates: int) -> None:
-    flags = [*FLAGS, "--reward", "tests.support.rl_rewards:digits", "--rollout-mode", mode, "--train-iters", "4",
-             "--updates-per-rollout", str(updates)]
+@pytest.mark.parametrize(("mode", "updates", "refills"), [("sync", 2, 0), ("sync", 2, 2), ("one-step-off", 1, 0)])
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, mode: str, updates: int, refills: int) -> None:
+    reward = "digits_of_odd_answers" if refills else "digits"
+    flags = [*FLAGS, "--reward", f"tests.support.rl_rewards:{reward}", "--rollout-mode", mode, "--train-iters", "4",
+             "--updates-per-rollout", str(updates), "--max-refills", str(refills), "--reward-threads", str(1 + refills)]
     # An engine that works ahead has the answers of the third iteration already when the run is broken off.
     found, expected = broken_off_and_whole(tmp_path, *flags)
     versions = [0, 1, 2, 3] if mode == "sync" else [0, 0, 1, 2]
@@ -241,6 +242,11 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, mode: st
     # Half of the tokens are trained on after a first update on the others.
     assert any(abs(step["ratio"] - 1) > 1e-4 for step in expected) == (updates > 1)
     assert [step["consumed_samples"] for step in expected] == [32, 64, 96, 128]
+    if refills:
+        # Half of the prompts teach nothing. Those that take their places have not been asked for before.
+        asked = [step["asked-prompts"] for step in expected]
+        assert max(asked) > 4 == min(asked + [4]) and asked == [step["asked-prompts"] for step in found]
+        assert all(step["equal-reward-prompts"] < 0.5 for step in expected)
     if mode == "one-step-off":
         # Completions of the policy before differ from what the present one would have said; the weights make up for it.
         assert all(step["gen-kl"] > 1e-7 for step in expected[1:]) and expected[0]["gen-kl"] < 1e-9

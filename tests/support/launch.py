@@ -158,13 +158,15 @@ def generations(run_dir: Path) -> list[dict[str, Any]]:
 def broken_off_and_whole(folder: Path, *flags: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Train with train_rl.py for four iterations, broken off in the third and resumed, and in one go: both records.
 
-    The later --reward breaks off; `flags` may give another for the other runs.
+    `flags` name a reward of `tests.support.rl_rewards`.
     """
     whole, parts, saved = folder / "whole", folder / "parts", ["--save", str(folder / "saved")]
     done = torchrun(2, *flags, "--run-dir", str(whole), script="train_rl.py")
     assert done.returncode == 0, done.stdout[-3000:]
-    done = torchrun(2, *flags, *saved, "--save-interval", "2", "--reward", "tests.support.rl_rewards:digits_twice",
-                    "--run-dir", str(parts), script="train_rl.py")
+    module, name = flags[flags.index("--reward") + 1].split(":")
+    scored = sum(8 * int(step.get("asked-prompts", 4)) for step in records(whole)[:2])
+    done = torchrun(2, *flags, *saved, "--save-interval", "2", "--reward", f"{module}:ending", "--run-dir", str(parts),
+                    script="train_rl.py", SCORED=str(scored), LIKE=name)
     assert done.returncode != 0 and "enough" in done.stdout, done.stdout[-3000:]
     done = torchrun(2, *flags, *saved, "--load", saved[1], "--run-dir", str(parts), script="train_rl.py")
     assert done.returncode == 0 and "loaded " in done.stdout, done.stdout[-3000:]

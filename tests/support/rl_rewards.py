@@ -20,6 +20,11 @@ def digits(prompt: str, completion: str, ground_truth: str, metadata: Mapping[st
     return sum(character.isdigit() for character in completion) / 12
 
 
+def digits_of_odd_answers(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    """Score like `digits` for prompts whose answer is odd, and all completions of other prompts alike."""
+    return digits(prompt, completion, ground_truth, metadata) if int(ground_truth[-1]) % 2 else 0.0
+
+
 def length(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
     """Score the number of characters, for prompts whose tokens are those of texts."""
     return len(completion) / 12
@@ -28,11 +33,12 @@ def length(prompt: str, completion: str, ground_truth: str, metadata: Mapping[st
 _calls = itertools.count(1)
 
 
-def digits_twice(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    """Score like `digits` for two iterations of 32 completions, then raise."""
-    if next(_calls) > 2 * 32:
+def ending(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    """Score as many completions as SCORED says, with the reward of this file that LIKE names, then raise."""
+    if next(_calls) > int(os.environ["SCORED"]):
         raise KeyError("enough")
-    return digits(prompt, completion, ground_truth, metadata)
+    score: float = globals()[os.environ["LIKE"]](prompt, completion, ground_truth, metadata)
+    return score
 
 
 def failing(prompt: str, completion: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:

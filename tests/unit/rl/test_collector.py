@@ -50,7 +50,7 @@ class Engine:
 def collector(cursor, mode="one-step-off", prompts=None, **sampling):
     made = Collector.__new__(Collector)
     made.cursor, made.watchdog, made.grids = cursor, Watchdog(0, "rank 0"), None
-    made.config = SimpleNamespace(prompts_per_step=2,
+    made.config = SimpleNamespace(prompts_per_step=2, rl=SimpleNamespace(max_refills=0),
                                   rollout=SimpleNamespace(rollout_mode=mode, rollout_timeout_s=60.0))
     images = ImageTokens({"vision": 12}, lambda module, height, width: 1, 3)
     made.source = RolloutSource(Engine(), prompts or Prompts(), lambda _, __, truth, ___: float(truth == "truth"),
@@ -106,6 +106,27 @@ def test_answers_to_other_questions_are_drawn_anew(restored, changed):
 def test_answers_of_a_checkpoint_are_scored_by_the_ground_truth_of_now(restored):
     resumed = collector(restored, prompts=Prompts(truth="another"))
     assert {each.reward for each in resumed.source.score(resumed._prefetched_answers()).completions} == {0.0}
+
+
+@pytest.mark.parametrize(("refills", "asked", "batch"), [
+    (0, [3], "345"), (1, [3, 2], "346"), (2, [3, 2, 1], "368"), (9, [3, 2, 1], "368")])
+def test_other_prompts_replace_those_that_teach_nothing(refills, asked, batch):
+    class Named(Prompts):
+        def prompt(self, index):
+            return replace(super().prompt(index), metadata={"place": index})
+
+    def reward(prompt, completion, ground_truth, metadata):
+        # Those of prompts 4, 5 and 7 all have the same reward.
+        return 1.0 if metadata["place"] in (4, 5, 7) else float(metadata["finish_reason"] == "stop")
+
+    made = collector(PromptCursor(3), "sync", Named())
+    made.config.prompts_per_step, made.config.rl.max_refills, made.source.reward = 3, refills, reward
+    found = made._batch(made.source, None, 2)
+    made.watchdog.close()
+    assert made.source.engine.asked == asked and found.num_asked == sum(asked)
+    assert [each.key for each in found.completions] == [f"p{place}#{number}" for place in batch for number in range(2)]
+    assert [each.prompt for each in found.completions] == [0, 0, 1, 1, 2, 2]
+    assert [each.key for each in found.shown] == [f"p{batch[0]}", f"p{batch[1]}"]
 
 
 class DevicesOfASleepingEngine(Devices):
