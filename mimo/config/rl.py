@@ -47,12 +47,14 @@ class RlConfig:
     reward: str = "gsm8k"
     """Reward: a name (exact-match, gsm8k, math-verify, multiple-choice) or pkg.module:fn."""
     reward_threads: int = 1
-    """Completions that are scored at the same time, each on a thread. For rewards that wait for a judge or sandbox."""
+    """Completions that are scored at the same time, each on a thread, for rewards that wait for a judge or a sandbox.
+    Above 1, the reward has to be safe on several threads and cannot use signals."""
     completions_per_prompt: int = 8
     """Completions sampled for each prompt. Their rewards are compared with each other."""
     max_refills: int = 0
-    """How often, in an iteration, other prompts are completed in place of those whose completions all have the same
-    reward, which teach nothing (DAPO's dynamic sampling). If too few are left, such prompts fill up the batch."""
+    """How often, in an iteration, further prompts are completed in place of those whose completions all have the same
+    reward, which teach nothing (DAPO's dynamic sampling). If some are missing after that, those fill the batch. Only
+    with --rollout-mode sync."""
     updates_per_rollout: int = 1
     """Optimizer steps on the completions of one rollout, each on an equal part of the prompts, in order. Ratios compare
     with the policy before the first of these steps."""

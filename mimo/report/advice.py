@@ -230,7 +230,8 @@ def _from_rollouts(run: Run, flags: Mapping[str, Any], rules: Rules) -> Iterator
         if gain >= LEAST_GAIN:
             yield Advice(f"The trainer waits {percent(rollout / total)} of an iteration while completions are "
                          "generated, and the engine is idle the rest of the time.",
-                         f"--rollout-mode one-step-off{' --engine-restarts 0' if flags.get('engine-restarts') else ''}",
+                         " ".join(["--rollout-mode one-step-off", *(
+                             f"--{flag} 0" for flag in ("engine-restarts", "max-refills") if flags.get(flag))]),
                          f"It should be {rounded(gain)} times as fast.")
     equal, cut = (mean(steady(run.steps).get(key)) for key in ("equal-reward-prompts", "truncated-completions"))
     if equal is not None and equal >= EQUAL_SHARE and isinstance(flags.get("completions-per-prompt"), int):
@@ -238,8 +239,9 @@ def _from_rollouts(run: Run, flags: Mapping[str, Any], rules: Rules) -> Iterator
         # A batch counts completions, and has whole prompts.
         if not rules.accept(more) and isinstance(flags.get("global-batch-size"), int):
             more += f" --global-batch-size {2 * flags['global-batch-size']}"
+        refills = "" if flags.get("max-refills") else " --max-refills asks for others in their place."
         yield Advice(f"All completions of {percent(equal)} of the prompts have the same reward, so these prompts teach "
-                     "nothing. Use prompts of another difficulty, or more completions.", more)
+                     f"nothing. Use prompts of another difficulty, or more completions.{refills}", more)
     if cut is not None and cut >= CUT_SHARE and isinstance(flags.get("max-completion-tokens"), int):
         limit, length = flags["max-completion-tokens"], flags.get("seq-length", 0)
         longer = f" --seq-length {length + limit}" if 2 * limit >= length else ""

@@ -17,7 +17,16 @@ from mimo.refit.rendezvous import RefitError
 from mimo.refit.sender import WeightSender
 from mimo.rl.kv_scales import KvScales
 from mimo.rl.offload import Devices
-from mimo.rl.rollouts import Answers, Rollouts, RolloutSource, batch_of, rollout_metrics, teaches
+from mimo.rl.prompts import FinitePromptSet, Prompt
+from mimo.rl.rollouts import (
+    Answers,
+    Rollouts,
+    RolloutSource,
+    batch_of,
+    places_of_batch,
+    rollout_metrics,
+    teaches,
+)
 from mimo.rollout.engine import Rollout
 from mimo.watchdog.process_exit import on_daemon_thread
 from mimo.watchdog.watchdog import Watchdog
@@ -118,11 +127,12 @@ class Collector:
         self.report: RefitReport | None = None
         self.waited_s = self.refit_s = self.verify_s = 0.0
         # Watchdog limits: of refits, of rank 0 while it waits for vLLM, and of the other ranks while they wait for rank
-        # 0, which waits for vLLM and then for rewards.
+        # 0, which waits for vLLM and then for rewards, and for a batch may do so several times.
         self._refit_limit_s = 2 * config.rollout.refit_timeout_s + WATCHDOG_MARGIN_S
         self._engine_limit_s = config.rollout.rollout_timeout_s + WATCHDOG_MARGIN_S
-        draws = 1 + config.rl.max_refills
-        self._follower_limit_s = draws * (self._engine_limit_s + config.train.watchdog_timeout_s) + WATCHDOG_MARGIN_S
+        draw_s = self._engine_limit_s + config.train.watchdog_timeout_s
+        self._follower_limit_s = draw_s + WATCHDOG_MARGIN_S
+        self._batch_limit_s = (1 + config.rl.max_refills) * draw_s + WATCHDOG_MARGIN_S
         self._num_refits = 0
         self._version: int | None = None
         self._prefetched: Future[tuple[Answers, Pending]] | None = None
@@ -151,7 +161,7 @@ class Collector:
             except RefitError as error:
                 failure = error
         with self.watchdog.waiting_up_to(
-                self._follower_limit_s, "completions and rewards, which the first rank asks for",
+                self._batch_limit_s, "completions and rewards, which the first rank asks for",
                 version=self._version):
             shared: Rollouts = broadcast_outcome(self.grids, rollouts, failure)
         self.cursor.first += shared.num_asked
@@ -161,23 +171,34 @@ class Collector:
         return shared
 
     def _batch(self, source: RolloutSource, answers: Answers | None, num_shown: int) -> Rollouts:
-        """Score the completions of an iteration. Ask for them, unless there are `answers`, and see --max-refills."""
-        count, refills = self.config.prompts_per_step, self.config.rl.max_refills
-        drawn: list[Rollouts] = []
-        missing = count
-        while missing and len(drawn) <= refills:
-            if answers is None:
-                first = self.cursor.first + sum(each.num_asked for each in drawn)
-                with self.watchdog.waiting_up_to(self._engine_limit_s, "completions of the rollout engine",
-                                                 version=self._version):
-                    answers = source.ask(first, missing, str(self._version))
+        """Ask for the completions of an iteration, unless there are `answers`, and score them.
+
+        With --max-refills, further prompts replace those whose completions all have the same reward.
+
+        Raises:
+            ValueError, RefitError: see `RolloutSource`.
+        """
+        count, prompts, drawn, missing = self.config.prompts_per_step, list[Prompt](), list[Rollouts](), 0
+        for _ in range(1 + self.config.rl.max_refills):
+            answers = answers or self._ask(source, self.cursor.first + len(prompts), missing or count)
             with self.watchdog.waiting("rewards"):
-                # With refills it is not known yet which prompts will be the first ones of the batch.
-                drawn.append(source.score(answers, count if refills and num_shown else num_shown))
+                drawn.append(source.score(answers))
+            prompts += answers.prompts
             answers = None
-            missing = count - sum(teaches(group) for each in drawn for group in each.groups)
-        batch = drawn[0] if len(drawn) == 1 else batch_of(drawn, count)
-        return replace(batch, shown=batch.shown[:num_shown])
+            groups = [group for each in drawn for group in each.groups]
+            missing = count - sum(map(teaches, groups))
+            # Beyond the last prompt, those of this iteration would come again.
+            if missing <= 0 or (isinstance(source.prompts, FinitePromptSet)
+                                and len(prompts) + missing > source.prompts.num_prompts):
+                break
+        places = places_of_batch(groups, count)
+        return replace(batch_of(drawn, places), shown=tuple(
+            source.as_text(prompts[place], groups[place]) for place in places[:num_shown]))
+
+    def _ask(self, source: RolloutSource, first: int, count: int) -> Answers:
+        with self.watchdog.waiting_up_to(self._engine_limit_s, "completions of the rollout engine",
+                                         version=self._version):
+            return source.ask(first, count, str(self._version))
 
     def prefetch(self) -> None:
         """Start on the next iteration's completions while the update runs (`one-step-off`). On the first rank."""

@@ -340,7 +340,7 @@ class RlLoop:
             self._left_out += measured.left_out
 
     def _num_asked(self) -> int:
-        """Return the number of training prompts up to the last one of the run, as far as it is known now."""
+        """Return the largest number of training prompts that the run may come to, as far as it is known now."""
         left = self.session.total_iterations - self.session.progress.iteration
         return self.cursor.first + max(left, 0) * self.config.prompts_per_step * (1 + self.config.rl.max_refills)
 
@@ -490,7 +490,7 @@ class RlLoop:
         progress = self.session.progress
         rates = current_learning_rates(self.config, self.parts.scheduler,
                                        tuple(encoder.name for encoder in self.grids.layout.encoders))
-        figures = rollout_metrics(rollouts) | result.metrics
+        figures = {**(rollouts.figures or rollout_metrics(rollouts)), **result.metrics}
         if self.config.rl.max_refills:
             figures["asked-prompts"] = rollouts.num_asked
         if rollouts.num_bad is not None:

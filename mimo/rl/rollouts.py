@@ -30,7 +30,7 @@ from mimo.rl.prompts import (
 from mimo.rollout.engine import Rollout, Sampling
 from mimo.rollout.replicas import RolloutClient
 from mimo.text import counted
-from mimo.watchdog.process_exit import map_on_daemon_threads
+from mimo.watchdog.process_exit import map_on_threads
 
 logger = logging.getLogger("mimo.rl")
 
@@ -87,6 +87,7 @@ class Rollouts:
         shown: the first prompts with their completions as text, for people to read.
         num_bad: prompts that could not be used so far; None for a set that has no bad ones.
         num_asked: prompts that were completed; with --max-refills there may be more than in the batch.
+        figures: `rollout_metrics` of all these; None if they are those of the batch.
     """
 
     completions: tuple[Completion, ...]
@@ -96,6 +97,7 @@ class Rollouts:
     shown: tuple[Generation, ...] = ()
     num_bad: int | None = None
     num_asked: int = 0
+    figures: Mapping[str, float] | None = None
 
     @property
     def groups(self) -> list[tuple[Completion, ...]]:
@@ -241,10 +243,10 @@ class RolloutSource:
             ValueError: a reward fails; names the prompt.
         """
         began = time.perf_counter()
-        # Texts are made here, because a tokenizer need not be safe on several threads.
-        scores = map_on_daemon_threads(self._score, [
+        # Texts are made on this thread, because a tokenizer need not be safe on several.
+        scores = map_on_threads(self._score, (
             (prompt, answer, self.prompts.decode(answer.token_ids))
-            for prompt, group in zip(asked.prompts, asked.answers, strict=True) for answer in group],
+            for prompt, group in zip(asked.prompts, asked.answers, strict=True) for answer in group),
             self.reward_threads, "rewards")
         completions = tuple(
             Completion(f"{prompt.key}#{number}", place, prompt.token_ids, answer.token_ids, answer.logprobs,
@@ -252,20 +254,20 @@ class RolloutSource:
                        num_image_tokens(prompt, self.images))
             for place, (prompt, group) in enumerate(zip(asked.prompts, asked.answers, strict=True))
             for number, answer in enumerate(group))
-        reward_s = time.perf_counter() - began
-        shown = []
-        for place, prompt in enumerate(asked.prompts[:num_shown]):
-            texts = [Answer(self.prompts.decode(each.token_ids), each.reward,
-                            truncated=each.finish_reason == "length")
-                     for each in completions if each.prompt == place]
-            images = [reduced(picture) for picture in prompt.pictures()[:MAX_IMAGES]] if prompt.image_sizes else []
-            shown.append(Generation(prompt.key, texts, str(prompt.ground_truth), prompt.text, images,
-                                    len(prompt.image_sizes)))
-        return Rollouts(completions, asked.version, asked.seconds, reward_s, tuple(shown),
-                        self.num_bad if isinstance(self.prompts, SkippingPromptSet) else None, len(asked.prompts))
+        scored = Rollouts(completions, asked.version, asked.seconds, time.perf_counter() - began,
+                          num_bad=self.num_bad if isinstance(self.prompts, SkippingPromptSet) else None,
+                          num_asked=len(asked.prompts))
+        return replace(scored, shown=tuple(map(self.as_text, asked.prompts[:num_shown], scored.groups)))
 
-    def _score(self, asked: tuple[Prompt, Rollout, str]) -> float:
-        prompt, answer, text = asked
+    def as_text(self, prompt: Prompt, completions: Sequence[Completion]) -> Generation:
+        """Return a prompt and its completions as text, for people to read."""
+        texts = [Answer(self.prompts.decode(each.token_ids), each.reward, truncated=each.finish_reason == "length")
+                 for each in completions]
+        images = [reduced(picture) for picture in prompt.pictures()[:MAX_IMAGES]] if prompt.image_sizes else []
+        return Generation(prompt.key, texts, str(prompt.ground_truth), prompt.text, images, len(prompt.image_sizes))
+
+    def _score(self, completed: tuple[Prompt, Rollout, str]) -> float:
+        prompt, answer, text = completed
         try:
             metadata = {**prompt.metadata, "finish_reason": answer.finish_reason}
             score = float(self.reward(prompt.text, text, prompt.ground_truth, metadata))
@@ -336,28 +338,30 @@ def check_answers(prompts: Sequence[Prompt], answers: Sequence[Sequence[Rollout]
 
 
 def teaches(completions: Sequence[Completion]) -> bool:
-    """Return whether completions of a prompt have advantages. They have none if all have the same reward.
+    """Return whether the rewards of a prompt's completions give them advantages, because not all are the same.
 
     The advantage of a single completion is its reward.
     """
     return len(completions) == 1 or len({each.reward for each in completions}) > 1
 
 
-def batch_of(drawn: Sequence[Rollouts], count: int) -> Rollouts:
-    """Return a batch of `count` prompts: those that teach something, filled up with the first others.
+def places_of_batch(groups: Sequence[Sequence[Completion]], count: int) -> list[int]:
+    """Return the places of `count` prompts, in order: the first ones that teach something, then the first others."""
+    ranked = sorted(range(len(groups)), key=lambda place: not teaches(groups[place]))
+    return sorted(ranked[:count])
 
-    `drawn` have one version and follow each other. Prompts stay in order, and have their texts if all of `drawn` do.
-    """
+
+def batch_of(drawn: Sequence[Rollouts], places: Sequence[int]) -> Rollouts:
+    """Return the batch of the prompts at some places among those of rollouts that followed each other."""
     groups = [group for each in drawn for group in each.groups]
-    texts = [text for each in drawn for text in each.shown]
-    first = sorted(range(len(groups)), key=lambda place: not teaches(groups[place]))[:count]
-    chosen = sorted(first)
-    return replace(
-        drawn[-1],
-        completions=tuple(replace(each, prompt=place) for place, group in enumerate(chosen) for each in groups[group]),
-        rollout_s=sum(each.rollout_s for each in drawn), reward_s=sum(each.reward_s for each in drawn),
-        shown=tuple(texts[place] for place in chosen) if len(texts) == len(groups) else (),
-        num_asked=sum(each.num_asked for each in drawn))
+
+    def numbered(places: Sequence[int]) -> tuple[Completion, ...]:
+        return tuple(replace(each, prompt=number) for number, place in enumerate(places) for each in groups[place])
+
+    whole = replace(drawn[-1], completions=numbered(range(len(groups))))
+    return replace(whole, completions=numbered(places), rollout_s=sum(each.rollout_s for each in drawn),
+                   reward_s=sum(each.reward_s for each in drawn), num_asked=len(groups),
+                   figures=rollout_metrics(whole) if len(groups) > len(places) else None)
 
 
 def with_advantages(shown: Sequence[Generation], values: Sequence[float]) -> list[Generation]:
@@ -424,7 +428,7 @@ def fit_prompts(prompts: PromptSet, split: str, config: RlRunConfig, images: Ima
         split: `train` or `valid`.
         config: the run.
         images: how the model takes images; None if it takes none.
-        num_asked: number of prompts that the whole run uses, from the first one on.
+        num_asked: number of prompts that the whole run may use, from the first one on.
         num_measured: how many of them, from the first one on, an earlier call has found to fit; 0 with
             `--skip-long-prompts`.
         num_bad: how many prompts earlier calls have left out because they cannot be used.

@@ -52,8 +52,8 @@ def on_daemon_thread[T](call: Callable[[], T], name: str) -> Future[T]:
     return result
 
 
-def map_on_daemon_threads[S, T](call: Callable[[S], T], items: Iterable[S], num_threads: int, name: str) -> Iterator[T]:
-    """Yield the result of a call for each item, in order, from calls on as many threads.
+def map_on_threads[S, T](call: Callable[[S], T], items: Iterable[S], num_threads: int, name: str) -> Iterator[T]:
+    """Yield the result of a call for each item, in order, from calls on as many daemon threads.
 
     With one thread, the calls are made on the calling one, where they may handle signals. After a call that raises an
     error, which is raised in its place, no further ones begin.
@@ -71,10 +71,12 @@ def map_on_daemon_threads[S, T](call: Callable[[S], T], items: Iterable[S], num_
             except IndexError:
                 return
             _fulfil(result, partial(call, item))
+            if result.exception() is not None:
+                left.clear()  # all items before it have begun, so the caller comes to the error
 
-    for _ in range(min(num_threads, len(results))):
-        threading.Thread(target=work, name=name, daemon=True).start()
     try:
+        for _ in range(min(num_threads, len(results))):
+            threading.Thread(target=work, name=name, daemon=True).start()
         for result in results:
             yield result.result()
     finally:

@@ -243,10 +243,10 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, mode: st
     assert any(abs(step["ratio"] - 1) > 1e-4 for step in expected) == (updates > 1)
     assert [step["consumed_samples"] for step in expected] == [32, 64, 96, 128]
     if refills:
-        # Half of the prompts teach nothing. Those that take their places have not been asked for before.
+        # About half of the prompts teach nothing.
         asked = [step["asked-prompts"] for step in expected]
-        assert max(asked) > 4 == min(asked + [4]) and asked == [step["asked-prompts"] for step in found]
-        assert all(step["equal-reward-prompts"] < 0.5 for step in expected)
+        assert min(asked) >= 4 < max(asked) and asked == [step["asked-prompts"] for step in found]
+        assert all(step["equal-reward-prompts"] > 0 for step in expected if step["asked-prompts"] > 4)
     if mode == "one-step-off":
         # Completions of the policy before differ from what the present one would have said; the weights make up for it.
         assert all(step["gen-kl"] > 1e-7 for step in expected[1:]) and expected[0]["gen-kl"] < 1e-9

@@ -17,7 +17,7 @@ from mimo.rl.images import ImageTokens
 from mimo.rl.offload import Devices, what_leaves
 from mimo.rl.probe import Expected
 from mimo.rl.prompts import Prompt
-from mimo.rl.rollouts import RolloutSource
+from mimo.rl.rollouts import RolloutSource, rollout_metrics
 from mimo.rollout.engine import Rollout, Sampling
 from mimo.watchdog.watchdog import Watchdog
 
@@ -108,25 +108,58 @@ def test_answers_of_a_checkpoint_are_scored_by_the_ground_truth_of_now(restored)
     assert {each.reward for each in resumed.source.score(resumed._prefetched_answers()).completions} == {0.0}
 
 
-@pytest.mark.parametrize(("refills", "asked", "batch"), [
-    (0, [3], "345"), (1, [3, 2], "346"), (2, [3, 2, 1], "368"), (9, [3, 2, 1], "368")])
-def test_other_prompts_replace_those_that_teach_nothing(refills, asked, batch):
-    class Named(Prompts):
-        def prompt(self, index):
-            return replace(super().prompt(index), metadata={"place": index})
+class Named(Prompts):
+    def prompt(self, index):
+        return replace(super().prompt(index), metadata={"place": index})
 
+
+class Six(Named):
+    num_prompts = 6
+
+    def leave_out(self, keys):
+        raise AssertionError("nothing is left out")
+
+    def prompt(self, index):
+        return super().prompt(index % 6)
+
+
+def filling(refills, prompts, cursor):
+    """A collector of batches of three prompts. The completions of prompts 4, 5 and 7 all have the same reward."""
     def reward(prompt, completion, ground_truth, metadata):
-        # Those of prompts 4, 5 and 7 all have the same reward.
         return 1.0 if metadata["place"] in (4, 5, 7) else float(metadata["finish_reason"] == "stop")
 
-    made = collector(PromptCursor(3), "sync", Named())
+    made = collector(cursor, "sync", prompts)
     made.config.prompts_per_step, made.config.rl.max_refills, made.source.reward = 3, refills, reward
-    found = made._batch(made.source, None, 2)
+    made._batch_limit_s, made._finish_rollouts = 60.0, lambda: None
+    return made
+
+
+@pytest.mark.parametrize(("refills", "asked", "batch"), [
+    (0, [3], "345"), (1, [3, 2], "346"), (2, [3, 2, 1], "368"), (9, [3, 2, 1], "368")])
+def test_further_prompts_replace_those_that_teach_nothing(monkeypatch, refills, asked, batch):
+    monkeypatch.setattr("mimo.rl.collector.broadcast_object", lambda _, value: value)
+    monkeypatch.setattr("mimo.rl.collector.broadcast_outcome", lambda _, value, failure: value)
+    made = filling(refills, Named(), PromptCursor(3))
+    found, after = made.collect(3, num_shown=2), made.collect(3)
     made.watchdog.close()
-    assert made.source.engine.asked == asked and found.num_asked == sum(asked)
+    assert made.source.engine.asked[:len(asked)] == asked and found.num_asked == sum(asked)
     assert [each.key for each in found.completions] == [f"p{place}#{number}" for place in batch for number in range(2)]
     assert [each.prompt for each in found.completions] == [0, 0, 1, 1, 2, 2]
     assert [each.key for each in found.shown] == [f"p{batch[0]}", f"p{batch[1]}"]
+    # The next iteration goes on behind all prompts that were asked for, also if the first of them is not in its batch.
+    assert made.cursor.first == 3 + found.num_asked + after.num_asked
+    # Two of three, three of five and three of six prompts teach nothing.
+    figures = found.figures or rollout_metrics(found)
+    assert figures["equal-reward-prompts"] == pytest.approx({3: 2 / 3, 5: 3 / 5, 6: 3 / 6}[sum(asked)])
+
+
+def test_no_prompt_is_asked_for_twice_in_a_batch_of_a_small_set():
+    made = filling(9, Six(), PromptCursor(3))
+    found = made._batch(made.source, None, 0)
+    made.watchdog.close()
+    # Prompts 3, 4 and 5, then 0 and 1, which are of the next epoch.
+    assert made.source.engine.asked == [3, 2] and [each.index for each in found.completions] == [
+        3, 3, 6, 6, 7, 7]
 
 
 class DevicesOfASleepingEngine(Devices):

@@ -196,14 +196,13 @@ def test_rewards_on_several_threads_come_in_order_and_stop_at_the_first_that_fai
         seen.append(metadata["place"])
         if metadata["place"] == 1:
             raise KeyError("nothing")
-        time.sleep(0.05)
+        time.sleep(1.0 if len(seen) == 1 else 0.01)
         return 0.0
 
     seen.clear()
     with pytest.raises(ValueError, match="--reward own:reward failed on prompt p1, .* KeyError"):
-        draw(dataclasses.replace(asked, reward=failing, reward_threads=2), 0, 40)
-    time.sleep(0.2)
-    assert len(seen) < 10, "no more are scored"
+        draw(dataclasses.replace(asked, reward=failing, reward_threads=4), 0, 40)
+    assert len(seen) < 12, "no more begin, although the first one takes long"
 
 
 def test_figures_of_completions():
