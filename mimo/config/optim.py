@@ -90,7 +90,7 @@ class OptimConfig:
 
     def bytes_per_parameter(self, bf16: bool) -> int:
         """Return the bytes of optimizer state of a parameter; `bf16` says whether the model's weights are bfloat16."""
-        # bfloat16 weights have a float32 copy, of which the weights are one half in a precision-aware optimizer.
+        # bfloat16 weights have a float32 copy. A precision-aware optimizer stores only the half that they lack.
         copy = 2 if self.use_precision_aware_optimizer else 4 if bf16 else 0
         return copy + self.moment_bytes
 

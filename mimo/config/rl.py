@@ -53,8 +53,8 @@ class RlConfig:
     """Completions sampled for each prompt. Their rewards are compared with each other."""
     max_refills: int = 0
     """How often, in an iteration, further prompts are completed in place of those whose completions all have the same
-    reward, which teach nothing (DAPO's dynamic sampling). If some are missing after that, those fill the batch. Only
-    with --rollout-mode sync."""
+    reward, which teach nothing (DAPO's dynamic sampling). If the batch is not full then, such prompts fill it.
+    Only with --rollout-mode sync."""
     updates_per_rollout: int = 1
     """Optimizer steps on the completions of one rollout, each on an equal part of the prompts, in order. Ratios compare
     with the policy before the first of these steps."""

@@ -239,15 +239,19 @@ class _Rows:
 
     Attributes:
         own: what `_row_bytes` says of each length.
-        bytes: of all microbatches in flight and of all graphs.
     """
 
     def __init__(self, own: Mapping[int, tuple[float, float]], *, graphs: bool = False) -> None:
         self.own, self._graphs = own, graphs
-        self.bytes = 0.0
-        self._in_flight: deque[tuple[int, float, int | None]] = deque()  # length, bytes and slot
+        self._in_flight: deque[tuple[int, bool, int | None]] = deque()  # length, whether it may have graphs, and slot
         self._warm: set[int] = set()
         self._slots: dict[int, int] = {}  # the longest rows of each
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of all microbatches in flight and of all graphs."""
+        lengths = [*self._slots.values(), *(length for length, _, slot in self._in_flight if slot is None)]
+        return sum(self.own[length][0] for length in lengths)
 
     @property
     def further(self) -> float:
@@ -259,35 +263,25 @@ class _Rows:
         """Number of microbatches between their two passes."""
         return len(self._in_flight)
 
-    def forward(self, length: int, *, may_replay: bool) -> None:
+    def forward(self, length: int, may_replay: bool) -> None:
         """Run a microbatch's forward pass."""
+        slot = None
         if self._graphs and may_replay and length in self._warm:
             busy = {slot for _, _, slot in self._in_flight}
             slot = next(each for each in range(len(busy) + 1) if each not in busy)
-            self._in_flight.append((length, 0.0, slot))
-            self._lengthen(slot, length)
-            return
-        kept, _ = self.own[length]
-        self._in_flight.append((length, kept, None))
-        self.bytes += kept
+            self._slots[slot] = max(self._slots.get(slot, 0), length)
+        self._in_flight.append((length, may_replay, slot))
 
     def backward(self) -> None:
         """Run the backward pass of the microbatch that has waited longest."""
-        length, kept, _ = self._in_flight.popleft()
-        self.bytes -= kept
-        self._warm.add(length)
+        length, may_replay, _ = self._in_flight.popleft()
+        if may_replay:
+            self._warm.add(length)
 
     def capture_all(self, kept: int) -> None:
         """Take graphs of all lengths, for so many microbatches in flight."""
         self._warm.update(self.own)
-        for slot in range(kept):
-            self._lengthen(slot, max(self.own))
-
-    def _lengthen(self, slot: int, length: int) -> None:
-        before = self._slots.get(slot)
-        if before is None or before < length:
-            self.bytes += self.own[length][0] - (0.0 if before is None else self.own[before][0])
-            self._slots[slot] = length
+        self._slots.update(dict.fromkeys(range(kept), max(self.own)))
 
 
 # Runs an iteration, and returns the bytes of activations and those of images at its fullest moment.
@@ -296,11 +290,11 @@ Moment = Callable[[_Rows], tuple[float, float]]
 
 @dataclass(frozen=True)
 class Start:
-    """What is particular about the first iterations of a run.
+    """Memory on a rank while a run does its first iterations.
 
     Attributes:
         room: bytes for activations.
-        later: bytes that the optimizer has only after the first iteration.
+        later: bytes that the optimizer takes only from the second iteration on.
     """
 
     room: float
@@ -313,17 +307,24 @@ def _moments(step: Step, batches: Sequence[Microbatches], lengths: Sequence[Sequ
 
     `lengths` has those of rows by iteration, lane and microbatch; `encodes` says whether ranks encode images, too.
     """
-    without_graphs = frozenset(overlaps_beside_graphs(step.config).values())
+    without_graphs = set(overlaps_beside_graphs(step.config).values())
+
+    def rows(lengths: Sequence[int]) -> list[tuple[int, bool]]:
+        """Return arguments of `_Rows.forward` for each microbatch."""
+        return [(length, without_graphs.isdisjoint((index, index - len(lengths))))
+                for index, length in enumerate(lengths)]
+
     if encodes and step.layout.encoder_window is not None:
         # Lanes wait for each other at windows, so one with the longest rows stands for all.
-        yield [partial(_window_moment, step.windows(batch), [max(each) for each in zip(*lanes, strict=True)],
-                       without_graphs, stage) for batch, lanes in zip(batches, lengths, strict=True)]
+        longest = [[max(each) for each in zip(*lanes, strict=True)] for lanes in lengths]
+        yield [partial(_window_moment, step.windows(batch), rows(own), stage)
+               for batch, own in zip(batches, longest, strict=True)]
         return
     for lane in range(len(lengths[0])):
         # What each replica beside the lane keeps, by iteration.
         images = [list(_images_beside(step, batch, lane)) if encodes else [[0.0] * len(batch)] for batch in batches]
         for replica in zip(*images, strict=True):
-            yield [partial(_moment, lanes[lane], each, without_graphs, step.in_flight(stage))
+            yield [partial(_moment, rows(lanes[lane]), each, step.in_flight(stage))
                    for lanes, each in zip(lengths, replica, strict=True)]
 
 
@@ -351,15 +352,15 @@ def _fullest(moments: Sequence[Moment], own: Mapping[int, tuple[float, float]], 
     return max(found)
 
 
-def _moment(lengths: Sequence[int], images: Sequence[float], without_graphs: frozenset[int], kept: int, rows: _Rows
+def _moment(microbatches: Sequence[tuple[int, bool]], images: Sequence[float], kept: int, rows: _Rows
             ) -> tuple[float, float]:
     """Return the bytes of an iteration's fullest moment if a rank has `kept` microbatches in flight at most."""
     found, most = [], 0.0
-    for index, length in enumerate(lengths):
+    for index, microbatch in enumerate(microbatches):
         if rows.in_flight == kept:
             rows.backward()
             most -= images[index - kept]
-        rows.forward(length, may_replay=without_graphs.isdisjoint((index, index - len(lengths))))
+        rows.forward(*microbatch)
         most += images[index]
         found.append((rows.bytes + rows.further + most, most))
     while rows.in_flight:
@@ -367,15 +368,16 @@ def _moment(lengths: Sequence[int], images: Sequence[float], without_graphs: fro
     return max(found)
 
 
-def _window_moment(windows: Windows, lengths: Sequence[int], without_graphs: frozenset[int], stage: int, rows: _Rows
+def _window_moment(windows: Windows, microbatches: Sequence[tuple[int, bool]], stage: int, rows: _Rows
                    ) -> tuple[float, float]:
     """Return the fullest moment on the ranks of a stage, after a pass or an encoding, on the fullest replica."""
     replicas = [replica for replica, there in enumerate(windows.stages) if there == stage or windows.schedule.together]
     images, most, found = [0.0] * len(replicas), 0.0, [(0.0, 0.0)]
     for kind, index in order_of_work(replace(windows.schedule, stage=stage)):
         if kind == FORWARD:
-            rows.forward(lengths[index], may_replay=without_graphs.isdisjoint((index, index - len(lengths))))
-            found.append((rows.bytes + rows.own[lengths[index]][1] + most, most))
+            length, _ = microbatches[index]
+            rows.forward(*microbatches[index])
+            found.append((rows.bytes + rows.own[length][1] + most, most))
         elif kind == BACKWARD:
             rows.backward()
         else:

@@ -495,9 +495,9 @@ class Step:
     def memory(self, batches: Sequence[Microbatches], *, from_start: bool = False) -> tuple[float, float, str]:
         """Return the peak bytes of the fullest rank, how many of them are for images, and the name of that rank.
 
-        With `from_start`, the iterations are the first ones of a run, which needs more memory with CUDA graphs until it
-        has those of all lengths of rows. If there is no room for that, it drops its graphs, so the result is no higher
-        for it than a plan may use. The run itself may come close to the GPU's memory before it drops them.
+        With `from_start`, the iterations are the first ones of a run. With CUDA graphs, these need more memory than
+        later ones, until the run has graphs of all lengths of rows. A run without room for that drops its graphs, so
+        they raise the result to no more than a plan may use. The run itself may come closer to the GPU's memory.
         """
         return peak(self, batches, from_start=from_start)
 

@@ -291,7 +291,7 @@ def _batch_lines(config: RlRunConfig, layout: Layout) -> list[str]:
     return [
         f"batch: {counted(config.prompts_per_step, 'prompt')} * {counted(rl.completions_per_prompt, 'completion')} "
         f"(--completions-per-prompt) = {counted(train.global_batch_size, 'completion')} of an iteration "
-        "(--global-batch-size)" + (f"; up to {rl.max_refills} times further prompts for what teaches nothing "
+        "(--global-batch-size)" + (f"; up to {rl.max_refills} times, further prompts replace those that teach nothing "
                                    "(--max-refills)" if rl.max_refills else ""),
         f"updates: {counted(rl.updates_per_rollout, 'update')} an iteration (--updates-per-rollout), "
         f"{counted(per_update, 'completion')} each, {per_update // layout.num_lanes} on each of "

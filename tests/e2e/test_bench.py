@@ -129,7 +129,7 @@ def test_a_schedule_has_the_times_that_were_put_in(stages):
     assert parts["fill and drain"] >= 0.5 * ENCODER_MS
     assert (parts["bubble"] >= 0.5 * LANGUAGE_MS) == (stages > 1) and language["bubble_share"] == (stages - 1) / 5
     assert abs(sum(parts.values()) / found["step_ms"] - 1) <= 0.03
-    assert 0 < found["eta"] <= 1.05 and 1 < found["prefetch"]["bound"] < 2
+    assert 0 < found["eta"] and 1 < found["prefetch"]["bound"] < 2
 
 
 def test_lanes_of_different_length_are_stragglers():
@@ -144,7 +144,7 @@ def test_run_ahead_off_and_on_in_one_run():
     ahead = found["run_ahead"]
     # Equal work in both arms, and neither is faster than the encoder.
     assert found["critical"] == "vision" and min(ahead["off_ms"], ahead["on_ms"]) > 6 * 60
-    # The bound comes from other blocks, so on a busy machine eta may be above 1.
+    # Passes alone are timed in blocks of their own, so on a busy machine eta may be above 1.
     assert 0 < min(ahead["eta_off"], ahead["eta_on"])
     assert found["encoder_run_ahead"] == 3 and found["bound_of_eta"] == 1
 

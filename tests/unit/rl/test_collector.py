@@ -158,8 +158,8 @@ def test_no_prompt_is_asked_for_twice_in_a_batch_of_a_small_set():
     found = made._batch(made.source, None, 0)
     made.watchdog.close()
     # Prompts 3, 4 and 5, then 0 and 1, which are of the next epoch.
-    assert made.source.engine.asked == [3, 2] and [each.index for each in found.completions] == [
-        3, 3, 6, 6, 7, 7]
+    assert made.source.engine.asked == [3, 2]
+    assert [each.index for each in found.completions] == [3, 3, 6, 6, 7, 7]
 
 
 class DevicesOfASleepingEngine(Devices):
