@@ -68,9 +68,10 @@ case "$(<"$STATE/mode")" in
         echo -n 999 >"$STATE/run/checkpoints/latest_checkpointed_iteration.txt"
         ;;
     crash)
-        # Slurm stops the other nodes then.
-        touch "$STATE/run/logs/42-attempt-000/stopped"
         [[ "$SLURM_NODEID" == 0 ]] || exit 1
+        # Slurm stops the other nodes then. One that had not started would not start any more.
+        until [[ -e "$STATE/running1" ]]; do sleep 0.1; done
+        touch "$STATE/run/logs/42-attempt-000/stopped"
         ;;
 esac
 """
