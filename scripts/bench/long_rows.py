@@ -10,12 +10,12 @@ colocated and all ranks share the video's frames. There are two parts:
     speed    tokens/s of both layouts at each of --lengths. A length that is given several times is repeated in turns,
              and `context_over_tensor` compares the medians. Each layout recomputes as many layers as
              --context-recomputed and --tensor-recomputed say for that length, or as few as fit, according to the
-             planner and --memory-limit-gib. One that runs out of memory recomputes one layer more. With --frames, at
+             planner. One that runs out of memory recomputes one layer more. With --frames, at
              the first length there is a third, homogeneous layout, in which every context-parallel rank encodes all
              frames. The time of its encoder, divided by that of the first layout, is `frames`.
     longest  the longest row that trains with one GPU, and with --gpus context-parallel and then tensor-parallel ranks,
              at equal recomputation. Rows grow until the memory is full, from the longest one that the planner expects
-             to fit into --memory-limit-gib on. `longest` is the longest row of context parallelism, divided by the
+             to fit into 90 % of it on. `longest` is the longest row of context parallelism, divided by the
              shortest one for which one GPU had no room, and `longest_tensor` that of tensor parallelism.
 
 The last line of output is JSON; above it, a Markdown table shows the same.
@@ -57,6 +57,8 @@ ONE, CONTEXT, TENSOR, REPEATED = "one GPU", "context parallel", "tensor parallel
 GROWTH = (1.0, 1.08, 1.16, 1.24, 1.32, 1.4)
 MULTIPLES = (0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6)
 LEAST = 1024
+# Of the memory of a GPU, plans may use this share for tensors. The driver, NCCL and the allocator need the rest.
+PLANNED_SHARE = 0.9
 # Flags of the trainer that rows differ in.
 FIXED = {"--seq-length", "--global-batch-size", "--train-iters", "--mock-video-min-frames", "--mock-video-frames",
          "--layout", "--encoder-dp", "--encoder-window", "--llm-cp", "--llm-tp", "--llm-dp", "--llm-pp", "--recompute",
@@ -105,7 +107,7 @@ class Bench:
         parser.add_argument("--steps", type=int, default=4, help="timed steps; one less for each further length")
         parser.add_argument("--warmup-steps", type=int, default=1)
         parser.add_argument("--memory-limit-gib", type=float,
-                            help="GiB of tensors to plan for (default: those of the GPU without 8)")
+                            help="GiB that a rank may use (default: all there is)")
         parser.add_argument("--context", default="", metavar="FLAGS", help="further flags of context parallelism")
         parser.add_argument("--tensor", default="", metavar="FLAGS", help="further flags of tensor parallelism")
         for name in ("context", "tensor"):
@@ -131,7 +133,8 @@ class Bench:
         check_gpus(self.chosen.device, self.chosen.gpus)
         self._samples: dict[int, list[SampleSize]] = {}
         found = memory_gib(self.chosen.device)
-        self.limit: float = self.chosen.memory_limit_gib or (found - 8 if found else float("inf"))
+        usable = self.chosen.memory_limit_gib or found
+        self.limit = PLANNED_SHARE * usable if usable else float("inf")
 
     def row(self, layout: str, length: int, recomputed: int, steps: int) -> Row:
         chosen = self.chosen
@@ -179,8 +182,8 @@ class Bench:
         ranks = 1 if rows[0].layout == ONE else self.chosen.gpus
         # A length may be there several times, and each run has a folder of its own.
         names = [f"{number} {each.name}" for number, each in enumerate(rows)]
-        outcomes = run_all([each.config for each in rows], names, folder, ranks, self.chosen.warmup_steps, 1, None,
-                           until_failure=until_failure)
+        outcomes = run_all([each.config for each in rows], names, folder, ranks, self.chosen.warmup_steps, 1,
+                           self.chosen.memory_limit_gib, until_failure=until_failure)
         return [self.figures(row, outcome) for row, outcome in zip(rows, outcomes, strict=False)]
 
     def figures(self, row: Row, outcome: Outcome) -> dict[str, Any]:
@@ -226,8 +229,8 @@ class Bench:
         recomputed = self.chosen.recomputed
         least = self.row(ONE, LEAST, recomputed, 1)
         if least.planned_gib > self.limit:
-            raise SystemExit(f"--memory-limit-gib {self.limit:g}: a row of {LEAST} tokens needs "
-                             f"{least.planned_gib:.3g} GiB")
+            raise SystemExit(f"--memory-limit-gib: a row of {LEAST} tokens needs {least.planned_gib:.3g} GiB of tensors, "
+                             f"and plans may use {self.limit:.3g} GiB ({PLANNED_SHARE:.0%} of the limit)")
         most = least.config.model_family.max_position_embeddings
         low, high = LEAST, most
         while high - low > 512:

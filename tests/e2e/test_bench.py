@@ -259,10 +259,15 @@ def test_every_way_to_share_a_row_trains_alike() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_rows_grow_from_what_the_plan_allows() -> None:
-    found = bench("long_rows", *VIDEOS, "--part", "longest", "--memory-limit-gib", "1.331")
-    lengths = [row["length"] for row in found["rows"]]
-    assert len(lengths) > 1 and lengths == sorted(lengths) and {row["gpus"] for row in found["rows"]} == {1}
-    assert found["rows"][0]["planned_gib"] <= 1.331 < found["rows"][-1]["planned_gib"]
-    # A CPU has no limit, so nothing runs out of memory and there is nothing to compare with.
-    assert found["one_gpu_fits"] == lengths[-1] and "longest" not in found
+def test_rows_grow_until_the_memory_is_full() -> None:
+    found = bench("long_rows", *VIDEOS, "--part", "longest", "--memory-limit-gib", "1.479")
+    alone = [row for row in found["rows"] if row["gpus"] == 1]
+    lengths = [row["length"] for row in alone]
+    assert len(lengths) > 1 and lengths == sorted(lengths)
+    assert alone[0]["planned_gib"] <= 0.9 * 1.479 < alone[-1]["planned_gib"], "rows do not start where the plan is full"
+    assert [row["error"] for row in alone] == [""] * (len(alone) - 1) + ["out of memory"]
+    assert (found["one_gpu_fits"], found["one_gpu_does_not_fit"]) == tuple(lengths[-2:])
+    for layout, name in (("context parallel", "longest"), ("tensor parallel", "longest_tensor")):
+        shared = [row for row in found["rows"] if row["layout"] == layout]
+        assert shared and {row["gpus"] for row in shared} == {2}
+        assert found[name] == max((row["length"] for row in shared if not row["error"]), default=0) / lengths[-1]
