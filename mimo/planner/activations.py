@@ -158,14 +158,14 @@ class Windows:
 
         The budget is for the layers alone. What is outside of them counts as if all layers kept their inputs besides.
         """
-        kept, inputs = _patch_bytes(self._step, self._encoder)
+        kept, inputs, _ = _patch_bytes(self._step, self._encoder)
         return [[patches * min(kept, (1 - again) * kept + inputs) for patches, again in zip(*each, strict=True)]
                 for each in zip(self.patches, self.recomputed, strict=True)]
 
     @cached_property
     def backward_bytes(self) -> list[list[float]]:
         """Bytes that the backward pass of each window and replica takes besides: gradients, and a recomputed layer."""
-        layer = self._cost.layer_bytes / num_layers(self._step.costs.shapes[self._encoder.name]) * self._trains
+        _, _, layer = _patch_bytes(self._step, self._encoder)
 
         def share_of_call(num_images: int) -> float:
             return min(self._chunk / (self._longer * num_images), 1.0) if self._chunk and num_images else 1.0
@@ -322,7 +322,8 @@ def _moments(step: Step, batches: Sequence[Microbatches], lengths: Sequence[Sequ
         return
     for lane in range(len(lengths[0])):
         # What each replica beside the lane keeps, by iteration.
-        images = [list(_images_beside(step, batch, lane)) if encodes else [[0.0] * len(batch)] for batch in batches]
+        images = [list(_images_beside(step, batch, lane)) if encodes else [[(0.0, 0.0)] * len(batch)]
+                  for batch in batches]
         for replica in zip(*images, strict=True):
             yield [partial(_moment, rows(lanes[lane]), each, step.in_flight(stage))
                    for lanes, each in zip(lengths, replica, strict=True)]
@@ -352,19 +353,29 @@ def _fullest(moments: Sequence[Moment], own: Mapping[int, tuple[float, float]], 
     return max(found)
 
 
-def _moment(microbatches: Sequence[tuple[int, bool]], images: Sequence[float], kept: int, rows: _Rows
+def _moment(microbatches: Sequence[tuple[int, bool]], images: Sequence[tuple[float, float]], kept: int, rows: _Rows
             ) -> tuple[float, float]:
-    """Return the bytes of an iteration's fullest moment if a rank has `kept` microbatches in flight at most."""
+    """Return the bytes of an iteration's fullest moment if a rank has `kept` microbatches in flight at most.
+
+    `images` has what `_bytes_of_shares` says of each microbatch.
+    """
     found, most = [], 0.0
+
+    def backward(index: int) -> None:
+        nonlocal most
+        rows.backward()
+        own, further = images[index]
+        found.append((rows.bytes + most + further, most + further))
+        most -= own
+
     for index, microbatch in enumerate(microbatches):
         if rows.in_flight == kept:
-            rows.backward()
-            most -= images[index - kept]
+            backward(index - kept)
         rows.forward(*microbatch)
-        most += images[index]
+        most += images[index][0]
         found.append((rows.bytes + rows.further + most, most))
-    while rows.in_flight:
-        rows.backward()
+    for index in range(len(microbatches) - rows.in_flight, len(microbatches)):
+        backward(index)
     return max(found)
 
 
@@ -395,8 +406,8 @@ def _window_moment(windows: Windows, microbatches: Sequence[tuple[int, bool]], s
     return max(found)
 
 
-def _images_beside(step: Step, batch: Microbatches, lane: int) -> Iterator[list[float]]:
-    """Yield the bytes of each microbatch's images on the replicas of the encoder that share ranks with a lane."""
+def _images_beside(step: Step, batch: Microbatches, lane: int) -> Iterator[list[tuple[float, float]]]:
+    """Yield what `_bytes_of_shares` says of the replicas of the encoder that share ranks with a lane."""
     (encoder,) = step.sampled.encoders
     for replica in range(encoder.dp):
         shares = step.shares(encoder, replica)
@@ -413,25 +424,39 @@ def _encoder_peak(step: Step, batch: Microbatches, stage: int) -> float:
     seen, found = min(kept, len(batch)), 0.0
     for replica in range(encoder.dp):
         images = _bytes_of_shares(step, encoder, batch, step.shares(encoder, replica))
-        found = max(found, *(sum(images[first : first + seen]) for first in range(len(images) - seen + 1)))
-    return kept / seen * found
+        found = max(found, *(kept / seen * sum(own for own, _ in images[first : first + seen]) + images[first][1]
+                             for first in range(len(images) - seen + 1)))
+    return found
 
 
-def _bytes_of_shares(step: Step, encoder: GridSpec, batch: Microbatches, shares: Sequence[LaneShare]) -> list[float]:
-    """Return the bytes that a rank keeps of the images of some lanes, for each microbatch."""
-    kept, inputs = _patch_bytes(step, encoder)
-    each, costs = inputs if step.config.model.encoder_recompute == "full" else kept, step.costs
-    return [each * sum(costs.image_patches(encoder.name, tokens) for share in shares
-                       for sample in microbatch[share.lane][share.start : share.stop] for tokens in sample.images)
-            for microbatch in batch]
+def _bytes_of_shares(step: Step, encoder: GridSpec, batch: Microbatches, shares: Sequence[LaneShare]
+                     ) -> list[tuple[float, float]]:
+    """Return the bytes that a rank keeps of the images of some lanes, and further ones in their backward pass.
+
+    There is one pair for each microbatch.
+    """
+    kept, inputs, layer = _patch_bytes(step, encoder)
+    again = step.config.model.encoder_recompute == "full"
+    own, further = inputs if again else kept, layer * (LAYER_GRADIENTS + again)
+    patches = [sum(step.costs.image_patches(encoder.name, tokens) for share in shares
+                   for sample in microbatch[share.lane][share.start : share.stop] for tokens in sample.images)
+               for microbatch in batch]
+    return [(each * own, each * further) for each in patches]
 
 
-def _patch_bytes(step: Step, encoder: GridSpec) -> tuple[float, float]:
-    """Return the bytes that a rank keeps for one patch, and those that it keeps if all layers are recomputed."""
+def _patch_bytes(step: Step, encoder: GridSpec) -> tuple[float, float, float]:
+    """Return what one patch takes on a rank, in bytes.
+
+    Returns:
+        What is kept for the backward pass, what is kept if all layers are recomputed, and the share of one layer in the
+        first of them. An encoder that does not train keeps only what its projector needs.
+    """
     cost = step.costs.encoder(encoder.name, encoder.tp)
     if not step.costs.trains(encoder.name):
-        return (step.costs.projector_bytes(encoder.name)[0],) * 2
-    return cost.layer_bytes / encoder.pp, cost.recomputed_bytes / encoder.pp
+        projector = step.costs.projector_bytes(encoder.name)[0]
+        return projector, projector, 0.0
+    layer = cost.layer_bytes / num_layers(step.costs.shapes[encoder.name])
+    return cost.layer_bytes / encoder.pp, cost.recomputed_bytes / encoder.pp, layer
 
 
 def image_bytes(step: Step, batches: Sequence[Microbatches]) -> tuple[float, float, float]:

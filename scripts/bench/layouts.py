@@ -317,7 +317,7 @@ class Bench:
             "interval": interval(ratios),
             "eta_split": eta_split(candidate.config, self.encoder, self.work),
             "eta_split_by_time": eta_split(candidate.config, self.encoder, busy),
-            "losses": ended[0].losses if ended else []}
+            "busy_s": busy, "losses": ended[0].losses if ended else []}
 
     def worst(self, name: str) -> tuple[float | None, str]:
         """Return the largest difference of a figure in the first iterations, as a share, and its run.

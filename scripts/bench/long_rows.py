@@ -229,8 +229,8 @@ class Bench:
         recomputed = self.chosen.recomputed
         least = self.row(ONE, LEAST, recomputed, 1)
         if least.planned_gib > self.limit:
-            raise SystemExit(f"--memory-limit-gib: a row of {LEAST} tokens needs {least.planned_gib:.3g} GiB of tensors, "
-                             f"and plans may use {self.limit:.3g} GiB ({PLANNED_SHARE:.0%} of the limit)")
+            raise SystemExit(f"--memory-limit-gib: a row of {LEAST} tokens needs {least.planned_gib:.3g} GiB of "
+                             f"tensors, and a plan may use {self.limit:.3g} ({PLANNED_SHARE:.0%} of the limit)")
         most = least.config.model_family.max_position_embeddings
         low, high = LEAST, most
         while high - low > 512:

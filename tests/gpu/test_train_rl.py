@@ -25,7 +25,7 @@ FLAGS = """--device cuda --bf16 --transformer-impl local --model-provider causal
 IMAGES = """--layout colocated --dataset-provider digits --digits-image-size 32 --vocab-size 128 --image-token-id 127
 --vision-patch-size 8 --vision-hidden-size 128 --vision-num-attention-heads 2"""
 MODELS = {
-    "qwen3_vl": """--num-experts 0 --mrope-section 12 10 10 --vision-num-layers 2 --vision-ffn-hidden-size 256
+    "qwen3_vl": """--mrope-section 12 10 10 --vision-num-layers 2 --vision-ffn-hidden-size 256
         --vision-num-position-embeddings 16 --vision-deepstack-layers 0 1 --video-token-id 126
         --vision-start-token-id 125 --vision-end-token-id 124""",
     "nemotron-moe-vlm-tiny": "--hybrid-layer-pattern ME*- --vision-max-image-size 128",
@@ -33,14 +33,18 @@ MODELS = {
 
 
 # With FP8, the engine has to leave the encoder and the projector in bfloat16, as they are here.
-@pytest.mark.parametrize(("model", "quantization"), [(model, "none") for model in MODELS] + [("qwen3_vl", "fp8_per_block")])
+@pytest.mark.parametrize(("model", "quantization"), [*((model, "none") for model in MODELS),
+                                                     ("qwen3_vl", "fp8_per_block")])
 def test_three_steps_on_prompts_with_images(model: str, quantization: str, tmp_path: Path) -> None:
     flags = [*FLAGS, *IMAGES.split(), "--model-provider", model, *MODELS[model].split(), "--seq-length", "64",
              "--engine-quantization", quantization]
-    if model != "qwen3_vl":  # layers come from a pattern
-        flags = [flag for flag in flags if flag != "--qk-layernorm"]
-        at = flags.index("--num-layers")
+    # The layers of the one come from a pattern, and the other one is dense.
+    for name in ("--num-experts", "--moe-router-topk", "--moe-ffn-hidden-size") if model == "qwen3_vl" else (
+            "--num-layers",):
+        at = flags.index(name)
         del flags[at:at + 2]
+    if model != "qwen3_vl":
+        flags.remove("--qk-layernorm")
     done = torchrun(1, *flags, "--engine-placement", "colocated", "--run-dir", str(tmp_path), script="train_rl.py",
                     timeout_s=500)
     assert done.returncode == 0, done.stdout[-5000:]

@@ -156,6 +156,22 @@ def test_the_backward_pass_of_a_window_needs_gradients_and_the_layer_that_is_rec
     assert step.memory([batch])[1] == pytest.approx(own[0] + further[0] + sum(image_bytes(step, [batch])))
 
 
+@pytest.mark.parametrize(("flags", "kept", "layers"), [("", 1.0, 0.5), ("--encoder-recompute full", None, 1.5)])
+def test_the_backward_pass_of_an_encoder_without_windows_needs_the_same(flags: str, kept: float | None, layers: float
+                                                                      ) -> None:
+    # With graphs, the memory of rows is still taken. The first of two lanes has more images.
+    step = step_of(f"--layout homogeneous --llm-dp 2 --cuda-graphs {flags}")
+    batch = [[[SampleSize(1000, (IMAGE,) * number)] for number in (5, 2)] for _ in range(6)]
+    own = 5 * image_gib(step) * (kept or step.costs.encoder("vision", 1).recomputed_bytes
+                                 / step.costs.encoder("vision", 1).layer_bytes)
+    assert step.memory([batch])[1] / GIB == pytest.approx(own + layers * 5 * image_gib(step) / 20, rel=0.02)
+    # On a grid of its own, an encoder has the images of two microbatches when the first backward pass begins.
+    step = step_of(f"--encoder-dp 1 --llm-dp 1 --num-layers 2 {flags}")
+    _, images, fullest = step.memory([batch_of(*(5,) * 12)])
+    assert fullest == "vision"
+    assert images / GIB == pytest.approx(2 * own + layers * 5 * image_gib(step) / 20, rel=0.02)
+
+
 def test_layers_outside_of_which_an_encoder_takes_time_repeat_nothing_else() -> None:
     config = parse([*presets.PRESETS["10b-even"], "--bf16"])
     deep = parse([*presets.PRESETS["10b-share35-even"], "--bf16"])
