@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.support.equality import Outcome, assert_equal, reference, run_layout, run_oracle
@@ -45,3 +47,27 @@ def test_every_level_has_a_gradient(oracle: Outcome) -> None:
 def test_equal_to_one_process(pool: WorkerPool, oracle: Outcome, layout: str) -> None:
     world_size, flags = LAYOUTS[layout]
     assert_equal(oracle, pool.run(run_layout, (*flags.split(), *MODEL), world_size, world_size=world_size))
+
+
+def memory_of_inputs(rank: int, flags: tuple[str, ...], world_size: int) -> list[tuple[int, int]]:
+    """Train and return the bytes of each input of the decoder, and those of the memory behind it."""
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    found, forward = [], TransformerBlock.forward
+
+    def noted(self: Any, hidden_states: Any, *rest: Any, **named: Any) -> Any:
+        if self.config.sequence_parallel:
+            found.append((hidden_states.nbytes, hidden_states.untyped_storage().nbytes()))
+        return forward(self, hidden_states, *rest, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TransformerBlock, "forward", noted)
+        run_layout(rank, flags, world_size)
+    return found
+
+
+def test_a_rank_keeps_no_more_than_its_part_of_the_row(pool: WorkerPool) -> None:
+    flags = (*LAYOUTS["disjoint-sequence-parallel"][1].split(), *MODEL)
+    encoder, *language = pool.run(memory_of_inputs, flags, 3, world_size=3)
+    assert not encoder and all(language)
+    assert all(own == kept for inputs in language for own, kept in inputs)
