@@ -195,11 +195,11 @@ class HeteroModel(MimoModel):
         labels = text.own(text.labels)
         # The tokens are already those of this context-parallel rank, so this splits only for sequence parallelism.
         embeddings, labels, _, _ = self._shard_language_inputs(embeddings, labels, text.loss_mask)
-        if embeddings is not None and embeddings.untyped_storage().nbytes() > embeddings.nbytes:
-            # A view of the rank's part would keep the whole row, with all levels, until the pass is over.
-            embeddings = embeddings.clone()
         if embeddings is None:
             unwrap_model(self.language_model).set_input_tensor(received[LANGUAGE])
+        elif self.config.sequence_parallel and self.config.clone_scatter_output_in_embedding:
+            # The part is a view, which would keep the whole row with all levels in memory until the pass is over.
+            embeddings = embeddings.clone()
         is_last, with_labels = self.role.is_last_stage(LANGUAGE), with_labels and function is None
         further: dict[str, Any] = {}
         if self.mtp is not None and with_labels:

@@ -164,6 +164,8 @@ class MtpBlock(MultiTokenPredictionBlock):
             embedded = torch.where(inputs.own(is_text).t()[..., None], embedded, embedded.detach())
             if self.config.sequence_parallel:
                 embedded = scatter_to_sequence_parallel_region(embedded, group=self.tp_group)
+                if self.config.clone_scatter_output_in_embedding:
+                    embedded = embedded.clone()  # the part is a view, which would keep the whole row
             hidden_states = layer(hidden_states, embedded, packed_seq_params, padding_mask)
             found.append(hidden_states)
         return found

@@ -158,19 +158,17 @@ class Windows:
 
         The budget is for the layers alone. What is outside of them counts as if all layers kept their inputs besides.
         """
-        kept, inputs, _ = _patch_bytes(self._step, self._encoder)
+        kept, inputs = _patch_bytes(self._step, self._encoder)
         return [[patches * min(kept, (1 - again) * kept + inputs) for patches, again in zip(*each, strict=True)]
                 for each in zip(self.patches, self.recomputed, strict=True)]
 
     @cached_property
     def backward_bytes(self) -> list[list[float]]:
         """Bytes that the backward pass of each window and replica takes besides: gradients, and a recomputed layer."""
-        _, _, layer = _patch_bytes(self._step, self._encoder)
-
         def share_of_call(num_images: int) -> float:
             return min(self._chunk / (self._longer * num_images), 1.0) if self._chunk and num_images else 1.0
 
-        return [[patches * share_of_call(len(images)) * layer * (LAYER_GRADIENTS + (again > 0))
+        return [[patches * share_of_call(len(images)) * _backward_bytes(self._step, self._encoder, again > 0)
                  for patches, again, images in zip(*each, strict=True)]
                 for each in zip(self.patches, self.recomputed, self.images, strict=True)]
 
@@ -183,7 +181,7 @@ class Windows:
 
 
 def peak(step: Step, batches: Sequence[Microbatches], *, from_start: bool) -> tuple[float, float, str]:
-    """Return what `Step.memory` says."""
+    """Compute `Step.memory`."""
     lengths = [step.lengths(batch) for batch in batches]
     sent, received, features = image_bytes(step, batches)
     found = []
@@ -234,11 +232,11 @@ class _Rows:
     graphs, beside that memory (`mimo.model.cuda_graphs`).
 
     Args:
-        own: what `_row_bytes` says of each length.
+        own: the pair of `_row_bytes` for each length.
         graphs: whether passes of lengths that have been through both passes are captured.
 
     Attributes:
-        own: what `_row_bytes` says of each length.
+        own: the pair of `_row_bytes` for each length.
     """
 
     def __init__(self, own: Mapping[int, tuple[float, float]], *, graphs: bool = False) -> None:
@@ -335,7 +333,7 @@ def _fullest(moments: Sequence[Moment], own: Mapping[int, tuple[float, float]], 
 
     Args:
         moments: those of consecutive iterations.
-        own: what `_row_bytes` says of each length.
+        own: the pair of `_row_bytes` for each length.
         slots: microbatches in flight that have graphs; 0 without graphs.
         start: if a run starts with these iterations.
     """
@@ -357,7 +355,7 @@ def _moment(microbatches: Sequence[tuple[int, bool]], images: Sequence[tuple[flo
             ) -> tuple[float, float]:
     """Return the bytes of an iteration's fullest moment if a rank has `kept` microbatches in flight at most.
 
-    `images` has what `_bytes_of_shares` says of each microbatch.
+    `images` has the pair of `_bytes_of_shares` for each microbatch.
     """
     found, most = [], 0.0
 
@@ -407,7 +405,7 @@ def _window_moment(windows: Windows, microbatches: Sequence[tuple[int, bool]], s
 
 
 def _images_beside(step: Step, batch: Microbatches, lane: int) -> Iterator[list[tuple[float, float]]]:
-    """Yield what `_bytes_of_shares` says of the replicas of the encoder that share ranks with a lane."""
+    """Yield `_bytes_of_shares` of each replica of the encoder that shares ranks with a lane."""
     (encoder,) = step.sampled.encoders
     for replica in range(encoder.dp):
         shares = step.shares(encoder, replica)
@@ -435,28 +433,29 @@ def _bytes_of_shares(step: Step, encoder: GridSpec, batch: Microbatches, shares:
 
     There is one pair for each microbatch.
     """
-    kept, inputs, layer = _patch_bytes(step, encoder)
+    kept, inputs = _patch_bytes(step, encoder)
     again = step.config.model.encoder_recompute == "full"
-    own, further = inputs if again else kept, layer * (LAYER_GRADIENTS + again)
+    own, further = inputs if again else kept, _backward_bytes(step, encoder, again)
     patches = [sum(step.costs.image_patches(encoder.name, tokens) for share in shares
                    for sample in microbatch[share.lane][share.start : share.stop] for tokens in sample.images)
                for microbatch in batch]
     return [(each * own, each * further) for each in patches]
 
 
-def _patch_bytes(step: Step, encoder: GridSpec) -> tuple[float, float, float]:
-    """Return what one patch takes on a rank, in bytes.
-
-    Returns:
-        What is kept for the backward pass, what is kept if all layers are recomputed, and the share of one layer in the
-        first of them. An encoder that does not train keeps only what its projector needs.
-    """
+def _patch_bytes(step: Step, encoder: GridSpec) -> tuple[float, float]:
+    """Return the bytes that a rank keeps for one patch, and those that it keeps if all layers are recomputed."""
     cost = step.costs.encoder(encoder.name, encoder.tp)
     if not step.costs.trains(encoder.name):
-        projector = step.costs.projector_bytes(encoder.name)[0]
-        return projector, projector, 0.0
-    layer = cost.layer_bytes / num_layers(step.costs.shapes[encoder.name])
-    return cost.layer_bytes / encoder.pp, cost.recomputed_bytes / encoder.pp, layer
+        return (step.costs.projector_bytes(encoder.name)[0],) * 2
+    return cost.layer_bytes / encoder.pp, cost.recomputed_bytes / encoder.pp
+
+
+def _backward_bytes(step: Step, encoder: GridSpec, recomputes: bool) -> float:
+    """Return the further bytes of one patch in an encoder's backward pass: gradients, and a layer if it recomputes."""
+    if not step.costs.trains(encoder.name):
+        return 0.0
+    layer = step.costs.encoder(encoder.name, encoder.tp).layer_bytes / num_layers(step.costs.shapes[encoder.name])
+    return layer * (LAYER_GRADIENTS + recomputes)
 
 
 def image_bytes(step: Step, batches: Sequence[Microbatches]) -> tuple[float, float, float]:

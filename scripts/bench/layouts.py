@@ -31,9 +31,9 @@ and images without padding, and FLOPs are those of the model (docs/flops.md). `o
 that of the best homogeneous layout: the median over rounds, and from three rounds on the 95 % interval of the mean
 (Student's t). `eta split` of a disjoint layout is the best that its division of whole GPUs allows: for each grid its
 share of GPUs is divided by its share of the work, and the smallest of these ratios counts. Work is counted in FLOPs,
-and in JSON also in GPU-seconds of the passes. The last line of output is JSON; above it, a Markdown table shows the
-same. `allocation_retries` in JSON is how often a step found the device full and had to wait until the allocator had
-freed what it kept. A layout that has any would be faster if it needed less memory.
+and in JSON also in GPU-seconds of the passes, which `busy_s` has for each module. The last line of output is JSON;
+above it, a Markdown table shows the same. `allocation_retries` in JSON is how often a step found the device full and
+had to wait until the allocator had freed what it kept. A layout that has any would be faster if it needed less memory.
 
 With --profile FILE, which `mimo plan --measure FILE` has written, each row also has three figures of the planner for
 these batches: the predicted step, its bound (the step if transfers took no time, docs/predictions.md) and `bound /

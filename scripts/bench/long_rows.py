@@ -10,13 +10,13 @@ colocated and all ranks share the video's frames. There are two parts:
     speed    tokens/s of both layouts at each of --lengths. A length that is given several times is repeated in turns,
              and `context_over_tensor` compares the medians. Each layout recomputes as many layers as
              --context-recomputed and --tensor-recomputed say for that length, or as few as fit, according to the
-             planner. One that runs out of memory recomputes one layer more. With --frames, at
-             the first length there is a third, homogeneous layout, in which every context-parallel rank encodes all
-             frames. The time of its encoder, divided by that of the first layout, is `frames`.
+             planner. One that runs out of memory recomputes one layer more. With --frames, at the first length there is
+             a third, homogeneous layout, in which every context-parallel rank encodes all frames. The time of its
+             encoder, divided by that of the first layout, is `frames`.
     longest  the longest row that trains with one GPU, and with --gpus context-parallel and then tensor-parallel ranks,
              at equal recomputation. Rows grow until the memory is full, from the longest one that the planner expects
-             to fit into 90 % of it on. `longest` is the longest row of context parallelism, divided by the
-             shortest one for which one GPU had no room, and `longest_tensor` that of tensor parallelism.
+             to fit into 90 % of it on. `longest` is the longest row of context parallelism, divided by the shortest one
+             for which one GPU had no room, and `longest_tensor` that of tensor parallelism.
 
 The last line of output is JSON; above it, a Markdown table shows the same.
 """
@@ -57,7 +57,7 @@ ONE, CONTEXT, TENSOR, REPEATED = "one GPU", "context parallel", "tensor parallel
 GROWTH = (1.0, 1.08, 1.16, 1.24, 1.32, 1.4)
 MULTIPLES = (0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6)
 LEAST = 1024
-# Of the memory of a GPU, plans may use this share for tensors. The driver, NCCL and the allocator need the rest.
+# Plans may use this share of a GPU's memory for tensors. The driver, NCCL and the allocator need the rest.
 PLANNED_SHARE = 0.9
 # Flags of the trainer that rows differ in.
 FIXED = {"--seq-length", "--global-batch-size", "--train-iters", "--mock-video-min-frames", "--mock-video-frames",

@@ -23,7 +23,7 @@ from torch import Tensor
 from mimo.config.validate import num_microbatches, validate
 from mimo.data.batch import Microbatch, TextBatch, with_part
 from mimo.data.collate import packed_sequences, positions_of
-from mimo.model.mtp import MtpBlock, MtpInputs, mtp_losses
+from mimo.model.mtp import MtpBlock, MtpInputs, MtpLayer, mtp_losses
 from mimo.protocols import LANGUAGE
 from tests.support import equality
 from tests.support.equality import TOLERANCE, find_differences
@@ -376,6 +376,25 @@ def test_training_equals_plain_pytorch(pool: WorkerPool, plain: Any, model: str,
     assert len(reporting) == len(outcomes) // (2 if "pp2" in layout else 1)  # the last stage alone
     for losses in reporting:
         assert losses == [pytest.approx(step, rel=TOLERANCE) for step in expected.mtp_losses]
+
+
+def memory_of_embeddings(rank: int, flags: tuple[str, ...], world_size: int) -> list[tuple[int, int]]:
+    """Train and return the bytes of the embeddings that each depth adds, and those of the memory behind them."""
+    found, forward = [], MtpLayer.forward
+
+    def noted(layer: MtpLayer, hidden: Tensor, embedded: Tensor, *rest: Any) -> Tensor:
+        found.append((embedded.nbytes, embedded.untyped_storage().nbytes()))
+        return forward(layer, hidden, embedded, *rest)
+
+    with mock.patch.object(MtpLayer, "forward", noted):
+        run_layout(rank, flags, world_size, Rows())
+    return found
+
+
+def test_a_depth_keeps_no_more_than_this_ranks_part_of_the_row(pool: WorkerPool) -> None:
+    flags = (*MODELS["two-depths"].split(), *LAYOUTS["tp2"][1].split())
+    for found in pool.run(memory_of_embeddings, flags, 2, world_size=2):
+        assert found and all(own == kept for own, kept in found)
 
 
 def test_label_of_a_placeholder_has_no_effect(pool: WorkerPool, plain: Any) -> None:

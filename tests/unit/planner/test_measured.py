@@ -130,6 +130,8 @@ LATER = {
         4777, 129.3),
 }
 # The planner's choice for a preset is the first one; others are the best of each kind and some that are nearly as fast.
+# They were predicted before they ran, except for the memory of homogeneous DP2: the planner left out gradients and
+# recomputed layers of encoders without windows then.
 CHOSEN = {
     "10b-uneven": {
         f"{COLOCATED_TP2} --encoder-window 4 {GRAPHS}": (2108, 130.7),
