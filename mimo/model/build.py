@@ -26,7 +26,7 @@ from mimo.model.language import PaddedVocabulary
 from mimo.model.layer_ops import (
     accumulate_into_main_grad,
     call_norm_kernels,
-    install_packed_rotary,
+    install_rotary,
     install_split,
     skip_dropout_generators,
 )
@@ -182,7 +182,7 @@ def build_model(
     if config.model.cuda_graphs:
         platform.leave_default_stream()
     # Replacements of Megatron Core's functions come before any layer is built.
-    install_packed_rotary()
+    install_rotary()
     install_padded_routing()
     install_split()
     compat.install_weight_gradients()

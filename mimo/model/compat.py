@@ -44,6 +44,7 @@ WEIGHT, LASTING = "weight", "lasting"
 # the configuration, but it depends on the rows.
 rotary_of_packed_rows: Callable[..., Any] = rope_utils._apply_rotary_pos_emb_thd
 rotary_of_rows: Callable[..., Any] = rope_utils._apply_rotary_pos_emb_bshd
+rotate_half: Callable[..., Any] = rope_utils._rotate_half
 
 # Counts the tokens of each expert, but applies the padding mask along the wrong axis.
 apply_expert_bias: Callable[..., Any] = TopKRouter._apply_expert_bias
@@ -57,9 +58,10 @@ apply_sequence_loss: Callable[..., Any] = TopKRouter._apply_seq_aux_loss
 balancing_loss: Callable[..., Any] = router.switch_load_balancing_loss_func
 
 
-def replace_rotary_of_packed_rows(function: Callable[..., Any]) -> None:
-    """Have Megatron Core's attention layers call `function`."""
-    rope_utils._apply_rotary_pos_emb_thd = function
+def replace_rotary(packed: Callable[..., Any], plain: Callable[..., Any]) -> None:
+    """Have Megatron Core's attention layers call these functions for packed and for plain rows."""
+    rope_utils._apply_rotary_pos_emb_thd = packed
+    rope_utils._apply_rotary_pos_emb_bshd = plain
 
 
 def replace_apply_expert_bias(function: Callable[..., Any]) -> None:

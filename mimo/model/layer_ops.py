@@ -184,7 +184,7 @@ def apply_packed_rotary(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.
         tokens = torch.arange(len(t), device=t.device)
         starts = cu_seqlens[:-1].long()
         freqs = freqs[tokens - starts[torch.searchsorted(cu_seqlens[1:].long(), tokens, right=True)]]
-    return compat.rotary_of_rows(t.unsqueeze(1), freqs, *args, **kwargs).squeeze(1)
+    return apply_rotary(t.unsqueeze(1), freqs, *args, **kwargs).squeeze(1)
 
 
 def _shared_positions(cu_seqlens: torch.Tensor, length: int, cp: int, rank: int) -> torch.Tensor:
@@ -199,9 +199,56 @@ def _shared_positions(cu_seqlens: torch.Tensor, length: int, cp: int, rank: int)
     return torch.where(offset < chunk, offset + rank * chunk, offset - chunk + lengths - (rank + 1) * chunk)
 
 
-def install_packed_rotary() -> None:
-    """Have Megatron Core's attention layers use `apply_packed_rotary`."""
-    compat.replace_rotary_of_packed_rows(apply_packed_rotary)
+class _Rotary(torch.autograd.Function):
+    """Rotates pairs of channels by angles, with the same bits as Megatron Core's PyTorch path.
+
+    It saves the angles, which are one tensor for all layers. Otherwise, each layer would save their cosines and sines,
+    once for the queries and once for the keys, and tensor parallelism does not divide these.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, freqs: torch.Tensor, interleaved: bool, mscale: float) -> torch.Tensor:
+        ctx.save_for_backward(freqs)
+        ctx.interleaved, ctx.mscale = interleaved, mscale
+        cos, sin = _cos_sin(freqs, mscale, t.dtype)
+        return (t * cos).add_(compat.rotate_half(t, interleaved).mul_(sin))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (freqs,) = ctx.saved_tensors
+        cos, sin = _cos_sin(freqs, ctx.mscale, gradient.dtype)
+        # The transpose of a quarter turn is a turn the other way.
+        return (gradient * cos).sub_(compat.rotate_half(gradient * sin, ctx.interleaved)), None, None, None
+
+
+def _cos_sin(freqs: torch.Tensor, mscale: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    found = freqs.cos(), freqs.sin()
+    if mscale != 1.0:
+        found = found[0] * mscale, found[1] * mscale
+    return found[0].to(dtype), found[1].to(dtype)
+
+
+def apply_rotary(t: torch.Tensor, freqs: torch.Tensor, rotary_interleaved: bool = False,
+                 mla_rotary_interleaved: bool = False, mscale: float = 1.0) -> torch.Tensor:
+    """Apply rotary positions as Megatron Core does without a fused kernel, but keep only the angles for the gradient.
+
+    Args:
+        t: `[s, b, heads, channels]`.
+        freqs: angles `[s, b or 1, 1, rotated channels]`, of the first channels.
+        rotary_interleaved: whether pairs are neighbours. Otherwise, they are half of the rotated channels apart.
+        mla_rotary_interleaved: whether neighbours are first moved apart, as in latent attention.
+        mscale: factor of cosines and sines.
+    """
+    t, rest = t.split((freqs.shape[-1], t.shape[-1] - freqs.shape[-1]), dim=-1)
+    if mla_rotary_interleaved:
+        t = torch.cat((t[..., ::2], t[..., 1::2]), dim=-1)
+    rotated: torch.Tensor = _Rotary.apply(t, freqs, rotary_interleaved, mscale)
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+
+
+def install_rotary() -> None:
+    """Have Megatron Core's attention layers use `apply_packed_rotary` and `apply_rotary`."""
+    compat.replace_rotary(apply_packed_rotary, apply_rotary)
 
 
 def install_split() -> None:

@@ -160,3 +160,31 @@ def rotated(rank: int, starts: list[int], positions: int) -> tuple[Any, Any]:
 def test_positions_of_a_row_at_once_are_those_of_each_sample(pool, starts, positions):
     ((at_once, one_by_one),) = pool.run(rotated, starts, positions, world_size=1)
     torch.testing.assert_close(at_once, one_by_one, rtol=0, atol=0)
+
+
+def rotated_rows(rank: int, dtype: torch.dtype, channels: int, options: dict[str, Any]) -> tuple[list[Any], bool]:
+    """Return rows and their gradient, rotated by us and by Megatron Core, and whether we save the angles alone."""
+    from mimo.model import compat
+    from mimo.model.layer_ops import apply_rotary
+
+    generator = torch.Generator().manual_seed(1)
+    rows, freqs = torch.randn(5, 2, 3, 8, generator=generator), torch.randn(5, 2, 1, channels, generator=generator)
+    upstream = torch.randn(rows.shape, generator=generator).to(dtype)
+    found, saved = [], []
+    for apply in (compat.rotary_of_rows, apply_rotary):
+        own = rows.to(dtype, copy=True).requires_grad_()
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each.data_ptr()) or each, lambda x: x):
+            done = apply(own, freqs, **options)
+        done.backward(upstream)
+        found.append((done.detach(), own.grad))
+    return found, set(saved) == {freqs.data_ptr()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"rotary_interleaved": True}, {"mla_rotary_interleaved": True, "mscale": 1.5}])
+@pytest.mark.parametrize("channels", [8, 6])
+def test_rotary_positions_have_megatrons_bits_and_save_angles_alone(pool, dtype, options, channels):
+    (((theirs, ours), angles_alone),) = pool.run(rotated_rows, dtype, channels, options, world_size=1)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert angles_alone

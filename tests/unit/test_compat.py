@@ -46,7 +46,8 @@ def test_models_find_what_they_replace():
     assert callable(MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize)
     assert all(map(callable, model.parts_of_layer(TransformerLayer))) and model.has_parts(
         object.__new__(TransformerLayer))
-    assert all(map(callable, (model.rotary_of_packed_rows, model.rotary_of_rows, model.apply_expert_bias)))
+    assert all(map(callable, (model.rotary_of_packed_rows, model.rotary_of_rows, model.rotate_half,
+                              model.apply_expert_bias)))
 
 
 def test_the_optimizer_finds_what_it_needs():
