@@ -26,8 +26,8 @@ ENCODE, FINISH = "encode", "finish"
 # Buffers of the size of a layer's input that graphs keep for each length of rows: input and output of the layers, and
 # their gradients.
 GRAPH_BUFFERS = 4
-# Gradients in the backward pass of an encoder's layer, as a share of what the layer keeps: those of the inner tensors
-# of its MLP, before and after the activation function.
+# Gradients in the backward pass of a layer, as a share of what the layer keeps: those of the inner tensors of its MLP,
+# before and after the activation function.
 LAYER_GRADIENTS = 0.5
 
 
@@ -112,26 +112,44 @@ class Windows:
 
     @cached_property
     def recomputed(self) -> list[list[float]]:
-        """Share of the layers that is recomputed, by window and replica.
+        """Share of the layers that is recomputed, by window and replica, after the start of a run."""
+        return self.share_recomputed()
+
+    def share_recomputed(self, largest: list[float] | None = None) -> list[list[float]]:
+        """Return the share of the layers that is recomputed, by window and replica.
 
         With --encoder-activation-gib, a replica keeps as much of a window as there is room for beside what it keeps of
         the windows that it has not finished (`mimo.training.encoder_activations`).
+
+        Args:
+            largest: at the start of a run, the patches of the largest call of each replica so far; changed in place. A
+                larger call recomputes all layers, because it is not known yet what they keep. None: all are known.
         """
         config, full = self._step.config, 1.0 if self._step.config.model.encoder_recompute == "full" else 0.0
         found = [[full * self._trains] * self._encoder.dp for _ in self.images]
         if config.layout.encoder_activation_gib is None or full or not self._trains:
             return found
         budget = config.layout.encoder_activation_gib * GIB
+        kept, least = _patch_bytes(self._step, self._encoder)
+        beyond = kept - least
         for replica, stage in enumerate(self.stages):
             held: dict[int, float] = {}
             for kind, window in order_of_work(replace(self.schedule, stage=stage)):
                 if kind == FINISH:
                     del held[window]
                 elif kind == ENCODE:
-                    whole = self.patches[window][replica] * self._cost.layer_bytes
-                    held[window] = min(whole, max(budget - sum(held.values()), 0.0))
+                    patches, room = self.patches[window][replica], budget - sum(held.values())
+                    if largest is not None and patches * self._share_of_call(window, replica) > largest[replica]:
+                        largest[replica], room = patches * self._share_of_call(window, replica), 0.0
+                    whole = patches * beyond
+                    held[window] = min(whole, max(room, 0.0))
                     found[window][replica] = 1 - held[window] / whole if whole else 0.0
         return found
+
+    def _share_of_call(self, window: int, replica: int) -> float:
+        """Return the share of a window's images on a replica that run through the encoder at once."""
+        count = self._longer * len(self.images[window][replica])
+        return min(self._chunk / count, 1.0) if self._chunk and count else 1.0
 
     @property
     def _chunk(self) -> int | None:
@@ -153,24 +171,27 @@ class Windows:
         return [[sum(lengths[image] for image in images) for images in shares] for shares in self.images]
 
     @cached_property
-    def bytes(self) -> list[list[float]]:
-        """Bytes that each window and replica keeps until it is finished.
+    def bytes(self) -> tuple[list[list[float]], list[list[float]]]:
+        """Figures of `bytes_of` after the start of a run."""
+        return self.bytes_of(self.recomputed)
 
-        The budget is for the layers alone. What is outside of them counts as if all layers kept their inputs besides.
+    def bytes_of(self, recomputed: Sequence[Sequence[float]]) -> tuple[list[list[float]], list[list[float]]]:
+        """Return the bytes of each window and replica until it is finished, and further ones of its backward pass.
+
+        Further ones are gradients, and a recomputed layer. The layers that keep their activations are the last ones
+        (`mimo.training.encoder_activations`). Their backward passes come first, and free the activations before a layer
+        is recomputed.
         """
-        kept, inputs = _patch_bytes(self._step, self._encoder)
-        return [[patches * min(kept, (1 - again) * kept + inputs) for patches, again in zip(*each, strict=True)]
-                for each in zip(self.patches, self.recomputed, strict=True)]
-
-    @cached_property
-    def backward_bytes(self) -> list[list[float]]:
-        """Bytes that the backward pass of each window and replica takes besides: gradients, and a recomputed layer."""
-        def share_of_call(num_images: int) -> float:
-            return min(self._chunk / (self._longer * num_images), 1.0) if self._chunk and num_images else 1.0
-
-        return [[patches * share_of_call(len(images)) * _backward_bytes(self._step, self._encoder, again > 0)
-                 for patches, again, images in zip(*each, strict=True)]
-                for each in zip(self.patches, self.recomputed, self.images, strict=True)]
+        kept, least = _patch_bytes(self._step, self._encoder)
+        gradients, whole = (_backward_bytes(self._step, self._encoder, recomputes) for recomputes in (False, True))
+        found: tuple[list[list[float]], list[list[float]]] = [], []
+        for window, (patches, shares) in enumerate(zip(self.patches, recomputed, strict=True)):
+            freed = [(1 - again) * (kept - least) for again in shares]
+            calls = [self._share_of_call(window, replica) for replica in range(len(shares))]
+            found[0].append([each * (least + own) for each, own in zip(patches, freed, strict=True)])
+            found[1].append([each * max(call * gradients, call * whole - own if again else 0.0)
+                             for each, own, call, again in zip(patches, freed, calls, shares, strict=True)])
+        return found
 
     @property
     def stages(self) -> list[int]:
@@ -206,40 +227,54 @@ def peak(step: Step, batches: Sequence[Microbatches], *, from_start: bool) -> tu
             # Less a byte, so that rounding does not lead to more than there is.
             start = Start(step.costs.gpu.usable_bytes - total - pixels - 1.0,
                           sum(step.moment_bytes(*module) for module in modules))
-        both, images = max(_fullest(moments, own, slots, start)
+        both, images = max(_fullest(*moments, own, slots, start)
                            for moments in _moments(step, batches, lengths, stage, encodes=len(modules) > 1))
         found.append((total + max(pixels + both, updated), pixels + images, name))
     return max(found)
 
 
-def _row_bytes(step: Step, stage: int, length: int) -> tuple[float, float]:
-    """Return the bytes of a microbatch's rows on a stage: kept in flight, and further ones in its backward pass."""
+@dataclass(frozen=True)
+class RowBytes:
+    """Bytes of a microbatch's rows on a stage.
+
+    Attributes:
+        kept: activations in flight.
+        layer: further ones in the backward pass of a layer: gradients, and all activations if it is recomputed.
+        ends: further ones in the backward pass of the output layer and the loss, and of a recomputed layer beside them.
+    """
+
+    kept: float
+    layer: float
+    ends: float
+
+
+def _row_bytes(step: Step, stage: int, length: int) -> RowBytes:
     cost, again = step.language_cost(length), step.recomputed[stage]
     if not cost.backward_s:
-        return 0.0, 0.0
-    # The layer that is being recomputed has all its activations.
-    further = cost.layer_bytes if again else 0.0
+        return RowBytes(0.0, 0.0, 0.0)
+    recomputed, ends = cost.layer_bytes if again else 0.0, 0.0
     if stage == len(step.layers) - 1:
         # Layers of multi-token prediction are recomputed with the decoder's.
-        further += cost.ends_bytes + (0.0 if step.config.model.recompute == "full" else cost.mtp_bytes)
-    return (step.layers[stage] - again) * cost.layer_bytes + again * cost.recomputed_bytes, further
+        ends = recomputed + cost.ends_bytes + (0.0 if step.config.model.recompute == "full" else cost.mtp_bytes)
+    return RowBytes((step.layers[stage] - again) * cost.layer_bytes + again * cost.recomputed_bytes,
+                    LAYER_GRADIENTS * cost.layer_bytes + recomputed, ends)
 
 
 class _Rows:
     """Bytes of the language model's activations on a rank, from pass to pass.
 
-    With graphs, the memory of a slot stays taken, enough for its longest rows. Passes of a new length run without
-    graphs, beside that memory (`mimo.model.cuda_graphs`).
+    With graphs, the memory of a slot stays taken, enough for both passes of the layers with its longest rows. Passes of
+    a new length run without graphs, beside that memory (`mimo.model.cuda_graphs`).
 
     Args:
-        own: the pair of `_row_bytes` for each length.
+        own: bytes of the rows of each length.
         graphs: whether passes of lengths that have been through both passes are captured.
 
     Attributes:
-        own: the pair of `_row_bytes` for each length.
+        own: bytes of the rows of each length.
     """
 
-    def __init__(self, own: Mapping[int, tuple[float, float]], *, graphs: bool = False) -> None:
+    def __init__(self, own: Mapping[int, RowBytes], *, graphs: bool = False) -> None:
         self.own, self._graphs = own, graphs
         self._in_flight: deque[tuple[int, bool, int | None]] = deque()  # length, whether it may have graphs, and slot
         self._warm: set[int] = set()
@@ -248,13 +283,14 @@ class _Rows:
     @property
     def bytes(self) -> float:
         """Bytes of all microbatches in flight and of all graphs."""
-        lengths = [*self._slots.values(), *(length for length, _, slot in self._in_flight if slot is None)]
-        return sum(self.own[length][0] for length in lengths)
+        captured = sum(self.own[length].kept + self.own[length].layer for length in self._slots.values())
+        return captured + sum(self.own[length].kept for length, _, slot in self._in_flight if slot is None)
 
     @property
     def further(self) -> float:
         """Further bytes in the backward pass of one of the microbatches in flight."""
-        return max(self.own[length][1] for length, _, _ in self._in_flight)
+        return max(max(self.own[length].ends, self.own[length].layer if slot is None else 0.0)
+                   for length, _, slot in self._in_flight)
 
     @property
     def in_flight(self) -> int:
@@ -300,10 +336,11 @@ class Start:
 
 
 def _moments(step: Step, batches: Sequence[Microbatches], lengths: Sequence[Sequence[Sequence[int]]], stage: int, *,
-             encodes: bool) -> Iterator[list[Moment]]:
+             encodes: bool) -> Iterator[tuple[list[Moment], list[Moment]]]:
     """Yield one `Moment` for each iteration, for each kind of rank of a stage of the language model.
 
-    `lengths` has those of rows by iteration, lane and microbatch; `encodes` says whether ranks encode images, too.
+    `lengths` has those of rows by iteration, lane and microbatch; `encodes` says whether ranks encode images, too. The
+    second list has the same iterations at the start of a run.
     """
     without_graphs = set(overlaps_beside_graphs(step.config).values())
 
@@ -315,25 +352,29 @@ def _moments(step: Step, batches: Sequence[Microbatches], lengths: Sequence[Sequ
     if encodes and step.layout.encoder_window is not None:
         # Lanes wait for each other at windows, so one with the longest rows stands for all.
         longest = [[max(each) for each in zip(*lanes, strict=True)] for lanes in lengths]
-        yield [partial(_window_moment, step.windows(batch), rows(own), stage)
-               for batch, own in zip(batches, longest, strict=True)]
+        largest = [0.0] * step.sampled.encoders[0].dp
+        pairs = [(step.windows(batch), rows(own)) for batch, own in zip(batches, longest, strict=True)]
+        yield ([partial(_window_moment, windows, None, own, stage) for windows, own in pairs],
+               [partial(_window_moment, windows, largest, own, stage) for windows, own in pairs])
         return
     for lane in range(len(lengths[0])):
         # What each replica beside the lane keeps, by iteration.
         images = [list(_images_beside(step, batch, lane)) if encodes else [[(0.0, 0.0)] * len(batch)]
                   for batch in batches]
         for replica in zip(*images, strict=True):
-            yield [partial(_moment, rows(lanes[lane]), each, step.in_flight(stage))
-                   for lanes, each in zip(lengths, replica, strict=True)]
+            moments: list[Moment] = [partial(_moment, rows(lanes[lane]), each, step.in_flight(stage))
+                                     for lanes, each in zip(lengths, replica, strict=True)]
+            yield moments, moments
 
 
-def _fullest(moments: Sequence[Moment], own: Mapping[int, tuple[float, float]], slots: int, start: Start | None
-             ) -> tuple[float, float]:
+def _fullest(moments: Sequence[Moment], first: Sequence[Moment], own: Mapping[int, RowBytes], slots: int,
+             start: Start | None) -> tuple[float, float]:
     """Return the bytes of activations at the fullest of all moments, and those of images.
 
     Args:
         moments: those of consecutive iterations.
-        own: the pair of `_row_bytes` for each length.
+        first: the same at the start of a run.
+        own: bytes of the rows of each length.
         slots: microbatches in flight that have graphs; 0 without graphs.
         start: if a run starts with these iterations.
     """
@@ -344,7 +385,7 @@ def _fullest(moments: Sequence[Moment], own: Mapping[int, tuple[float, float]], 
     found = [moment(captured) for moment in moments]
     if start is not None:
         rows, later = _Rows(own, graphs=True), start.later
-        for moment in moments:
+        for moment in first:
             both, images = moment(rows)
             found.append((min(both - later, start.room), images))
             later = 0.0
@@ -377,25 +418,28 @@ def _moment(microbatches: Sequence[tuple[int, bool]], images: Sequence[tuple[flo
     return max(found)
 
 
-def _window_moment(windows: Windows, microbatches: Sequence[tuple[int, bool]], stage: int, rows: _Rows
-                   ) -> tuple[float, float]:
-    """Return the fullest moment on the ranks of a stage, after a pass or an encoding, on the fullest replica."""
+def _window_moment(windows: Windows, largest: list[float] | None, microbatches: Sequence[tuple[int, bool]], stage: int,
+                   rows: _Rows) -> tuple[float, float]:
+    """Return the fullest moment on the ranks of a stage, after a pass or an encoding, on the fullest replica.
+
+    `Windows.share_recomputed` explains `largest`.
+    """
     replicas = [replica for replica, there in enumerate(windows.stages) if there == stage or windows.schedule.together]
     images, most, found = [0.0] * len(replicas), 0.0, [(0.0, 0.0)]
+    all_kept, all_further = windows.bytes if largest is None else windows.bytes_of(windows.share_recomputed(largest))
     for kind, index in order_of_work(replace(windows.schedule, stage=stage)):
         if kind == FORWARD:
-            length, _ = microbatches[index]
             rows.forward(*microbatches[index])
-            found.append((rows.bytes + rows.own[length][1] + most, most))
+            found.append((rows.bytes + rows.further + most, most))
         elif kind == BACKWARD:
             rows.backward()
         else:
-            kept = [windows.bytes[index][replica] for replica in replicas]
+            kept = [all_kept[index][replica] for replica in replicas]
             if kind == ENCODE:
                 images = [before + own for before, own in zip(images, kept, strict=True)]
                 most = max(images)
             else:
-                most = max(before + windows.backward_bytes[index][replica]
+                most = max(before + all_further[index][replica]
                            for before, replica in zip(images, replicas, strict=True))
             found.append((rows.bytes + most, most))
             if kind == FINISH:
@@ -447,7 +491,9 @@ def _patch_bytes(step: Step, encoder: GridSpec) -> tuple[float, float]:
     cost = step.costs.encoder(encoder.name, encoder.tp)
     if not step.costs.trains(encoder.name):
         return (step.costs.projector_bytes(encoder.name)[0],) * 2
-    return cost.layer_bytes / encoder.pp, cost.recomputed_bytes / encoder.pp
+    outside = step.costs.outside_bytes(encoder.name)
+    return (max(cost.layer_bytes, cost.recomputed_bytes + outside) / encoder.pp,
+            (cost.recomputed_bytes + outside) / encoder.pp)
 
 
 def _backward_bytes(step: Step, encoder: GridSpec, recomputes: bool) -> float:

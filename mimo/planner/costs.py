@@ -484,6 +484,16 @@ class Costs:
         return (self.number_bytes * kept / patches if "projector" not in self._frozen else 0.0,
                 self.number_bytes * (width or self.hidden_size) / patches)
 
+    def outside_bytes(self, name: str) -> float:
+        """Return the bytes that an encoder that trains keeps for one patch outside of its layers.
+
+        These are its pixels, what they are embedded in, and `projector_bytes`.
+        """
+        embedding = next((shape.shape for shape in self.shapes[name]
+                          if shape.stage == "first" and len(shape.shape) > 1 and "position" not in shape.name), ())
+        embedded = math.prod(embedding[1:]) + embedding[0] if embedding else 0
+        return self.number_bytes * embedded + self.projector_bytes(name)[0]
+
     def trains(self, module: str) -> bool:
         """Return whether the module's own weights train. A projector may train while its encoder does not."""
         return module not in self._frozen

@@ -9,7 +9,15 @@ import pytest
 from mimo.config.cli import parse
 from mimo.config.validate import validate
 from mimo.grid.windows import WindowSchedule
-from mimo.planner.activations import ENCODE, FINISH, GRAPH_BUFFERS, Windows, image_bytes, order_of_work
+from mimo.planner.activations import (
+    ENCODE,
+    FINISH,
+    GRAPH_BUFFERS,
+    LAYER_GRADIENTS,
+    Windows,
+    image_bytes,
+    order_of_work,
+)
 from mimo.planner.costs import GIB, Costs, Profile, Ratios
 from mimo.planner.gpus import GPUS
 from mimo.planner.predict import Step
@@ -35,6 +43,12 @@ def batch_of(*images: int, text: int = 1000) -> Microbatches:
 def image_gib(step: Step) -> float:
     cost = step.costs.encoder("vision", step.layout.encoders[0].tp)
     return cost.layer_bytes * step.costs.image_patches("vision", IMAGE) / GIB
+
+
+def least_image_gib(step: Step) -> float:
+    """Return what is kept of an image if all layers are recomputed."""
+    least = step.costs.encoder("vision", 1).recomputed_bytes + step.costs.outside_bytes("vision")
+    return least * step.costs.image_patches("vision", IMAGE) / GIB
 
 
 def test_a_rank_encodes_and_finishes_windows_between_its_passes() -> None:
@@ -86,8 +100,9 @@ def test_graphs_keep_buffers_for_each_length_and_memory_for_the_longest() -> Non
     batch = [*batch_of(*(0,) * 11, text=200), *batch_of(0, text=1000)]
     buffers = GRAPH_BUFFERS * 2 * sum(graphs.language_cost(length).recomputed_bytes for length in (256, 1024))
     long, short = (30 * graphs.language_cost(length).layer_bytes for length in (1024, 256))
-    # Without graphs, a long row is in flight beside a short one.
-    assert graphs.memory([batch])[0] - plain.memory([batch])[0] == pytest.approx(buffers + long - short)
+    # Without graphs, a long row is in flight beside a short one, and one of them has gradients.
+    gradients = LAYER_GRADIENTS * graphs.language_cost(1024).layer_bytes
+    assert graphs.memory([batch])[0] - plain.memory([batch])[0] == pytest.approx(buffers + long - short + gradients)
 
 
 def test_rows_of_a_new_length_run_beside_the_graphs_if_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,8 +110,9 @@ def test_rows_of_a_new_length_run_beside_the_graphs_if_there_is_room(monkeypatch
     long, mixed = batch_of(*(0,) * 12, text=2000), batch_of(*(0,) * 12, text=2000)
     mixed[5:7] = batch_of(0, 0, text=1700)
     new, captured = 20 * step.language_cost(1792).layer_bytes, step.memory([long, mixed])[0]
+    gradients = LAYER_GRADIENTS * step.language_cost(1792).layer_bytes
     # Two of the new length follow each other, and both run without graphs.
-    assert step.memory([long, mixed], from_start=True)[0] - captured == pytest.approx(2 * new)
+    assert step.memory([long, mixed], from_start=True)[0] - captured == pytest.approx(2 * new + gradients)
     # A length that was there before has graphs.
     assert step.memory([mixed, mixed, long], from_start=True)[0] == captured
     # The optimizer has no state while the first iteration runs. Here, the two modules of the first stage have little.
@@ -104,7 +120,7 @@ def test_rows_of_a_new_length_run_beside_the_graphs_if_there_is_room(monkeypatch
     assert step.memory([first], from_start=True)[0] == captured
     with monkeypatch.context() as patch:
         patch.setattr(Step, "moment_bytes", lambda *_: new / 4)
-        assert step.memory([first], from_start=True)[0] - captured == pytest.approx(2 * new - new / 2)
+        assert step.memory([first], from_start=True)[0] - captured == pytest.approx(2 * new + gradients - new / 2)
     # Without room the run drops its graphs.
     gpu = replace(GPUS["H200"], memory_gib=(captured + new) / 0.97 / GIB)
     tight = Step(step.config, step.layout, Costs(step.config, Profile(gpu)))
@@ -122,48 +138,66 @@ def test_a_microbatch_that_never_has_graphs_runs_beside_them(flags: str) -> None
 
 
 def test_a_budget_holds_for_the_windows_that_a_replica_has_not_finished() -> None:
-    step = step_of(f"{TP2} --encoder-window 1 --encoder-activation-gib 8")
-    each = image_gib(step)
+    step = step_of(f"{TP2} --encoder-window 1 --encoder-activation-gib 7")
+    each = image_gib(step) - least_image_gib(step)
     dealt = Windows(step, batch_of(2, 8, *(2,) * 10))
-    # One image fits, but only 8 GiB of four.
+    # One image fits, but only 7 GiB of four.
     assert dealt.recomputed[0] == [0.0, 0.0] and dealt.recomputed[2] == [0.0, 0.0]
-    assert dealt.recomputed[1] == pytest.approx([1 - 8 / (4 * each)] * 2)
+    assert dealt.recomputed[1] == pytest.approx([1 - 7 / (4 * each)] * 2)
+    assert dealt.bytes[0][1] == pytest.approx([(7 + 4 * least_image_gib(step)) * GIB] * 2)
     whole = Windows(step_of(f"{TP2} --encoder-window 1"), dealt._batch)
     again = dealt.work()[1][1][0].seconds - whole.work()[1][1][0].seconds
-    assert again == pytest.approx((1 - 8 / (4 * each)) * 4 * step.costs.image_s("vision", 1, IMAGE)[1])
+    assert again == pytest.approx((1 - 7 / (4 * each)) * 4 * step.costs.image_s("vision", 1, IMAGE)[1])
     assert dealt.again_s() == pytest.approx(2 * again)
     # With stages, a window gets what the windows before it leave.
     staged = Windows(step_of(f"{PP2} --encoder-window 1 --encoder-activation-gib {2.5 * each}"), batch_of(*(2,) * 12))
     assert staged.recomputed[0] == [0.0, 0.0] and max(staged.recomputed[2]) == pytest.approx(0.5)
 
 
+def test_calls_that_are_larger_than_all_before_are_recomputed_at_the_start_of_a_run() -> None:
+    step, largest = step_of(f"{TP2} --encoder-window 1 --encoder-activation-gib 30"), [0.0, 0.0]
+    dealt = Windows(step, batch_of(2, 8, 8, *(2,) * 9))
+    assert dealt.share_recomputed(largest)[:4] == [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
+    assert largest == [4 * step.costs.image_patches("vision", IMAGE)] * 2
+    assert dealt.share_recomputed(largest) == dealt.recomputed == [[0.0, 0.0]] * 12
+    # Rows of a new length run beside the graphs, and the images beside both, unless all of these are recomputed.
+    step = step_of(f"{TP2} --encoder-window 0 --cuda-graphs --encoder-activation-gib 30")
+    few, many, longer = batch_of(*(2,) * 12), batch_of(*(5,) * 12), batch_of(*(5,) * 12, text=2000)
+    for first, beside in ((few, False), (many, True)):
+        further = step.memory([first, longer], from_start=True)[0] - step.memory([first, longer])[0]
+        assert (further > 0) == beside
+
+
 def test_the_backward_pass_of_a_window_needs_gradients_and_the_layer_that_is_recomputed() -> None:
-    batch = batch_of(*(5,) * 12)
+    def further(flags: str) -> list[float]:
+        _, (found,) = Windows(step_of(f"{TP2} --encoder-window 0 {flags}"), batch).bytes
+        return found
+
+    # Each of two replicas has 30 images, and the encoder 20 layers. A chunk has a third of the images.
+    batch, layer = batch_of(*(5,) * 12), 30 * image_gib(step_of(f"{TP2} --encoder-window 0")) * GIB / 20
     for flags, layers in (("", 0.5), ("--encoder-activation-gib 0", 1.5),
                           ("--encoder-activation-gib 0 --encoder-chunk 10", 0.5)):
-        step = step_of(f"{TP2} --encoder-window 0 {flags}")
-        (own,), (further,) = Windows(step, batch).bytes, Windows(step, batch).backward_bytes
-        # Each of two replicas has 30 images, and the encoder 20 layers. A chunk has a third of the images.
-        assert further == pytest.approx([layers * 30 * image_gib(step) * GIB / 20] * 2, rel=0.02), flags
+        assert further(flags) == pytest.approx([layers * layer] * 2, rel=0.02), flags
     # A shortened iteration stands for one of which a chunk is a smaller share.
-    chunked = step_of(f"{TP2} --encoder-window 0 --encoder-activation-gib 0 --encoder-chunk 10 --global-batch-size 48")
-    assert Windows(chunked, batch).backward_bytes[0] == pytest.approx(
-        Windows(step_of(f"{TP2} --encoder-window 0 --encoder-activation-gib 0 --encoder-chunk 10"), batch
-                ).backward_bytes[0])
+    chunked = "--encoder-activation-gib 0 --encoder-chunk 10"
+    assert further(f"{chunked} --global-batch-size 48") == pytest.approx(further(chunked))
+    # The activations that were kept are freed before a layer is recomputed.
+    assert further(f"--encoder-activation-gib {layer / 2 / GIB}") == pytest.approx([layer] * 2, rel=0.02)
+    assert further(f"--encoder-activation-gib {2 * layer / GIB}") == pytest.approx([layer / 2] * 2, rel=0.02)
     # With graphs, the memory of rows is still taken.
     step = step_of(f"{TP2} --encoder-window 0 --encoder-activation-gib 0 --cuda-graphs")
-    (own,), (further,) = Windows(step, batch).bytes, Windows(step, batch).backward_bytes
-    assert step.memory([batch])[1] == pytest.approx(own[0] + further[0] + sum(image_bytes(step, [batch])))
+    (own,), (more,) = Windows(step, batch).bytes
+    assert own == pytest.approx([30 * least_image_gib(step) * GIB] * 2)
+    assert step.memory([batch])[1] == pytest.approx(own[0] + more[0] + sum(image_bytes(step, [batch])))
 
 
-@pytest.mark.parametrize(("flags", "kept", "layers"), [("", 1.0, 0.5), ("--encoder-recompute full", None, 1.5)])
-def test_the_backward_pass_of_an_encoder_without_windows_needs_the_same(flags: str, kept: float | None, layers: float
+@pytest.mark.parametrize(("flags", "recomputes", "layers"), [("", False, 0.5), ("--encoder-recompute full", True, 1.5)])
+def test_the_backward_pass_of_an_encoder_without_windows_needs_the_same(flags: str, recomputes: bool, layers: float
                                                                       ) -> None:
     # With graphs, the memory of rows is still taken. The first of two lanes has more images.
     step = step_of(f"--layout homogeneous --llm-dp 2 --cuda-graphs {flags}")
     batch = [[[SampleSize(1000, (IMAGE,) * number)] for number in (5, 2)] for _ in range(6)]
-    own = 5 * image_gib(step) * (kept or step.costs.encoder("vision", 1).recomputed_bytes
-                                 / step.costs.encoder("vision", 1).layer_bytes)
+    own = 5 * (least_image_gib(step) if recomputes else image_gib(step))
     assert step.memory([batch])[1] / GIB == pytest.approx(own + layers * 5 * image_gib(step) / 20, rel=0.02)
     # On a grid of its own, an encoder has the images of two microbatches when the first backward pass begins.
     step = step_of(f"--encoder-dp 1 --llm-dp 1 --num-layers 2 {flags}")
