@@ -24,6 +24,7 @@ from mimo.observability.flops import FlopsCounter, FlopsProvider, SequenceSums
 from mimo.planner.gpus import Gpu
 from mimo.planner.passes import EncoderCost, LanguageCost, PassCost
 from mimo.planner.shapes import (
+    embedding_channels,
     is_in,
     kept_channels,
     key_value_channels,
@@ -472,27 +473,19 @@ class Costs:
     def projector_bytes(self, name: str) -> tuple[float, float]:
         """Return the bytes that an encoder's projectors keep for one patch if they train, and those of its features.
 
-        Each product keeps its input and its output, and the norm before it keeps its own input. Features are the rows
-        for the language model, of all levels.
+        Products keep their inputs and outputs, except for features: the rows for the language model, of all levels.
         """
         last = [shape for shape in self.shapes[name] if shape.stage == "last" and len(shape.shape) == 2]
         kept = sum(shape.count * (max(shape.shape) + (shape.shape[1] if shape.shape[0] != self.hidden_size else 0))
                    for shape in last)
         width = sum(shape.count for shape in last if shape.shape[0] == self.hidden_size) * self.hidden_size
-        patches = max((component.tokens_per_token for component in self.counter.components
-                       if component.module == name), default=1.0)
+        patches = max((each.tokens_per_token for each in self.counter.components if each.module == name), default=1.0)
         return (self.number_bytes * kept / patches if "projector" not in self._frozen else 0.0,
                 self.number_bytes * (width or self.hidden_size) / patches)
 
     def outside_bytes(self, name: str) -> float:
-        """Return the bytes that an encoder that trains keeps for one patch outside of its layers.
-
-        These are its pixels, what they are embedded in, and `projector_bytes`.
-        """
-        embedding = next((shape.shape for shape in self.shapes[name]
-                          if shape.stage == "first" and len(shape.shape) > 1 and "position" not in shape.name), ())
-        embedded = math.prod(embedding[1:]) + embedding[0] if embedding else 0
-        return self.number_bytes * embedded + self.projector_bytes(name)[0]
+        """Return the bytes that an encoder that trains keeps for one patch outside of its layers."""
+        return self.number_bytes * embedding_channels(self.shapes[name]) + self.projector_bytes(name)[0]
 
     def trains(self, module: str) -> bool:
         """Return whether the module's own weights train. A projector may train while its encoder does not."""

@@ -31,6 +31,13 @@ def key_value_channels(shapes: Sequence[ParameterShape]) -> float | None:
     return (fused.shape[0] - output.shape[1]) * fused.count
 
 
+def embedding_channels(shapes: Sequence[ParameterShape]) -> int:
+    """Return the numbers of a patch before and after its embedding; 0 if an encoder's shapes have no embedding."""
+    embedding = next((shape.shape for shape in shapes if shape.stage == "first" and len(shape.shape) > 1
+                      and "position" not in shape.name), ())
+    return math.prod(embedding[1:]) + embedding[0] if embedding else 0
+
+
 def layers_with_experts(shapes: Sequence[ParameterShape], num_experts: int) -> float:
     """Return how many layers have experts, `num_experts` each."""
     return max((shape.count / num_experts for shape in shapes if shape.split == "expert"), default=0.0)
