@@ -131,18 +131,20 @@ class Windows:
             return found
         budget = config.layout.encoder_activation_gib * GIB
         kept, least = _patch_bytes(self._step, self._encoder)
-        beyond = kept - least
+        beyond, layers = kept - least, num_layers(self._step.costs.shapes[self._encoder.name])
         for replica, stage in enumerate(self.stages):
             held: dict[int, float] = {}
             for kind, window in order_of_work(replace(self.schedule, stage=stage)):
                 if kind == FINISH:
                     del held[window]
                 elif kind == ENCODE:
-                    patches, room = self.patches[window][replica], budget - sum(held.values())
-                    if largest is not None and patches * self._share_of_call(window, replica) > largest[replica]:
-                        largest[replica], room = patches * self._share_of_call(window, replica), 0.0
-                    whole = patches * beyond
-                    held[window] = min(whole, max(room, 0.0))
+                    whole, room = self.patches[window][replica] * beyond, budget - sum(held.values())
+                    # Each call keeps whole layers.
+                    call = self.patches[window][replica] * self._share_of_call(window, replica)
+                    if largest is not None and call > largest[replica]:
+                        largest[replica], room = call, 0.0
+                    layer = call * beyond / layers
+                    held[window] = min(whole, room // layer * layer) if layer else 0.0
                     found[window][replica] = 1 - held[window] / whole if whole else 0.0
         return found
 
