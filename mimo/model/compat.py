@@ -40,8 +40,7 @@ OVERRIDDEN = {
 # Names in `fp8_copies`: the copy that a layer of one weight uses, and the one of `mimo.model.fp8.LastingCopies`.
 WEIGHT, LASTING = "weight", "lasting"
 
-# Rotary positions of packed and of plain rows. The public `apply_rotary_pos_emb` takes the choice between the two from
-# the configuration, but it depends on the rows.
+# Rotary positions of packed and of plain rows. `mimo.model.layer_ops` has what replaces them.
 rotary_of_packed_rows: Callable[..., Any] = rope_utils._apply_rotary_pos_emb_thd
 rotary_of_rows: Callable[..., Any] = rope_utils._apply_rotary_pos_emb_bshd
 rotate_half: Callable[..., Any] = rope_utils._rotate_half

@@ -202,8 +202,9 @@ def _shared_positions(cu_seqlens: torch.Tensor, length: int, cp: int, rank: int)
 class _Rotary(torch.autograd.Function):
     """Rotates pairs of channels by angles, with the same bits as Megatron Core's PyTorch path.
 
-    It saves the angles, which are one tensor for all layers. Otherwise, each layer would save their cosines and sines,
-    once for the queries and once for the keys, and tensor parallelism does not divide these.
+    It saves the angles, which are one tensor for all layers unless `apply_packed_rotary` picks those of its tokens.
+    Otherwise, each layer would save their cosines and sines, once for the queries and once for the keys, and tensor
+    parallelism does not divide these.
     """
 
     @staticmethod

@@ -144,7 +144,7 @@ class Windows:
                     if largest is not None and call > largest[replica]:
                         largest[replica], room = call, 0.0
                     layer = call * beyond / layers
-                    held[window] = min(whole, room // layer * layer) if layer else 0.0
+                    held[window] = min(whole, max(room, 0.0) // layer * layer) if layer else 0.0
                     found[window][replica] = 1 - held[window] / whole if whole else 0.0
         return found
 
@@ -174,15 +174,15 @@ class Windows:
 
     @cached_property
     def bytes(self) -> tuple[list[list[float]], list[list[float]]]:
-        """Figures of `bytes_of` after the start of a run."""
+        """What `bytes_of` gives after the start of a run."""
         return self.bytes_of(self.recomputed)
 
     def bytes_of(self, recomputed: Sequence[Sequence[float]]) -> tuple[list[list[float]], list[list[float]]]:
-        """Return the bytes of each window and replica until it is finished, and further ones of its backward pass.
+        """Return the bytes that each window keeps on each replica until it is finished, and more in its backward pass.
 
-        Further ones are gradients, and a recomputed layer. The layers that keep their activations are the last ones
-        (`mimo.training.encoder_activations`). Their backward passes come first, and free the activations before a layer
-        is recomputed.
+        The backward pass needs gradients, and a layer that is being recomputed. The layers that keep their activations
+        are the last ones (`mimo.training.encoder_activations`). Their backward passes come first, and free the
+        activations before a layer is recomputed.
         """
         kept, least = _patch_bytes(self._step, self._encoder)
         gradients, whole = (_backward_bytes(self._step, self._encoder, recomputes) for recomputes in (False, True))
@@ -241,25 +241,27 @@ class RowBytes:
 
     Attributes:
         kept: activations in flight.
-        layer: further ones in the backward pass of a layer: gradients, and all activations if it is recomputed.
-        ends: further ones in the backward pass of the output layer and the loss, and of a recomputed layer beside them.
+        recomputed: activations of the layer that is being recomputed.
+        gradients: those inside of a layer, in its backward pass.
+        ends: activations and gradients in the backward pass of the output layer and the loss.
     """
 
     kept: float
-    layer: float
+    recomputed: float
+    gradients: float
     ends: float
 
 
 def _row_bytes(step: Step, stage: int, length: int) -> RowBytes:
     cost, again = step.language_cost(length), step.recomputed[stage]
     if not cost.backward_s:
-        return RowBytes(0.0, 0.0, 0.0)
-    recomputed, ends = cost.layer_bytes if again else 0.0, 0.0
+        return RowBytes(0.0, 0.0, 0.0, 0.0)
+    ends = 0.0
     if stage == len(step.layers) - 1:
         # Layers of multi-token prediction are recomputed with the decoder's.
-        ends = recomputed + cost.ends_bytes + (0.0 if step.config.model.recompute == "full" else cost.mtp_bytes)
+        ends = cost.ends_bytes + (0.0 if step.config.model.recompute == "full" else cost.mtp_bytes)
     return RowBytes((step.layers[stage] - again) * cost.layer_bytes + again * cost.recomputed_bytes,
-                    LAYER_GRADIENTS * cost.layer_bytes + recomputed, ends)
+                    cost.layer_bytes if again else 0.0, LAYER_GRADIENTS * cost.layer_bytes, ends)
 
 
 class _Rows:
@@ -285,14 +287,16 @@ class _Rows:
     @property
     def bytes(self) -> float:
         """Bytes of all microbatches in flight and of all graphs."""
-        captured = sum(self.own[length].kept + self.own[length].layer for length in self._slots.values())
-        return captured + sum(self.own[length].kept for length, _, slot in self._in_flight if slot is None)
+        captured = (self.own[length] for length in self._slots.values())
+        return (sum(each.kept + each.recomputed + each.gradients for each in captured)
+                + sum(self.own[length].kept for length, _, slot in self._in_flight if slot is None))
 
     @property
     def further(self) -> float:
         """Further bytes in the backward pass of one of the microbatches in flight."""
-        return max(max(self.own[length].ends, self.own[length].layer if slot is None else 0.0)
-                   for length, _, slot in self._in_flight)
+        pairs = ((self.own[length], slot) for length, _, slot in self._in_flight)
+        return max(own.ends if slot is not None else own.recomputed + max(own.gradients, own.ends)
+                   for own, slot in pairs)
 
     @property
     def in_flight(self) -> int:

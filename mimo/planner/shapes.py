@@ -32,7 +32,7 @@ def key_value_channels(shapes: Sequence[ParameterShape]) -> float | None:
 
 
 def embedding_channels(shapes: Sequence[ParameterShape]) -> int:
-    """Return the numbers of a patch before and after its embedding; 0 if an encoder's shapes have no embedding."""
+    """Count the numbers of a patch before and after its embedding; 0 if an encoder's shapes have no embedding."""
     embedding = next((shape.shape for shape in shapes if shape.stage == "first" and len(shape.shape) > 1
                       and "position" not in shape.name), ())
     return math.prod(embedding[1:]) + embedding[0] if embedding else 0
