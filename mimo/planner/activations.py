@@ -174,7 +174,7 @@ class Windows:
 
     @cached_property
     def bytes(self) -> tuple[list[list[float]], list[list[float]]]:
-        """What `bytes_of` gives after the start of a run."""
+        """Bytes that are kept, and more in backward passes, after the start of a run; see `bytes_of`."""
         return self.bytes_of(self.recomputed)
 
     def bytes_of(self, recomputed: Sequence[Sequence[float]]) -> tuple[list[list[float]], list[list[float]]]:
@@ -483,9 +483,9 @@ def _bytes_of_shares(step: Step, encoder: GridSpec, batch: Microbatches, shares:
 
     There is one pair for each microbatch.
     """
-    kept, inputs = _patch_bytes(step, encoder)
+    kept, least = _patch_bytes(step, encoder)
     again = step.config.model.encoder_recompute == "full"
-    own, further = inputs if again else kept, _backward_bytes(step, encoder, again)
+    own, further = least if again else kept, _backward_bytes(step, encoder, again)
     patches = [sum(step.costs.image_patches(encoder.name, tokens) for share in shares
                    for sample in microbatch[share.lane][share.start : share.stop] for tokens in sample.images)
                for microbatch in batch]

@@ -157,7 +157,7 @@ CHOSEN = {
         "--layout homogeneous --llm-dp 2 --recompute full --recompute-num-layers 34 --encoder-recompute full "
         f"{GRAPHS}": (5474, 130.0)},
 }
-# Predicted before they ran, by the planner that followed. The first layout is again its choice among these.
+# The next version of the planner predicted these before they ran. The first layout is again its choice among them.
 CHOSEN_LATER = {
     "13b-uneven --num-layers 40 --mock-images-mean 8 --mock-images-cv 0.5": {
         f"{COLOCATED_TP2} --encoder-window 1 --encoder-activation-gib 12 {GRAPHS}": (3359, 130.5),
