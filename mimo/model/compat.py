@@ -44,6 +44,9 @@ WEIGHT, LASTING = "weight", "lasting"
 rotary_of_packed_rows: Callable[..., Any] = rope_utils._apply_rotary_pos_emb_thd
 rotary_of_rows: Callable[..., Any] = rope_utils._apply_rotary_pos_emb_bshd
 rotate_half: Callable[..., Any] = rope_utils._rotate_half
+# Transformer Engine's kernel for `[s, b, heads, channels]`, where all rows of the batch have the same positions; None
+# without the package.
+fused_rotary: Callable[..., Any] | None = rope_utils.fused_apply_rotary_pos_emb
 
 # Counts the tokens of each expert, but applies the padding mask along the wrong axis.
 apply_expert_bias: Callable[..., Any] = TopKRouter._apply_expert_bias

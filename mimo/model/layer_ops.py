@@ -231,7 +231,11 @@ def _cos_sin(freqs: torch.Tensor, mscale: float, dtype: torch.dtype) -> tuple[to
 
 def apply_rotary(t: torch.Tensor, freqs: torch.Tensor, rotary_interleaved: bool = False,
                  mla_rotary_interleaved: bool = False, mscale: float = 1.0) -> torch.Tensor:
-    """Apply rotary positions as Megatron Core does without a fused kernel, but keep only the angles for the gradient.
+    """Apply rotary positions to plain rows, and keep only the angles for the gradient.
+
+    A GPU with Transformer Engine runs one kernel, which does not round cosines and sines to the type of `t`. Megatron
+    Core does not use that kernel for positions of three axes, and launches about ten. Elsewhere the result has the
+    bits of Megatron Core's PyTorch path.
 
     Args:
         t: `[s, b, heads, channels]`.
@@ -240,6 +244,13 @@ def apply_rotary(t: torch.Tensor, freqs: torch.Tensor, rotary_interleaved: bool 
         mla_rotary_interleaved: whether neighbours are first moved apart, as in latent attention.
         mscale: factor of cosines and sines.
     """
+    fused = compat.fused_rotary
+    if t.is_cuda and fused is not None and mscale == 1.0 and not mla_rotary_interleaved:
+        # To the kernel, rows with positions of their own are one row after the other.
+        own = freqs.shape[1] > 1
+        one = (t.flatten(0, 1)[:, None], freqs.flatten(0, 1)[:, None]) if own else (t, freqs)
+        found: torch.Tensor = fused(one[0], one[1].contiguous(), interleaved=rotary_interleaved)
+        return found.view(t.shape)
     t, rest = t.split((freqs.shape[-1], t.shape[-1] - freqs.shape[-1]), dim=-1)
     if mla_rotary_interleaved:
         t = torch.cat((t[..., ::2], t[..., 1::2]), dim=-1)

@@ -184,3 +184,27 @@ def test_norms_without_the_fuser_have_the_same_bits(dtype: torch.dtype, zero_cen
         found.append((out, quiet, hidden.grad, norm.weight.grad))
     for fused, alone in zip(*found, strict=True):
         assert torch.equal(fused, alone) and fused.shape == alone.shape
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("batch", "positions", "channels"), [(1, 1, 64), (2, 2, 64), (2, 1, 64), (2, 2, 32)])
+def test_the_rotary_kernel_agrees_with_pytorch(dtype: torch.dtype, tolerance: float, interleaved: bool, batch: int,
+                                               positions: int, channels: int) -> None:
+    from mimo.model import compat
+    from mimo.model.layer_ops import apply_rotary
+
+    assert compat.fused_rotary is not None
+    generator = torch.Generator("cuda").manual_seed(1)
+    draw = {"device": "cuda", "generator": generator}
+    # Queries are a part of what the product before them gives.
+    product, upstream = torch.randn(48, batch, 5, 96, **draw).to(dtype), torch.randn(48, batch, 5, 64, **draw).to(dtype)
+    freqs = 100 * torch.rand(48, positions, 1, channels // 2, **draw)
+    freqs = freqs.repeat_interleave(2, dim=-1) if interleaved else torch.cat((freqs, freqs), dim=-1)
+    found = []
+    for apply in (apply_rotary, compat.rotary_of_rows):
+        whole = product.clone().requires_grad_()
+        done = apply(whole[..., :64], freqs, rotary_interleaved=interleaved)
+        done.backward(upstream)
+        found.append((done, whole.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=tolerance, atol=tolerance)
