@@ -113,7 +113,7 @@ class Ratios:
         ends_forward, ends_backward: seconds of embedding, output layer and loss; for an encoder, seconds of each call.
         bytes: activations that the layers keep.
         ends_bytes: activations that the output layer and the loss keep.
-        host_bound: share of the passes in which the GPU waited for its host.
+        host_bound: share of the passes in which the GPU waited for its host, if it did so in all of a kind.
         layers: layers of an encoder; 0 for the language model.
     """
 
@@ -245,10 +245,6 @@ class Costs:
                              backward=(1 - late) * ratios.backward + late * min(ratios.backward, 1.0))
         part = self._parts_of_layers / self.num_layers / 2 if self.gpu.launches_kernels else 0.0
         launch_s = LAUNCH_S[tp > 1][0] * part, LAUNCH_S[tp > 1][1] * part if layer_s[1] else 0.0
-        if part and self.profile.modules and length != self.config.train.seq_length:
-            # The host that was measured may be faster. Rows had --seq-length tokens there.
-            whole = self.language(tp, micro_batch_size, ep, cp, exchange=exchange)
-            launch_s = min(launch_s[0], whole.forward_s), min(launch_s[1], whole.backward_s)
         # With --moe-static-rows, the experts of a rank have room for all tokens of all ranks.
         room = ep * min(self.top_k, self.num_experts / ep) / self.top_k if exchange == STATIC else 1.0
         ways = tp if splits_rows else 1

@@ -10,13 +10,15 @@ the output layer and the loss.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
@@ -50,6 +52,13 @@ LEAST_DEPTH, FURTHER_LAYERS = 2, 4
 # Steps of each training that are not measured, and steps that are.
 WARMUP, STEPS = 3, 3
 NUM_MICROBATCHES = 6
+# A device has not waited for its host in a pass if the host was at least this far ahead of it at both ends.
+IN_TIME_S = 2e-3
+# Passes of whole steps on a GPU take this many times as long as those of these short trainings, because its power limit
+# then lowers its clock: the median was 1,845 and 1,890 MHz in steps of two layouts with tensor parallelism on two H200,
+# and 1,680 MHz with data parallelism, where 1,980 MHz is the highest. 36 layouts with CUDA graphs took 1.01 to 1.08
+# times as long, with a median of 1.046.
+SUSTAINED = 1.045
 # Memory of a GPU that tensors cannot take. A process with communicators for a pipeline and windows needs about 6 GiB.
 OTHER_GIB = 5.5
 
@@ -146,12 +155,36 @@ def _training(config: RunConfig, tp: int, dp: int, micro_batch_size: int, depth:
                    observe=ObserveConfig(progress=False, log_interval=WARMUP + STEPS))
 
 
+# Module, kind and microbatch of a pass.
+PassKey = tuple[str, str, int]
+PASS_KINDS = (Kind.FORWARD, Kind.BACKWARD)
+
+
+@dataclass(frozen=True)
+class MeasuredPass:
+    """A pass of one step.
+
+    Attributes:
+        seconds: seconds that it took the device.
+        lead_s: how far the host was ahead of the device at its begin and at its end, the lesser of both.
+    """
+
+    seconds: float = 0.0
+    lead_s: float = math.inf
+
+    @property
+    def is_in_time(self) -> bool:
+        return self.lead_s >= IN_TIME_S
+
+
 @dataclass
 class Training:
     """Figures of one training on one rank, in seconds and bytes.
 
     Attributes:
-        passes: median seconds of each module's forward and backward passes, by (module, kind, microbatch).
+        passes: median seconds of each module's forward and backward passes, by (module, kind, microbatch). Passes in
+            which the GPU waited for a host are left out, unless it did so in all of a module's passes of a kind.
+        late: modules and kinds of whose passes none is without such waits.
         images: tokens of each image, by microbatch.
         others: median seconds of the rest of a step, by kind.
         spread: relative difference between the steps' passes of the language model.
@@ -159,10 +192,11 @@ class Training:
         peak_bytes: most bytes that a step allocates beyond that.
         image_bytes: activations that the encoder keeps for the microbatch with the most patches.
         image_patches: patches of that microbatch.
-        host_bound: share of the language model's passes in which the GPU waited for its host.
+        host_bound: share of the language model's passes in which the GPU waited for its host, if they are in `late`.
     """
 
     passes: dict[tuple[str, str, int], float] = field(default_factory=dict)
+    late: set[tuple[str, str]] = field(default_factory=set)
     images: dict[int, list[int]] = field(default_factory=dict)
     others: dict[str, float] = field(default_factory=dict)
     spread: float = 0.0
@@ -173,7 +207,7 @@ class Training:
     host_bound: float = 0.0
 
     def total(self, module: str, kind: str) -> float:
-        """Return the mean seconds of a module's passes of one kind over all microbatches."""
+        """Return the mean seconds of a module's passes of one kind over the microbatches."""
         found = [seconds for (name, each, _), seconds in self.passes.items() if (name, each) == (module, kind)]
         return sum(found) / len(found) if found else 0.0
 
@@ -194,7 +228,7 @@ def _run(config: RunConfig, platform: Platform, rank: int, world_size: int) -> T
 
         def _train(self, loader: Any, logger: Any) -> str | None:
             microbatches = loader.next_step()
-            steps: list[dict[tuple[str, str, int], float]] = []
+            steps: list[dict[PassKey, MeasuredPass]] = []
             others: list[dict[str, float]] = []
             late: list[float] = []
             for number in range(WARMUP + STEPS):
@@ -209,20 +243,30 @@ def _run(config: RunConfig, platform: Platform, rank: int, world_size: int) -> T
                 if self.platform.name == "cuda":
                     found.peak_bytes = self.platform.peak_memory_bytes() - found.static_bytes
                 intervals = self.parts.spans.intervals()
-                passes, rest = _sums(intervals)
                 if number >= WARMUP:
+                    passes, rest = measured_passes(intervals)
                     late.append(host_bound_s(intervals, LANGUAGE))
-                    steps.append(passes)
+                    steps.append(self._with_leads_of_all_ranks(passes))
                     others.append(rest)
                 self.session.progress.iteration += 1
-            found.passes = {key: median(step.get(key, 0.0) for step in steps) for key in steps[0]}
+            found.passes, found.late = medians(steps)
             found.others = {kind: median(rest.get(kind, 0.0) for rest in others) for kind in others[0]}
-            totals = [sum(seconds for (module, _, _), seconds in step.items() if module == LANGUAGE) for step in steps]
-            found.host_bound = sum(late) / max(sum(totals), 1e-9)
+            totals = [sum(each.seconds for (module, _, _), each in step.items() if module == LANGUAGE)
+                      for step in steps]
+            if any(module == LANGUAGE for module, _ in found.late):
+                found.host_bound = sum(late) / max(sum(totals), 1e-9)
             found.spread = (max(totals) - min(totals)) / max(median(totals), 1e-9)
             for encoder in self.grids.layout.encoders:
                 self._images(encoder.name, microbatches)
             return "measured"
+
+        def _with_leads_of_all_ranks(self, passes: Mapping[PassKey, MeasuredPass]) -> dict[PassKey, MeasuredPass]:
+            """Give every pass the least lead of all ranks. A rank of a tensor-parallel group waits for the others."""
+            keys = list(itertools.product(self.grids.layout.grids, map(str, PASS_KINDS), range(NUM_MICROBATCHES)))
+            leads = torch.tensor([passes[key].lead_s if key in passes else math.inf for key in keys])
+            torch.distributed.all_reduce(leads, torch.distributed.ReduceOp.MIN, group=self.grids.host)
+            return {key: replace(passes[key], lead_s=lead) for key, lead in zip(keys, leads.tolist(), strict=True)
+                    if key in passes}
 
         def _images(self, name: str, microbatches: Any) -> None:
             """Record each microbatch's images, and the memory of the images of one microbatch."""
@@ -245,20 +289,39 @@ def _run(config: RunConfig, platform: Platform, rank: int, world_size: int) -> T
     return found
 
 
-def _sums(intervals: Iterable[Interval]) -> tuple[dict[tuple[str, str, int], float], dict[str, float]]:
-    """Return the seconds of passes by module, kind and microbatch, and those of everything else by kind."""
-    passes: dict[tuple[str, str, int], float] = defaultdict(float)
+def measured_passes(intervals: Sequence[Interval]) -> tuple[dict[PassKey, MeasuredPass], dict[str, float]]:
+    """Return the passes of a step, and the seconds of everything else by kind."""
+    passes: dict[PassKey, MeasuredPass] = {}
     rest: dict[str, float] = defaultdict(float)
+    lead_s: float | None = None
     for each in intervals:
-        label, seconds = each.label, each.end_s - each.begin_s
-        if label.kind in (Kind.FORWARD, Kind.BACKWARD) and label.microbatch is not None:
-            passes[label.module, str(label.kind), label.microbatch] += seconds
-        else:
+        label, seconds, before_s, lead_s = each.label, each.end_s - each.begin_s, lead_s, each.lead_s
+        if label.kind not in PASS_KINDS or label.microbatch is None:
             rest[str(label.kind)] += seconds
+            continue
+        key = label.module, str(label.kind), label.microbatch
+        known = passes.get(key, MeasuredPass())
+        leads = [lead for lead in (before_s, lead_s) if lead is not None]  # none on a CPU
+        passes[key] = MeasuredPass(known.seconds + seconds, min((known.lead_s, *leads)))
     return passes, rest
 
 
-def _ratios(configs: Sequence[RunConfig], trainings: Sequence[Training], profile: Profile) -> dict[str, Ratios]:
+def medians(steps: Sequence[Mapping[PassKey, MeasuredPass]]
+            ) -> tuple[dict[PassKey, float], set[tuple[str, str]]]:
+    """Return `Training.passes` and `Training.late` of the measured steps, which have the same passes."""
+    found: dict[PassKey, float] = {}
+    late: set[tuple[str, str]] = set()
+    for module, kind in {key[:2] for key in steps[0]}:
+        passes = {key: [step[key] for step in steps] for key in steps[0] if key[:2] == (module, kind)}
+        in_time = {key: [each for each in of if each.is_in_time] for key, of in passes.items()}
+        if not any(in_time.values()):
+            late.add((module, kind))
+            in_time = passes
+        found |= {key: median(each.seconds for each in of) for key, of in in_time.items() if of}
+    return found, late
+
+
+def _language_ratios(configs: Sequence[RunConfig], trainings: Sequence[Training], profile: Profile) -> Ratios:
     """Return the ratios of one tensor-parallel and micro-batch size, measured by trainings of two depths."""
     config, deep = configs[-1], trainings[-1]
     costs, tp, samples = Costs(config, profile), config.layout.llm_tp, config.train.micro_batch_size
@@ -273,22 +336,25 @@ def _ratios(configs: Sequence[RunConfig], trainings: Sequence[Training], profile
         images = [each.image_bytes for each in trainings]
         kept = [each.peak_bytes - image for each, image in zip(trainings, images, strict=True)]
         found["bytes"], found["ends_bytes"] = _split(depths, kept, cost.layer_bytes, cost.ends_bytes)
-    ratios = {LANGUAGE: replace(Ratios(tp, samples, host_bound=deep.host_bound), **found)}
-    for name in costs.encoders:
-        estimated, own = costs.encoder(name, tp), dict[str, Any]()
-        for index, kind, call in ((0, "forward", estimated.forward.call_s), (2, "backward", estimated.backward.call_s)):
-            points = [(sum(costs.image_s(name, tp, tokens)[index] for tokens in images),
-                       training.passes.get((name, kind, number), 0.0))
-                      for training in trainings for number, images in training.images.items()]
-            call_s, ratio = _line([point for point in points if point[0] > 0])
-            own[kind] = ratio if ratio > 0 else 1.0
-            own[f"ends_{kind}"] = call_s / call if call else 1.0
-        if deep.image_patches:
-            own["bytes"] = deep.image_bytes / (deep.image_patches * estimated.layer_bytes)
-        # Only passes of layers in both directions tell what is outside of them.
-        layers = num_layers(costs.shapes[name]) if costs.trains(name) else 0
-        ratios[name] = replace(Ratios(tp, 0, layers=layers), **own)
-    return ratios
+    return replace(Ratios(tp, samples, host_bound=max(each.host_bound for each in trainings)), **found)
+
+
+def _encoder_ratios(name: str, costs: Costs, tp: int, trainings: Sequence[Training]) -> Ratios:
+    """Return the ratios of an encoder with one tensor-parallel size, measured by all trainings that have it."""
+    estimated, found = costs.encoder(name, tp), dict[str, Any]()
+    for index, kind, call in ((0, "forward", estimated.forward.call_s), (2, "backward", estimated.backward.call_s)):
+        in_time = [each for each in trainings if (name, kind) not in each.late]
+        points = [(sum(costs.image_s(name, tp, tokens)[index] for tokens in images),
+                   training.passes.get((name, kind, number), 0.0))
+                  for training in in_time or trainings for number, images in training.images.items()]
+        call_s, ratio = _line([point for point in points if min(point) > 0])
+        found[kind] = ratio if ratio > 0 else 1.0
+        found[f"ends_{kind}"] = call_s / call if call else 1.0
+    deep = max(trainings, key=lambda each: each.image_patches)
+    if deep.image_patches:
+        found["bytes"] = deep.image_bytes / (deep.image_patches * estimated.layer_bytes)
+    # Only passes of layers in both directions tell what is outside of them.
+    return replace(Ratios(tp, 0, layers=num_layers(costs.shapes[name]) if costs.trains(name) else 0), **found)
 
 
 def _split(depths: Sequence[int], values: Sequence[float], layer: float, ends: float) -> tuple[float, float]:
@@ -324,14 +390,16 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def _profile(configs: Sequence[RunConfig], trainings: Sequence[Training], gpu: Gpu, model: str) -> Profile:
     """Turn all trainings into a profile. Trainings of one layout that differ in depth are neighbours in the list."""
     plain = Profile(gpu)
-    modules: dict[str, list[Ratios]] = {}
+    if gpu.launches_kernels:
+        trainings = [replace(run, passes={key: SUSTAINED * seconds for key, seconds in run.passes.items()})
+                     for run in trainings]
+    modules: dict[str, list[Ratios]] = defaultdict(list)
+    by_tp: dict[int, list[Training]] = defaultdict(list)
     optimizer, reduction, host, base = [], [], [], []
     for start in range(0, len(configs), 2):
         group, runs = configs[start : start + 2], trainings[start : start + 2]
-        for name, ratios in _ratios(group, runs, plain).items():
-            known = modules.setdefault(name, [])
-            if not any((each.tp, each.micro_batch_size) == (ratios.tp, ratios.micro_batch_size) for each in known):
-                known.append(ratios)
+        modules[LANGUAGE].append(_language_ratios(group, runs, plain))
+        by_tp[group[0].layout.llm_tp] += runs
         for config, run in zip(group, runs, strict=True):
             step = Step(config, validate(config, config.layout.llm_tp * config.layout.llm_dp), Costs(config, plain))
             optimizer.append(run.others.get("optimizer", 0.0) / step.optimizer_s())
@@ -342,6 +410,9 @@ def _profile(configs: Sequence[RunConfig], trainings: Sequence[Training], gpu: G
                 ((_, modules_of_rank),) = step.places()
                 state = sum(step.state_bytes(*each) for each in modules_of_rank)
                 base.append((run.static_bytes - state) / GIB)
+    costs = Costs(configs[0], plain)
+    for name, (tp, runs) in itertools.product(costs.encoders, by_tp.items()):
+        modules[name].append(_encoder_ratios(name, costs, tp, runs))
     return Profile(gpu, model, modules, optimizer=median(optimizer), reduction=median(reduction) if reduction else 1.0,
                    step_s=median(host), base_gib=max(median(base), 0.0) if base else plain.base_gib,
                    spread=max(run.spread for run in trainings))

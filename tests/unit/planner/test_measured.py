@@ -15,11 +15,13 @@ from mimo.planner.predict import Prediction, predict
 from mimo.planner.workload import draw_samples
 from scripts.bench import presets
 
-# Seconds for each parameter of the embedding and the output layer, in the version that all these steps and the profile
-# were measured with.
-ENDS_GRADIENT_S = 4e-12
-# Costs that `mimo plan --measure` found for the preset 10b-uneven on two H200 with Transformer Engine.
+# Costs that `mimo plan --measure` found for the preset 10b-uneven on two H200 with Transformer Engine, and those that
+# an earlier version found.
 PROFILE = Path(__file__).with_name("h200_profile.json")
+EARLIER_PROFILE = Path(__file__).with_name("h200_profile_earlier.json")
+# Seconds for each parameter of the embedding and the output layer in the version of the earlier profile, with which
+# WHOLE_ROWS and SHORT_ROWS were measured.
+ENDS_GRADIENT_S = 4e-12
 GRAPHS = "--cuda-graphs"
 WINDOW_TP2 = "--layout colocated --encoder-dp 2 --llm-tp 2 --sequence-parallel --micro-batch-size 2 --encoder-window 1"
 PP2 = "--layout colocated --encoder-dp 2 --llm-pp 2"
@@ -157,7 +159,8 @@ CHOSEN = {
         "--layout homogeneous --llm-dp 2 --recompute full --recompute-num-layers 34 --encoder-recompute full "
         f"{GRAPHS}": (5474, 130.0)},
 }
-# The next version of the planner predicted these before they ran. The first layout is again its choice among them.
+# The next two versions of the planner predicted these before they ran, the last two sets with today's profile. The
+# first layout is again its choice among them.
 CHOSEN_LATER = {
     "13b-uneven --num-layers 40 --mock-images-mean 8 --mock-images-cv 0.5": {
         f"{COLOCATED_TP2} --encoder-window 1 --encoder-activation-gib 12 {GRAPHS}": (3359, 130.5),
@@ -175,11 +178,25 @@ CHOSEN_LATER = {
         f"--layout homogeneous --llm-dp 2 --encoder-recompute full {GRAPHS}": (2775, 128.7),
         "--layout homogeneous --llm-dp 2 --recompute full --recompute-num-layers 22 --encoder-recompute full "
         "--micro-batch-size 2": (3144, 128.2)},
+    "10b-uneven --hidden-size 6144 --ffn-hidden-size 16384 --num-attention-heads 48 --num-layers 22 "
+    "--mock-images-mean 9 --mock-images-cv 0.6 --mock-image-size 560 --mock-image-size-cv 0.5": {
+        f"{COLOCATED_TP2} --encoder-window 4 {GRAPHS}": (2004, 127.0),
+        f"{PP2} --encoder-window 2": (2010, 126.5),
+        f"{COLOCATED_TP2} --encoder-window 0 --encoder-activation-gib 12 {GRAPHS}": (2221, 108.5),
+        f"{TP2} {GRAPHS}": (2286, 106.1),
+        f"{HOMOGENEOUS_PP2} 6,16 {GRAPHS}": (2308, 122.1)},
+    "10b-uneven --mock-images-mean 5": {
+        f"{COLOCATED_TP2} --encoder-window 1 {GRAPHS}": (2235, 113.4),
+        f"{PP2} --llm-pp-layout 19,21 --encoder-window 4 --encoder-activation-gib 26": (2254, 125.1),
+        f"{PP2} --encoder-window 1 --encoder-activation-gib 8 {GRAPHS}": (2406, 112.2),
+        f"{TP2} --micro-batch-size 2 --encoder-recompute full {GRAPHS}": (2828, 112.7),
+        f"{HOMOGENEOUS_PP2} 11,29 --encoder-recompute full {GRAPHS}": (2947, 128.9)},
 }
 
 
 @pytest.fixture
 def earlier_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "PROFILE", EARLIER_PROFILE)
     monkeypatch.setattr("mimo.planner.costs.ENDS_GRADIENT_S", ENDS_GRADIENT_S)
 
 
@@ -258,7 +275,7 @@ def test_a_profile_has_nearly_the_same_ratios_for_all_tensor_parallel_sizes() ->
         assert pairs
         for one, two in pairs:
             for part in ("forward", "backward", "bytes"):
-                assert vars(two)[part] == pytest.approx(vars(one)[part], rel=0.06), (name, part)
+                assert vars(two)[part] == pytest.approx(vars(one)[part], rel=0.09), (name, part)
 
 
 def test_gradients_of_the_weights_take_time_in_every_microbatch(earlier_version: None) -> None:
