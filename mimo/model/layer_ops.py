@@ -161,10 +161,11 @@ def accumulate_into_main_grad(module: torch.nn.Module) -> None:
 
 def apply_packed_rotary(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *args: Any,
                         cp_group: Any = None, **kwargs: Any) -> torch.Tensor:
-    """Apply rotary positions to a packed row all at once, with the same bits as Megatron Core's function for `thd`.
+    """Apply rotary positions to a packed row all at once with `apply_rotary`.
 
-    Megatron Core's PyTorch path goes sequence by sequence and asks the device where each begins. With hundreds of
-    completions of a few tokens each, every pass then takes seconds of launches.
+    On a CPU, it has the same bits as Megatron Core's function for `thd`. Megatron Core's PyTorch path goes sequence by
+    sequence and asks the device where each begins. With hundreds of completions of a few tokens each, every pass then
+    takes seconds of launches.
 
     Args:
         t: `[t, heads, channels]`.
@@ -234,8 +235,8 @@ def apply_rotary(t: torch.Tensor, freqs: torch.Tensor, rotary_interleaved: bool 
     """Apply rotary positions to plain rows, and keep only the angles for the gradient.
 
     A GPU with Transformer Engine runs one kernel, which does not round cosines and sines to the type of `t`. Megatron
-    Core does not use that kernel for positions of three axes, and launches about ten. Elsewhere the result has the
-    bits of Megatron Core's PyTorch path.
+    Core does not use that kernel for positions of three axes, and launches about ten kernels instead. Elsewhere the
+    result has the bits of Megatron Core's PyTorch path.
 
     Args:
         t: `[s, b, heads, channels]`.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from mimo.config.validate import overlaps_beside_graphs
 from mimo.grid.lanes import has_eight_bit_pixels
@@ -22,6 +25,8 @@ from mimo.protocols import LANGUAGE
 if TYPE_CHECKING:
     from mimo.planner.predict import Step
 
+# A number for each encoder replica, of which there may be thousands.
+Array = npt.NDArray[np.float64]
 ENCODE, FINISH = "encode", "finish"
 # Buffers of the size of a layer's input that graphs keep for each length of rows: input and output of the layers, and
 # their gradients.
@@ -59,6 +64,13 @@ def order_of_work(schedule: WindowSchedule) -> tuple[tuple[str, int], ...]:
     return tuple(order)
 
 
+@lru_cache(maxsize=16)
+def _dealt(forward: tuple[tuple[float, ...], ...], schedule: WindowSchedule, replicas: int, backward: float
+           ) -> list[list[int]]:
+    """Call `deal_iteration`. Variants of a layout, such as those with another budget, have the same images."""
+    return deal_iteration(forward, schedule, replicas, backward=backward)
+
+
 class Windows:
     """How the images of an iteration are dealt to encoder replicas, and what each replica does with its own.
 
@@ -77,10 +89,9 @@ class Windows:
         self._seconds = {image: [sum(each) for each in zip(*(
             costs.image_s(self._encoder.name, self._encoder.tp, tokens) for tokens in image), strict=True)]
             for image in {image for images in windows for image in images}}
-        forward = [[self._seconds[image][0] for image in images] for images in windows]
+        forward = tuple(tuple(self._seconds[image][0] for image in images) for images in windows)
         if step.config.layout.encoder_balance:
-            owners = deal_iteration(forward, self.schedule, self._encoder.dp,
-                                    backward=BACKWARD_COST if self._trains else 0.0)
+            owners = _dealt(forward, self.schedule, self._encoder.dp, BACKWARD_COST if self._trains else 0.0)
         else:
             owners = [deal_in_order(images, self._encoder.dp) for images in forward]
         self.images: list[list[list[tuple[int, ...]]]] = []
@@ -132,15 +143,16 @@ class Windows:
         budget = config.layout.encoder_activation_gib * GIB
         kept, least = _patch_bytes(self._step, self._encoder)
         beyond, layers = kept - least, num_layers(self._step.costs.shapes[self._encoder.name])
+        patches, calls = ([each.tolist() for each in arrays] for arrays in (self.patches, self._shares_of_calls))
         for replica, stage in enumerate(self.stages):
             held: dict[int, float] = {}
             for kind, window in order_of_work(replace(self.schedule, stage=stage)):
                 if kind == FINISH:
                     del held[window]
                 elif kind == ENCODE:
-                    whole, room = self.patches[window][replica] * beyond, budget - sum(held.values())
+                    whole, room = patches[window][replica] * beyond, budget - sum(held.values())
                     # Each call keeps whole layers.
-                    call = self.patches[window][replica] * self._share_of_call(window, replica)
+                    call = patches[window][replica] * calls[window][replica]
                     if largest is not None and call > largest[replica]:
                         largest[replica], room = call, 0.0
                     layer = call * beyond / layers
@@ -148,10 +160,12 @@ class Windows:
                     found[window][replica] = 1 - held[window] / whole if whole else 0.0
         return found
 
-    def _share_of_call(self, window: int, replica: int) -> float:
-        """Return the share of a window's images on a replica that run through the encoder at once."""
-        count = self._longer * len(self.images[window][replica])
-        return min(self._chunk / count, 1.0) if self._chunk and count else 1.0
+    @cached_property
+    def _shares_of_calls(self) -> list[Array]:
+        """Share of a window's images on a replica that run through the encoder at once, by window and replica."""
+        counts = [self._longer * np.array([len(images) for images in shares]) for shares in self.images]
+        chunk = self._chunk
+        return [chunk / np.maximum(each, chunk) if chunk else np.ones(len(each)) for each in counts]
 
     @property
     def _chunk(self) -> int | None:
@@ -166,18 +180,25 @@ class Windows:
         return kept / min(kept, len(self._batch))
 
     @cached_property
-    def patches(self) -> list[list[float]]:
+    def patches(self) -> list[Array]:
         """Patches of each window and replica. Those of a shortened iteration stand for a whole one."""
         lengths = {image: self._longer * sum(self._step.costs.image_patches(self._encoder.name, tokens)
                                              for tokens in image) for image in self._seconds}
-        return [[sum(lengths[image] for image in images) for images in shares] for shares in self.images]
+        return [np.array([sum(lengths[image] for image in images) for images in shares], dtype=np.float64)
+                for shares in self.images]
 
     @cached_property
-    def bytes(self) -> tuple[list[list[float]], list[list[float]]]:
+    def bytes(self) -> tuple[list[Array], list[Array]]:
         """Bytes that are kept, and more in backward passes, after the start of a run; see `bytes_of`."""
         return self.bytes_of(self.recomputed)
 
-    def bytes_of(self, recomputed: Sequence[Sequence[float]]) -> tuple[list[list[float]], list[list[float]]]:
+    def first_bytes(self, largest: list[float]) -> tuple[list[Array], list[Array]]:
+        """Return what `bytes` has, at the start of a run; `share_recomputed` explains `largest`."""
+        if self._step.config.layout.encoder_activation_gib is None:
+            return self.bytes
+        return self.bytes_of(self.share_recomputed(largest))
+
+    def bytes_of(self, recomputed: Sequence[Sequence[float]]) -> tuple[list[Array], list[Array]]:
         """Return the bytes that each window keeps on each replica until it is finished, and more in its backward pass.
 
         The backward pass needs gradients, and a layer that is being recomputed. The layers that keep their activations
@@ -186,16 +207,16 @@ class Windows:
         """
         kept, least = _patch_bytes(self._step, self._encoder)
         gradients, whole = (_backward_bytes(self._step, self._encoder, recomputes) for recomputes in (False, True))
-        found: tuple[list[list[float]], list[list[float]]] = [], []
-        for window, (patches, shares) in enumerate(zip(self.patches, recomputed, strict=True)):
-            freed = [(1 - again) * (kept - least) for again in shares]
-            calls = [self._share_of_call(window, replica) for replica in range(len(shares))]
-            found[0].append([each * (least + own) for each, own in zip(patches, freed, strict=True)])
-            found[1].append([each * max(call * gradients, call * whole - own if again else 0.0)
-                             for each, own, call, again in zip(patches, freed, calls, shares, strict=True)])
+        found: tuple[list[Array], list[Array]] = [], []
+        for patches, calls, window in zip(self.patches, self._shares_of_calls, recomputed, strict=True):
+            shares = np.array(window)
+            freed = (1 - shares) * (kept - least)
+            found[0].append(patches * (least + freed))
+            found[1].append(patches * np.maximum(calls * gradients,
+                                                 np.where(shares > 0, calls * whole - freed, 0.0)))
         return found
 
-    @property
+    @cached_property
     def stages(self) -> list[int]:
         """Stage of the language model on the ranks of each replica; the first one if a replica spans them all."""
         count = self.schedule.num_stages
@@ -281,22 +302,23 @@ class _Rows:
     def __init__(self, own: Mapping[int, RowBytes], *, graphs: bool = False) -> None:
         self.own, self._graphs = own, graphs
         self._in_flight: deque[tuple[int, bool, int | None]] = deque()  # length, whether it may have graphs, and slot
+        self._counts = Counter[tuple[int, bool]]()  # microbatches in flight, by length and whether they have a slot
         self._warm: set[int] = set()
         self._slots: dict[int, int] = {}  # the longest rows of each
+        self._busy: set[int] = set()
+        self._graph_bytes = 0.0
 
     @property
     def bytes(self) -> float:
         """Bytes of all microbatches in flight and of all graphs."""
-        captured = (self.own[length] for length in self._slots.values())
-        return (sum(each.kept + each.recomputed + each.gradients for each in captured)
-                + sum(self.own[length].kept for length, _, slot in self._in_flight if slot is None))
+        return self._graph_bytes + sum(count * self.own[length].kept
+                                       for (length, has_slot), count in self._counts.items() if not has_slot)
 
     @property
     def further(self) -> float:
         """Further bytes in the backward pass of one of the microbatches in flight."""
-        pairs = ((self.own[length], slot) for length, _, slot in self._in_flight)
-        return max(own.ends if slot is not None else own.recomputed + max(own.gradients, own.ends)
-                   for own, slot in pairs)
+        pairs = ((self.own[length], has_slot) for length, has_slot in self._counts)
+        return max(own.ends if has_slot else own.recomputed + max(own.gradients, own.ends) for own, has_slot in pairs)
 
     @property
     def in_flight(self) -> int:
@@ -307,21 +329,34 @@ class _Rows:
         """Run a microbatch's forward pass."""
         slot = None
         if self._graphs and may_replay and length in self._warm:
-            busy = {slot for _, _, slot in self._in_flight}
-            slot = next(each for each in range(len(busy) + 1) if each not in busy)
-            self._slots[slot] = max(self._slots.get(slot, 0), length)
+            slot = next(each for each in range(len(self._busy) + 1) if each not in self._busy)
+            self._busy.add(slot)
+            if length > self._slots.get(slot, 0):
+                self._capture({slot: length})
         self._in_flight.append((length, may_replay, slot))
+        self._counts[length, slot is not None] += 1
 
     def backward(self) -> None:
         """Run the backward pass of the microbatch that has waited longest."""
-        length, may_replay, _ = self._in_flight.popleft()
+        length, may_replay, slot = self._in_flight.popleft()
+        key = length, slot is not None
+        self._counts[key] -= 1
+        if not self._counts[key]:
+            del self._counts[key]
+        if slot is not None:
+            self._busy.remove(slot)
         if may_replay:
             self._warm.add(length)
 
     def capture_all(self, kept: int) -> None:
         """Take graphs of all lengths, for so many microbatches in flight."""
         self._warm.update(self.own)
-        self._slots.update(dict.fromkeys(range(kept), max(self.own)))
+        self._capture(dict.fromkeys(range(kept), max(self.own)))
+
+    def _capture(self, lengths: Mapping[int, int]) -> None:
+        self._slots.update(lengths)
+        captured = (self.own[length] for length in self._slots.values())
+        self._graph_bytes = sum(each.kept + each.recomputed + each.gradients for each in captured)
 
 
 # Runs an iteration, and returns the bytes of activations and those of images at its fullest moment.
@@ -431,8 +466,8 @@ def _window_moment(windows: Windows, largest: list[float] | None, microbatches: 
     `Windows.share_recomputed` explains `largest`.
     """
     replicas = [replica for replica, there in enumerate(windows.stages) if there == stage or windows.schedule.together]
-    images, most, found = [0.0] * len(replicas), 0.0, [(0.0, 0.0)]
-    all_kept, all_further = windows.bytes if largest is None else windows.bytes_of(windows.share_recomputed(largest))
+    images, most, found = np.zeros(len(replicas)), 0.0, [(0.0, 0.0)]
+    all_kept, all_further = windows.bytes if largest is None else windows.first_bytes(largest)
     for kind, index in order_of_work(replace(windows.schedule, stage=stage)):
         if kind == FORWARD:
             rows.forward(*microbatches[index])
@@ -440,17 +475,16 @@ def _window_moment(windows: Windows, largest: list[float] | None, microbatches: 
         elif kind == BACKWARD:
             rows.backward()
         else:
-            kept = [all_kept[index][replica] for replica in replicas]
+            kept = all_kept[index][replicas]
             if kind == ENCODE:
-                images = [before + own for before, own in zip(images, kept, strict=True)]
-                most = max(images)
+                images = images + kept
+                most = float(images.max())
             else:
-                most = max(before + all_further[index][replica]
-                           for before, replica in zip(images, replicas, strict=True))
+                most = float((images + all_further[index][replicas]).max())
             found.append((rows.bytes + most, most))
             if kind == FINISH:
-                images = [before - own for before, own in zip(images, kept, strict=True)]
-                most = max(images)
+                images = images - kept
+                most = float(images.max())
     return max(found)
 
 

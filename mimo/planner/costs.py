@@ -71,7 +71,7 @@ ENDS_GRADIENT_S = 0.7e-12
 # Tensor-parallel collectives: seconds of each, and the share of `Gpu.link_gb_s` that they reach. Gathers and scatters
 # of 2 to 36 MiB between two H200 take 20 us and what 241 GB/s need. In a profiled step, a gather of 9 MB takes 1.4
 # times as long (82 us), so both have this factor. With it, a profile has nearly the same ratios for two tensor-parallel
-# ranks as for one.
+# ranks as for one: they are 2 to 8 % lower.
 COLLECTIVE_S, COLLECTIVE_SHARE = 28e-6, 0.48
 # Ratios in files of profiles refer to the estimates above, so a change of these needs another number.
 PROFILE_VERSION = 5
@@ -113,7 +113,7 @@ class Ratios:
         ends_forward, ends_backward: seconds of embedding, output layer and loss; for an encoder, seconds of each call.
         bytes: activations that the layers keep.
         ends_bytes: activations that the output layer and the loss keep.
-        host_bound: share of the passes in which the GPU waited for its host, if it did so in all of a kind.
+        host_bound: share of the passes in which the GPU waited for its host; 0 unless it did so in all of a kind.
         layers: layers of an encoder; 0 for the language model.
     """
 

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal
 
 if __name__ == "__main__":  # torchrun starts it as a file
@@ -44,6 +44,8 @@ from mimo.protocols import LANGUAGE, ComparableProvider
 from mimo.text import counted
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from mimo.grid.groups import Grids
     from mimo.platform.base import Platform
 
@@ -52,12 +54,14 @@ LEAST_DEPTH, FURTHER_LAYERS = 2, 4
 # Steps of each training that are not measured, and steps that are.
 WARMUP, STEPS = 3, 3
 NUM_MICROBATCHES = 6
-# A device has not waited for its host in a pass if the host was at least this far ahead of it at both ends.
+# A device is taken not to have waited in a pass if all hosts were at least this far ahead at both ends of it. Waits in
+# the middle for which a host makes up later are not seen.
 IN_TIME_S = 2e-3
-# Passes of whole steps on a GPU take this many times as long as those of these short trainings, because its power limit
-# then lowers its clock: the median was 1,845 and 1,890 MHz in steps of two layouts with tensor parallelism on two H200,
-# and 1,680 MHz with data parallelism, where 1,980 MHz is the highest. 36 layouts with CUDA graphs took 1.01 to 1.08
-# times as long, with a median of 1.046.
+# Passes of whole steps on a GPU take this many times as long as those of these short trainings: 36 layouts with CUDA
+# graphs on two and four H200 took 1.01 to 1.08 times as long as predicted without it, with a median of 1.046. The cause
+# is probably the power limit. In two such layouts, it lowered the median clock to 1,845 and 1,890 MHz, where 1,980 MHz
+# is the highest. It was 1,680 MHz with data parallelism, for which the factor is too small, and 1,965 MHz with tensor
+# parallelism without graphs.
 SUSTAINED = 1.045
 # Memory of a GPU that tensors cannot take. A process with communicators for a pipeline and windows needs about 6 GiB.
 OTHER_GIB = 5.5
@@ -166,7 +170,7 @@ class MeasuredPass:
 
     Attributes:
         seconds: seconds that it took the device.
-        lead_s: how far the host was ahead of the device at its begin and at its end, the lesser of both.
+        lead_s: how far the host was ahead of the device at its start and at its end, the lesser of both.
     """
 
     seconds: float = 0.0
@@ -184,10 +188,10 @@ class Training:
     Attributes:
         passes: median seconds of each module's forward and backward passes, by (module, kind, microbatch). Passes in
             which the GPU waited for a host are left out, unless it did so in all of a module's passes of a kind.
-        late: modules and kinds of whose passes none is without such waits.
+        late: (module, kind) pairs of which every pass had such waits.
         images: tokens of each image, by microbatch.
         others: median seconds of the rest of a step, by kind.
-        spread: relative difference between the steps' passes of the language model.
+        spread: largest relative difference between the steps in a pass of the language model.
         static_bytes: bytes allocated between steps, on CUDA.
         peak_bytes: most bytes that a step allocates beyond that.
         image_bytes: activations that the encoder keeps for the microbatch with the most patches.
@@ -206,10 +210,26 @@ class Training:
     image_patches: float = 0.0
     host_bound: float = 0.0
 
-    def total(self, module: str, kind: str) -> float:
-        """Return the mean seconds of a module's passes of one kind over the microbatches."""
-        found = [seconds for (name, each, _), seconds in self.passes.items() if (name, each) == (module, kind)]
-        return sum(found) / len(found) if found else 0.0
+    def take(self, steps: Sequence[Mapping[PassKey, MeasuredPass]]) -> None:
+        """Take `passes` and what is known of them from the measured steps, which have the same passes."""
+        seconds = dict[PassKey, list[float]]()
+        for pair in {key[:2] for key in steps[0]}:
+            passes = {key: [step[key] for step in steps] for key in steps[0] if key[:2] == pair}
+            in_time = {key: [each for each in of if each.is_in_time] for key, of in passes.items()}
+            if not any(in_time.values()):
+                self.late.add(pair)
+                in_time = passes
+            seconds |= {key: [each.seconds for each in of] for key, of in in_time.items() if of}
+        self.passes = {key: median(of) for key, of in seconds.items()}
+        self.spread = max(((max(of) - min(of)) / max(median(of), 1e-9) for (module, *_), of in seconds.items()
+                           if module == LANGUAGE), default=0.0)
+        language = [(key, each) for step in steps for key, each in step.items() if key[0] == LANGUAGE]
+        waited_s = sum(each.seconds for key, each in language if key[:2] in self.late and not each.is_in_time)
+        self.host_bound = waited_s / max(sum(each.seconds for _, each in language), 1e-9)
+
+    def of_kind(self, module: str, kind: str) -> dict[int, float]:
+        """Return the seconds of a module's passes of one kind, by microbatch."""
+        return {number: seconds for (*key, number), seconds in self.passes.items() if key == [module, kind]}
 
 
 def _run(config: RunConfig, platform: Platform, rank: int, world_size: int) -> Training:
@@ -217,7 +237,6 @@ def _run(config: RunConfig, platform: Platform, rank: int, world_size: int) -> T
     from megatron.core.utils import unwrap_model
 
     from mimo.grid.groups import Grids
-    from mimo.observability.timeline import host_bound_s
     from mimo.training.loop import TrainingLoop
     from mimo.training.step import train_step
 
@@ -230,7 +249,6 @@ def _run(config: RunConfig, platform: Platform, rank: int, world_size: int) -> T
             microbatches = loader.next_step()
             steps: list[dict[PassKey, MeasuredPass]] = []
             others: list[dict[str, float]] = []
-            late: list[float] = []
             for number in range(WARMUP + STEPS):
                 self.platform.synchronize()
                 if self.platform.name == "cuda":
@@ -245,28 +263,14 @@ def _run(config: RunConfig, platform: Platform, rank: int, world_size: int) -> T
                 intervals = self.parts.spans.intervals()
                 if number >= WARMUP:
                     passes, rest = measured_passes(intervals)
-                    late.append(host_bound_s(intervals, LANGUAGE))
-                    steps.append(self._with_leads_of_all_ranks(passes))
+                    steps.append(with_least_leads(passes, list(self.grids.layout.grids), self.grids.host))
                     others.append(rest)
                 self.session.progress.iteration += 1
-            found.passes, found.late = medians(steps)
+            found.take(steps)
             found.others = {kind: median(rest.get(kind, 0.0) for rest in others) for kind in others[0]}
-            totals = [sum(each.seconds for (module, _, _), each in step.items() if module == LANGUAGE)
-                      for step in steps]
-            if any(module == LANGUAGE for module, _ in found.late):
-                found.host_bound = sum(late) / max(sum(totals), 1e-9)
-            found.spread = (max(totals) - min(totals)) / max(median(totals), 1e-9)
             for encoder in self.grids.layout.encoders:
                 self._images(encoder.name, microbatches)
             return "measured"
-
-        def _with_leads_of_all_ranks(self, passes: Mapping[PassKey, MeasuredPass]) -> dict[PassKey, MeasuredPass]:
-            """Give every pass the least lead of all ranks. A rank of a tensor-parallel group waits for the others."""
-            keys = list(itertools.product(self.grids.layout.grids, map(str, PASS_KINDS), range(NUM_MICROBATCHES)))
-            leads = torch.tensor([passes[key].lead_s if key in passes else math.inf for key in keys])
-            torch.distributed.all_reduce(leads, torch.distributed.ReduceOp.MIN, group=self.grids.host)
-            return {key: replace(passes[key], lead_s=lead) for key, lead in zip(keys, leads.tolist(), strict=True)
-                    if key in passes}
 
         def _images(self, name: str, microbatches: Any) -> None:
             """Record each microbatch's images, and the memory of the images of one microbatch."""
@@ -306,19 +310,20 @@ def measured_passes(intervals: Sequence[Interval]) -> tuple[dict[PassKey, Measur
     return passes, rest
 
 
-def medians(steps: Sequence[Mapping[PassKey, MeasuredPass]]
-            ) -> tuple[dict[PassKey, float], set[tuple[str, str]]]:
-    """Return `Training.passes` and `Training.late` of the measured steps, which have the same passes."""
-    found: dict[PassKey, float] = {}
-    late: set[tuple[str, str]] = set()
-    for module, kind in {key[:2] for key in steps[0]}:
-        passes = {key: [step[key] for step in steps] for key in steps[0] if key[:2] == (module, kind)}
-        in_time = {key: [each for each in of if each.is_in_time] for key, of in passes.items()}
-        if not any(in_time.values()):
-            late.add((module, kind))
-            in_time = passes
-        found |= {key: median(each.seconds for each in of) for key, of in in_time.items() if of}
-    return found, late
+def with_least_leads(passes: Mapping[PassKey, MeasuredPass], modules: Sequence[str], group: dist.ProcessGroup
+                     ) -> dict[PassKey, MeasuredPass]:
+    """Give every pass the least lead of all ranks of a group on the host, because ranks wait for each other.
+
+    A rank may have no pass of some microbatches, such as those without images.
+    """
+    import torch
+    import torch.distributed as dist
+
+    keys = list(itertools.product(modules, map(str, PASS_KINDS), range(NUM_MICROBATCHES)))
+    leads = torch.tensor([passes[key].lead_s if key in passes else math.inf for key in keys])
+    dist.all_reduce(leads, dist.ReduceOp.MIN, group=group)
+    return {key: replace(passes[key], lead_s=lead) for key, lead in zip(keys, leads.tolist(), strict=True)
+            if key in passes}
 
 
 def _language_ratios(configs: Sequence[RunConfig], trainings: Sequence[Training], profile: Profile) -> Ratios:
@@ -330,8 +335,15 @@ def _language_ratios(configs: Sequence[RunConfig], trainings: Sequence[Training]
     found: dict[str, Any] = {}
     for kind, layer, ends in (("forward", cost.forward_s, cost.ends_forward_s),
                               ("backward", cost.backward_s, cost.ends_backward_s)):
-        times = [each.total(LANGUAGE, kind) for each in trainings]
-        found[kind], found[f"ends_{kind}"] = _split(depths, times, layer, ends)
+        passes = [(depth, each.of_kind(LANGUAGE, kind)) for depth, each in zip(depths, trainings, strict=True)]
+        # The difference between a training whose hosts were late and another one is not the time of the layers.
+        passes = [each for each, training in zip(passes, trainings, strict=True)
+                  if (LANGUAGE, kind) not in training.late] or passes
+        # Microbatches may differ in length, so both depths have the mean of the same ones.
+        both = set[int].intersection(*(set(numbers) for _, numbers in passes))
+        times = [fmean(seconds for number, seconds in numbers.items() if number in both or not both)
+                 for _, numbers in passes]
+        found[kind], found[f"ends_{kind}"] = _split([depth for depth, _ in passes], times, layer, ends)
     if deep.peak_bytes:
         images = [each.image_bytes for each in trainings]
         kept = [each.peak_bytes - image for each, image in zip(trainings, images, strict=True)]
@@ -348,11 +360,11 @@ def _encoder_ratios(name: str, costs: Costs, tp: int, trainings: Sequence[Traini
                    training.passes.get((name, kind, number), 0.0))
                   for training in in_time or trainings for number, images in training.images.items()]
         call_s, ratio = _line([point for point in points if min(point) > 0])
-        found[kind] = ratio if ratio > 0 else 1.0
+        found[kind] = ratio or 1.0
         found[f"ends_{kind}"] = call_s / call if call else 1.0
-    deep = max(trainings, key=lambda each: each.image_patches)
-    if deep.image_patches:
-        found["bytes"] = deep.image_bytes / (deep.image_patches * estimated.layer_bytes)
+    most = max(trainings, key=lambda each: each.image_patches)
+    if most.image_patches:
+        found["bytes"] = most.image_bytes / (most.image_patches * estimated.layer_bytes)
     # Only passes of layers in both directions tell what is outside of them.
     return replace(Ratios(tp, 0, layers=num_layers(costs.shapes[name]) if costs.trains(name) else 0), **found)
 
@@ -369,7 +381,7 @@ def _split(depths: Sequence[int], values: Sequence[float], layer: float, ends: f
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Fit y = a + b x with a >= 0 by least squares of the relative error. If all x are similar, a is 0."""
+    """Fit y = a + b x with a >= 0 and b > 0 by least squares of the relative error. If all x are similar, a is 0."""
     if not points:
         return 0.0, 0.0
     xs = [x for x, _ in points]
@@ -384,15 +396,15 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     below = sum(w * (x - mean_x) ** 2 for w, x in zip(weights, xs, strict=True))
     slope = above / below
     constant = mean_y - slope * mean_x
-    return (constant, slope) if constant >= 0 else (0.0, through_zero)
+    return (constant, slope) if constant >= 0 and slope > 0 else (0.0, through_zero)
 
 
 def _profile(configs: Sequence[RunConfig], trainings: Sequence[Training], gpu: Gpu, model: str) -> Profile:
     """Turn all trainings into a profile. Trainings of one layout that differ in depth are neighbours in the list."""
     plain = Profile(gpu)
     if gpu.launches_kernels:
-        trainings = [replace(run, passes={key: SUSTAINED * seconds for key, seconds in run.passes.items()})
-                     for run in trainings]
+        trainings = [replace(run, passes={key: seconds * (1.0 if key[:2] in run.late else SUSTAINED)
+                                          for key, seconds in run.passes.items()}) for run in trainings]
     modules: dict[str, list[Ratios]] = defaultdict(list)
     by_tp: dict[int, list[Training]] = defaultdict(list)
     optimizer, reduction, host, base = [], [], [], []

@@ -59,8 +59,9 @@ def transformer_config(context: BuildContext | None, kind: type[TransformerConfi
         if sizes.get("moe_latent_size"):
             raise ValueError(f"--moe-shared-expert-overlap with --moe-latent-size {sizes['moe_latent_size']}: Megatron "
                              "Core cannot overlap shared experts with latent ones; leave it out")
-    # Latent attention has positions only on a part of its channels, in another order. The fused kernel counts positions
-    # itself, from the start of each packed sequence, which is wrong for positions of three axes.
+    # Latent attention has positions only on a part of its channels, in another order. Megatron Core's fused path counts
+    # positions itself, from the start of each packed sequence, which is wrong for positions of three axes. These go
+    # through `mimo.model.layer_ops.apply_rotary`.
     fused_rotary = fused and kind is TransformerConfig and "mrope_section" not in sizes
     if fused and context is not None and context.fp8 is not None:
         sizes |= {"fp8": context.fp8.format, "fp8_recipe": context.fp8.recipe}

@@ -91,7 +91,7 @@ def _transformers(config: QwenVisionConfig, language_size: int, context: BuildCo
     `normalization` is that of both, `mlp` are fields of the tower's MLPs.
     """
     norm = {"normalization": normalization, "layernorm_epsilon": NORM_EPSILON}
-    # The fused rotary kernel computes positions itself, but has none of rows and columns.
+    # Megatron Core's fused path counts positions itself, and has none of rows and columns; `apply_rotary` takes them.
     tower = replace(tower_config(config, context, **norm, **mlp), apply_rope_fusion=False)
     merger = projector_config(context, language_size, config.feature_size, **norm)
     return tower, merger

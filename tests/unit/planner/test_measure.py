@@ -16,13 +16,15 @@ from mimo.planner.measure import (
     SUSTAINED,
     MeasuredPass,
     Training,
+    _line,
     _profile,
     measured_passes,
-    medians,
     trainings_of,
+    with_least_leads,
 )
 from mimo.planner.shapes import num_layers
 from scripts.bench import presets
+from tests.support.spawn import WorkerPool
 
 H200 = GPUS["H200"]
 FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
@@ -52,17 +54,40 @@ def test_a_pass_is_in_time_if_the_host_is_ahead_at_all_its_ends() -> None:
 
 
 def test_late_passes_count_only_where_there_are_no_others() -> None:
-    forward, backward = ("language", str(FORWARD)), ("language", str(BACKWARD))
+    forward, backward, encoding = ("language", str(FORWARD)), ("language", str(BACKWARD)), ("vision", str(FORWARD))
 
     def step(*seconds: float, late: tuple[int, ...] = ()) -> dict[tuple[str, str, int], MeasuredPass]:
-        return {(*kind, number): MeasuredPass(seconds[number], 0.0 if number in late or kind == backward else 1.0)
-                for kind in (forward, backward) for number in range(3)}
+        leads = {forward: {number: 0.0 for number in late}, backward: {0: 0.0, 1: 0.0, 2: 0.0}, encoding: {}}
+        return {(*kind, number): MeasuredPass(seconds[number], known.get(number, 1.0))
+                for kind, known in leads.items() for number in range(3)}
 
-    passes, late = medians([step(1.0, 9.0, 5.0, late=(1,)), step(7.0, 9.0, 5.0, late=(0, 1)),
-                            step(3.0, 9.0, 6.0, late=(1,))])
-    assert passes == {(*forward, 0): 2.0, (*forward, 2): 5.0, (*backward, 0): 3.0, (*backward, 1): 9.0,
-                      (*backward, 2): 5.0}
-    assert late == {backward}
+    training = Training()
+    training.take([step(1.0, 9.0, 5.0, late=(1,)), step(7.0, 9.0, 5.0, late=(0, 1)), step(3.0, 9.0, 6.0, late=(1,))])
+    assert training.passes == {
+        (*forward, 0): 2.0, (*forward, 2): 5.0, (*backward, 0): 3.0, (*backward, 1): 9.0, (*backward, 2): 5.0,
+        (*encoding, 0): 3.0, (*encoding, 1): 9.0, (*encoding, 2): 5.0}
+    # All backward passes are late, which take half of the language model's time.
+    assert training.late == {backward} and training.host_bound == pytest.approx(0.5)
+    assert training.spread == pytest.approx((7.0 - 1.0) / 3.0)
+    training = Training()
+    training.take([{(*forward, 0): MeasuredPass(1.0, 1.0), (*forward, 1): MeasuredPass(9.0, 0.0)}] * 2)
+    assert training.passes == {(*forward, 0): 1.0} and not training.late and training.host_bound == 0.0
+
+
+def least_leads(rank: int) -> dict[tuple[str, str, int], MeasuredPass]:
+    import torch.distributed as dist
+
+    # Rank 1 has no images in microbatch 0, and its host is late in microbatch 1.
+    own = {("vision", str(FORWARD), 0): MeasuredPass(1.0, 0.5)} if rank == 0 else {}
+    own[("language", str(FORWARD), 1)] = MeasuredPass(2.0 + rank, 0.25 - 0.25 * rank)
+    return with_least_leads(own, ["vision", "language"], dist.group.WORLD)
+
+
+def test_a_rank_is_late_where_another_one_is(pool: WorkerPool) -> None:
+    first, second = pool.run(least_leads, world_size=2)
+    assert first == {("vision", str(FORWARD), 0): MeasuredPass(1.0, 0.5),
+                     ("language", str(FORWARD), 1): MeasuredPass(2.0, 0.0)}
+    assert second == {("language", str(FORWARD), 1): MeasuredPass(3.0, 0.0)}
 
 
 def test_a_profile_has_the_costs_that_were_measured() -> None:
@@ -95,7 +120,33 @@ def test_a_profile_has_the_costs_that_were_measured() -> None:
                           layers=num_layers(Costs(config, plain).shapes["vision"]))
         assert vars(each) == pytest.approx(vars(expected))
     # The profile of a host without a GPU has no power limit in it.
-    slow = _profile(runs, trainings, replace(H200, name="CPU", tflops=1.0), "a model")
-    assert slow.modules["language"][0].forward == pytest.approx(
-        0.9 * Costs(runs[0], plain).language(1, 1).forward_s
-        / Costs(runs[0], Profile(replace(H200, name="CPU", tflops=1.0))).language(1, 1).forward_s)
+    host = replace(H200, name="CPU", tflops=1.0)
+    slow = _profile(runs, trainings, host, "a model")
+    gpu_s, host_s = (Costs(runs[0], Profile(gpu)).language(1, 1).forward_s for gpu in (H200, host))
+    assert slow.modules["language"][0].forward == pytest.approx(0.9 * gpu_s / host_s)
+
+
+def test_depths_are_compared_where_no_host_was_late_and_by_the_same_microbatches() -> None:
+    config = parse([*presets.PRESETS["10b-uneven"], "--bf16"])
+    shallow, deep, *_ = trainings_of(config, 2)
+    cost, forward = Costs(deep, Profile(H200)).language(1, 1), ("language", str(FORWARD))
+
+    def ratio(late: bool, *microbatches: dict[int, float]) -> float:
+        runs = [Training(passes={(*forward, number): each for number, each in seconds.items()})
+                for seconds in microbatches]
+        runs[0].late = {forward} if late else set()
+        for run in runs:
+            run.passes |= {("language", str(BACKWARD), 0): 1.0}
+        return _profile([shallow, deep], runs, H200, "a model").modules["language"][0].forward
+
+    layers = [2 * cost.forward_s, 6 * cost.forward_s]
+    # The microbatches of 100 s are in only one of the trainings.
+    assert ratio(False, {0: layers[0], 1: 100.0}, {0: layers[1]}) == pytest.approx(SUSTAINED)
+    assert ratio(False, {0: layers[0]}, {0: layers[1], 2: 100.0}) == pytest.approx(SUSTAINED)
+    whole_s = 6 * cost.forward_s + cost.ends_forward_s
+    assert ratio(True, {0: 50.0}, {0: whole_s}) == pytest.approx(SUSTAINED)
+
+
+def test_a_line_that_falls_is_not_fitted() -> None:
+    assert _line([(1.0, 5.0), (2.0, 4.0)]) == (0.0, 3.5)
+    assert _line([(1.0, 3.0), (2.0, 5.0)]) == pytest.approx((1.0, 2.0))

@@ -185,6 +185,7 @@ CHOSEN_LATER = {
         f"{COLOCATED_TP2} --encoder-window 0 --encoder-activation-gib 12 {GRAPHS}": (2221, 108.5),
         f"{TP2} {GRAPHS}": (2286, 106.1),
         f"{HOMOGENEOUS_PP2} 6,16 {GRAPHS}": (2308, 122.1)},
+    # The preset itself, with a default as a second key.
     "10b-uneven --mock-images-mean 5": {
         f"{COLOCATED_TP2} --encoder-window 1 {GRAPHS}": (2235, 113.4),
         f"{PP2} --llm-pp-layout 19,21 --encoder-window 4 --encoder-activation-gib 26": (2254, 125.1),
@@ -257,6 +258,14 @@ def test_the_choice_is_the_fastest(preset: str, measured: dict[str, tuple[float,
     ranks = [[sorted(steps).index(each) for each in steps] for steps in (steps_s, steps_ms)]
     squares, number = sum((one - two) ** 2 for one, two in zip(*ranks, strict=True)), len(layouts)
     assert 1 - 6 * squares / (number ** 3 - number) >= 0.9  # Spearman's rank correlation
+
+
+def test_fresh_layouts_are_within_four_percent_and_a_gib() -> None:
+    for preset in list(CHOSEN_LATER)[-2:]:
+        for flags, (step_ms, peak_gib) in CHOSEN_LATER[preset].items():
+            found = predicted(preset, flags)
+            assert found.step_s * 1000 == pytest.approx(step_ms, rel=0.04), flags
+            assert found.memory_gib == pytest.approx(peak_gib, abs=1.0), flags
 
 
 def test_no_schedule_of_a_layout_beats_its_bound(earlier_version: None) -> None:
