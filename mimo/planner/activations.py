@@ -64,7 +64,7 @@ def order_of_work(schedule: WindowSchedule) -> tuple[tuple[str, int], ...]:
     return tuple(order)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _dealt(forward: tuple[tuple[float, ...], ...], schedule: WindowSchedule, replicas: int, backward: float
            ) -> list[list[int]]:
     """Call `deal_iteration`. Variants of a layout, such as those with another budget, have the same images."""
@@ -224,11 +224,11 @@ class Windows:
                 for replica in range(self._encoder.dp)]
 
 
-def peak(step: Step, batches: Sequence[Microbatches], *, from_start: bool) -> tuple[float, float, str]:
-    """Compute `Step.memory`."""
+def peak(step: Step, batches: Sequence[Microbatches]) -> tuple[tuple[float, float, str], tuple[float, float, str]]:
+    """Compute `Step.memory`: of iterations in the middle of a run, and of the first ones."""
     lengths = [step.lengths(batch) for batch in batches]
     sent, received, features = image_bytes(step, batches)
-    found = []
+    found: tuple[list[tuple[float, float, str]], ...] = [], []
     for name, modules in step.places():
         module, _, stage = modules[0]
         total = step.costs.profile.base_gib * GIB + sum(step.state_bytes(*module) for module in modules)
@@ -238,22 +238,23 @@ def peak(step: Step, batches: Sequence[Microbatches], *, from_start: bool) -> tu
         pixels = (sent + features if stage == 0 else 0.0) + received
         if module != LANGUAGE:
             kept = max(_encoder_peak(step, batch, stage) for batch in batches)
-            found.append((total + max(kept + pixels, updated), kept + pixels, name))
+            for each in found:
+                each.append((total + max(kept + pixels, updated), kept + pixels, name))
             continue
         own = {length: _row_bytes(step, stage, length)
                for length in {length for lanes in lengths for lane in lanes for length in lane}}
         slots = step.in_flight(stage) if step.config.model.cuda_graphs else 0
         if step.pass_cost.backward_s:
             total += GRAPH_BUFFERS * slots * sum(step.language_cost(length).recomputed_bytes for length in own)
-        start = None
-        if from_start:
-            # Less a byte, so that rounding does not lead to more than there is.
-            start = Start(step.costs.gpu.usable_bytes - total - pixels - 1.0,
-                          sum(step.moment_bytes(*module) for module in modules))
-        both, images = max(_fullest(*moments, own, slots, start)
-                           for moments in _moments(step, batches, lengths, stage, encodes=len(modules) > 1))
-        found.append((total + max(pixels + both, updated), pixels + images, name))
-    return max(found)
+        # Less a byte, so that rounding does not lead to more than there is.
+        start = Start(step.costs.gpu.usable_bytes - total - pixels - 1.0,
+                      sum(step.moment_bytes(*module) for module in modules))
+        kinds = [_fullest(*moments, own, slots, start)
+                 for moments in _moments(step, batches, lengths, stage, encodes=len(modules) > 1)]
+        for each, (both, images) in zip(found, map(max, zip(*kinds, strict=True)), strict=True):
+            each.append((total + max(pixels + both, updated), pixels + images, name))
+    later, first = map(max, found)
+    return later, first
 
 
 @dataclass(frozen=True)
@@ -409,28 +410,27 @@ def _moments(step: Step, batches: Sequence[Microbatches], lengths: Sequence[Sequ
 
 
 def _fullest(moments: Sequence[Moment], first: Sequence[Moment], own: Mapping[int, RowBytes], slots: int,
-             start: Start | None) -> tuple[float, float]:
-    """Return the bytes of activations at the fullest of all moments, and those of images.
+             start: Start) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the bytes of activations at the fullest of all moments, and those of images; then those from the start.
 
     Args:
         moments: those of consecutive iterations.
         first: the same at the start of a run.
         own: bytes of the rows of each length.
         slots: microbatches in flight that have graphs; 0 without graphs.
-        start: if a run starts with these iterations.
+        start: memory if a run starts with these iterations.
     """
     if not slots:
-        return max(moment(_Rows(own)) for moment in moments)
+        return (max(moment(_Rows(own)) for moment in moments),) * 2
     captured = _Rows(own, graphs=True)
     captured.capture_all(slots)
-    found = [moment(captured) for moment in moments]
-    if start is not None:
-        rows, later = _Rows(own, graphs=True), start.later
-        for moment in first:
-            both, images = moment(rows)
-            found.append((min(both - later, start.room), images))
-            later = 0.0
-    return max(found)
+    fullest = max(moment(captured) for moment in moments)
+    rows, later, found = _Rows(own, graphs=True), start.later, [fullest]
+    for moment in first:
+        both, images = moment(rows)
+        found.append((min(both - later, start.room), images))
+        later = 0.0
+    return fullest, max(found)
 
 
 def _moment(microbatches: Sequence[tuple[int, bool]], images: Sequence[tuple[float, float]], kept: int, rows: _Rows

@@ -25,7 +25,7 @@ from mimo.grid.layout import divisors
 from mimo.grid.spec import GridSpec, Layout
 from mimo.planner.costs import GIB, Costs
 from mimo.planner.predict import Prediction, Step, predict
-from mimo.planner.workload import Microbatches, SampleSize
+from mimo.planner.workload import SampleSize
 from mimo.protocols import LANGUAGE
 
 HOMOGENEOUS, COLOCATED, DISJOINT = "homogeneous", "colocated", "disjoint"
@@ -206,6 +206,7 @@ class Search:
         self.refused = self.slow = self.large = 0
         self.others: list[Candidate] = []
         self.refusal = ""
+        self._latest: Step | None = None
         # Message with which the data set refuses layouts, by (lanes, micro-batch size); empty if it accepts them.
         self._data_refusals: dict[tuple[int, int], str] = {}
         # Tokens of the rows of a mean microbatch.
@@ -324,39 +325,52 @@ class Search:
         What the run's own flags say about recomputation is kept: --recompute for the language model, and
         --encoder-recompute for the encoder.
         """
-        limit, step = self.costs.gpu.usable_bytes, Step(config, layout, self.costs)
-        batches = step.batches(self.samples)
-        if step.memory(batches)[0] <= limit:
+        limit, needed = self.costs.gpu.usable_bytes, self._needed(config, layout)
+        if needed <= limit:
             return config, True
         # A frozen encoder keeps no activations.
         keeps = config.model.encoder_recompute == "none" and any(map(self.costs.trains, self.encoders))
         if layout.encoder_window is not None and keeps:
             # The activations of images are recomputed first. They get what is left besides their inputs and pixels.
             config = replace(config, layout=replace(config.layout, encoder_activation_gib=0.0))
-            left = max(limit - Step(config, layout, self.costs).memory(batches)[0], 0.0)
+            left = max(limit - self._needed(config, layout), 0.0)
             config = replace(config, layout=replace(config.layout, encoder_activation_gib=float(left // GIB)))
-            return self._recomputed(config, layout, batches, limit)
-        found = [self._recomputed(config, layout, batches, limit)]
+            return self._recomputed(config, layout, limit)
+        found = [self._recomputed(config, layout, limit)]
         if keeps:
             # Without windows there is no budget: an encoder recomputes all its layers or none.
             model = replace(config.model, encoder_recompute="full")
-            found.append(self._recomputed(replace(config, model=model), layout, batches, limit))
+            found.append(self._recomputed(replace(config, model=model), layout, limit))
         fitting = [each for each, fits in found if fits]
         if len(fitting) < 2:
             return (fitting[0], True) if fitting else found[-1]
         return min(fitting, key=lambda each: predict(each, layout, self.costs, self.samples).step_s), True
 
-    def _recomputed(self, config: RunConfig, layout: Layout, batches: list[Microbatches], limit: float
-                    ) -> tuple[RunConfig, bool]:
+    def _step(self, config: RunConfig, layout: Layout) -> Step:
+        """Return the step of a run. Runs that follow each other share what they have in common."""
+        latest = self._latest
+        if latest is None or latest.config is not config or latest.layout is not layout:
+            self._latest = Step(config, layout, self.costs)
+            if latest is not None:
+                self._latest.reuse(latest)
+            return self._latest
+        return latest
+
+    def _needed(self, config: RunConfig, layout: Layout) -> float:
+        """Return the bytes that the fullest rank needs."""
+        step = self._step(config, layout)
+        return step.memory(step.batches(self.samples))[0]
+
+    def _recomputed(self, config: RunConfig, layout: Layout, limit: float) -> tuple[RunConfig, bool]:
         """Recompute the fewest language layers with which a run fits, unless it has --recompute already.
 
         Returns the run and whether it fits.
         """
-        step = Step(config, layout, self.costs)
-        needed = step.memory(batches)[0]
+        needed, step = self._needed(config, layout), self._step(config, layout)
         if needed <= limit or config.model.recompute != "none":
             return config, needed <= limit
-        cost = step.language_cost(max(length for batch in batches for lane in step.lengths(batch) for length in lane))
+        cost = step.language_cost(max(length for batch in step.batches(self.samples) for lane in step.lengths(batch)
+                                      for length in lane))
         # Bytes that each recomputed layer saves. 0 leads to the recomputation of all layers.
         saved = ((cost.layer_bytes - cost.recomputed_bytes) * step.in_flight(0) if can_recompute_some_layers(config)
                  else 0.0)
@@ -366,9 +380,10 @@ class Search:
         while True:
             count = min(count + int(max(needed - limit, 0.0) / saved) + 1, layers) if saved > 0 else layers
             model = replace(config.model, recompute="full", recompute_num_layers=count if count < layers else None)
-            needed = Step(replace(config, model=model), layout, self.costs).memory(batches)[0]
+            recomputing = replace(config, model=model)
+            needed = self._needed(recomputing, layout)
             if needed <= limit or count == layers:
-                return replace(config, model=model), needed <= limit
+                return recomputing, needed <= limit
 
     def _layout_of(self, config: RunConfig) -> Layout | str:
         """Return the layout of a run, or the message with which the trainer refuses it."""
@@ -401,7 +416,7 @@ class Search:
         return self._data_refusals[key]
 
     def candidate(self, kind: str, config: RunConfig, layout: Layout) -> Candidate:
-        prediction = predict(config, layout, self.costs, self.samples)
+        prediction = predict(config, layout, self.costs, self.samples, self._step(config, layout))
         return Candidate(kind, flags_of(config, self.base), config, prediction,
                          prediction.memory_gib * GIB <= self.costs.gpu.usable_bytes)
 

@@ -74,7 +74,8 @@ class Prediction:
     parts_s: Mapping[str, float] = field(default_factory=dict)
 
 
-def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[SampleSize]) -> Prediction:
+def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[SampleSize], step: Step | None = None
+            ) -> Prediction:
     """Predict a run on one layout.
 
     Args:
@@ -82,8 +83,9 @@ def predict(config: RunConfig, layout: Layout, costs: Costs, samples: Sequence[S
         layout: its layout, which the trainer accepts.
         costs: costs of the model.
         samples: sizes of the first samples; repeated if an iteration has more.
+        step: a `Step` of the first three arguments, if there is one.
     """
-    step = Step(config, layout, costs)
+    step = step or Step(config, layout, costs)
     every = step.batches(samples)
     batches = every[: step.num_simulated]
     lanes, count, short = step.sampled.num_lanes, step.num_microbatches, len(batches[0])
@@ -144,15 +146,31 @@ class Step:
         self.pass_cost = self.language_cost()
         self.layers = layers_of_stages(config, layout)
         self._windows_of: dict[int, Windows] = {}  # by the identity of the iteration, which `Windows` keeps alive
+        self._batches: tuple[Sequence[SampleSize], list[Microbatches]] | None = None
+        self._memory: tuple[Sequence[Microbatches], tuple[tuple[float, float, str], ...]] | None = None
         recomputed = config.model.recompute_num_layers
         self.recomputed = tuple(
             0 if config.model.recompute != "full" else min(recomputed or count, count) for count in self.layers)
 
     def batches(self, samples: Sequence[SampleSize]) -> list[Microbatches]:
         """Return the iterations to predict, shortened if they have many microbatches."""
-        lanes, count = self.sampled.num_lanes, self._num_predicted
-        samples = list(islice(cycle(samples), max(lanes * count * self.config.train.micro_batch_size, len(samples))))
-        return list(iterations(samples, self.config, self.layout, num_lanes=lanes, num_microbatches=count))
+        if self._batches is None or self._batches[0] is not samples:
+            lanes, count = self.sampled.num_lanes, self._num_predicted
+            repeated = list(islice(cycle(samples), max(lanes * count * self.config.train.micro_batch_size,
+                                                       len(samples))))
+            found = iterations(repeated, self.config, self.layout, num_lanes=lanes, num_microbatches=count)
+            self._batches = samples, list(found)
+        return self._batches[1]
+
+    def reuse(self, other: Step) -> None:
+        """Take the iterations of another step, and how their images are dealt, where this one has the same."""
+        if (self.layout is not other.layout or self.config.train is not other.config.train
+                or (self.is_ordered, self._row_multiple) != (other.is_ordered, other._row_multiple)):
+            return
+        self._batches = other._batches
+        if (self.config.layout == other.config.layout
+                and self.config.model.encoder_recompute == other.config.model.encoder_recompute):
+            self._windows_of = other._windows_of
 
     @property
     def num_simulated(self) -> int:
@@ -499,7 +517,9 @@ class Step:
         later ones, until the run has graphs of all lengths of rows. A run without room for that drops its graphs, so
         they raise the result to no more than a plan may use. The run itself may come closer to the GPU's memory.
         """
-        return peak(self, batches, from_start=from_start)
+        if self._memory is None or self._memory[0] is not batches:
+            self._memory = batches, peak(self, batches)
+        return self._memory[1][from_start]
 
     def in_flight(self, stage: int) -> int:
         """Return the most microbatches that a stage of the language model has between their two passes."""

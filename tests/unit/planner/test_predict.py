@@ -35,7 +35,7 @@ from mimo.planner.costs import (
 from mimo.planner.gpus import GPUS
 from mimo.planner.measure import _line, _split, trainings_of
 from mimo.planner.memory_lines import memory_line
-from mimo.planner.predict import Prediction, Step
+from mimo.planner.predict import Prediction, Step, predict
 from mimo.planner.simulation import simulate
 from mimo.planner.transfers import transfers
 from mimo.planner.workload import SampleSize, draw_samples, iterations, longest_in_windows
@@ -424,6 +424,16 @@ def test_the_search_has_every_kind_and_more_gpus_are_faster() -> None:
         assert any(cut for cut in cuts), "uneven cuts are among them"
         best.append(found[0].prediction.step_s)
     assert best[1] < 0.6 * best[0]
+
+
+@pytest.mark.parametrize(("flags", "gib"), [("", 134.5), ("--microbatch-order lengths", 110.0)])
+def test_a_search_predicts_what_each_of_its_layouts_has_alone(flags: str, gib: float) -> None:
+    """Layouts of a search share iterations and windows where these do not differ."""
+    config = config_of(flags, "10b-uneven")
+    profile, samples = Profile(replace(GPUS["H200"], memory_gib=gib)), drawn(config, 24)
+    for each in searched(config, 2, samples, profile):
+        again = predict(each.config, validate(each.config, 2), Costs(each.config, profile), samples)
+        assert again == each.prediction, each.flags
 
 
 def test_packed_rows_are_one_a_microbatch() -> None:
