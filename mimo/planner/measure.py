@@ -341,7 +341,7 @@ def _language_ratios(configs: Sequence[RunConfig], trainings: Sequence[Training]
                   if (LANGUAGE, kind) not in training.late] or passes
         # Microbatches may differ in length, so both depths have the mean of the same ones.
         both = set[int].intersection(*(set(numbers) for _, numbers in passes))
-        times = [fmean(seconds for number, seconds in numbers.items() if number in both or not both)
+        times = [fmean([seconds for number, seconds in numbers.items() if number in both or not both] or [0.0])
                  for _, numbers in passes]
         found[kind], found[f"ends_{kind}"] = _split([depth for depth, _ in passes], times, layer, ends)
     if deep.peak_bytes:

@@ -135,8 +135,6 @@ def test_depths_are_compared_where_no_host_was_late_and_by_the_same_microbatches
         runs = [Training(passes={(*forward, number): each for number, each in seconds.items()})
                 for seconds in microbatches]
         runs[0].late = {forward} if late else set()
-        for run in runs:
-            run.passes |= {("language", str(BACKWARD), 0): 1.0}
         return _profile([shallow, deep], runs, H200, "a model").modules["language"][0].forward
 
     layers = [2 * cost.forward_s, 6 * cost.forward_s]
