@@ -1,12 +1,12 @@
-"""Memory of activations: what ranks keep at each moment of an iteration, in the order of their work. Plain Python."""
+"""Memory of activations: what ranks keep at each moment of an iteration, in the order of their work."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,13 +64,6 @@ def order_of_work(schedule: WindowSchedule) -> tuple[tuple[str, int], ...]:
     return tuple(order)
 
 
-@lru_cache(maxsize=64)
-def _dealt(forward: tuple[tuple[float, ...], ...], schedule: WindowSchedule, replicas: int, backward: float
-           ) -> list[list[int]]:
-    """Call `deal_iteration`. Variants of a layout, such as those with another budget, have the same images."""
-    return deal_iteration(forward, schedule, replicas, backward=backward)
-
-
 class Windows:
     """How the images of an iteration are dealt to encoder replicas, and what each replica does with its own.
 
@@ -89,9 +82,10 @@ class Windows:
         self._seconds = {image: [sum(each) for each in zip(*(
             costs.image_s(self._encoder.name, self._encoder.tp, tokens) for tokens in image), strict=True)]
             for image in {image for images in windows for image in images}}
-        forward = tuple(tuple(self._seconds[image][0] for image in images) for images in windows)
+        forward = [[self._seconds[image][0] for image in images] for images in windows]
         if step.config.layout.encoder_balance:
-            owners = _dealt(forward, self.schedule, self._encoder.dp, BACKWARD_COST if self._trains else 0.0)
+            owners = deal_iteration(forward, self.schedule, self._encoder.dp,
+                                    backward=BACKWARD_COST if self._trains else 0.0)
         else:
             owners = [deal_in_order(images, self._encoder.dp) for images in forward]
         self.images: list[list[list[tuple[int, ...]]]] = []
@@ -303,23 +297,22 @@ class _Rows:
     def __init__(self, own: Mapping[int, RowBytes], *, graphs: bool = False) -> None:
         self.own, self._graphs = own, graphs
         self._in_flight: deque[tuple[int, bool, int | None]] = deque()  # length, whether it may have graphs, and slot
-        self._counts = Counter[tuple[int, bool]]()  # microbatches in flight, by length and whether they have a slot
         self._warm: set[int] = set()
         self._slots: dict[int, int] = {}  # the longest rows of each
-        self._busy: set[int] = set()
-        self._graph_bytes = 0.0
 
     @property
     def bytes(self) -> float:
         """Bytes of all microbatches in flight and of all graphs."""
-        return self._graph_bytes + sum(count * self.own[length].kept
-                                       for (length, has_slot), count in self._counts.items() if not has_slot)
+        captured = (self.own[length] for length in self._slots.values())
+        return (sum(each.kept + each.recomputed + each.gradients for each in captured)
+                + sum(self.own[length].kept for length, _, slot in self._in_flight if slot is None))
 
     @property
     def further(self) -> float:
         """Further bytes in the backward pass of one of the microbatches in flight."""
-        pairs = ((self.own[length], has_slot) for length, has_slot in self._counts)
-        return max(own.ends if has_slot else own.recomputed + max(own.gradients, own.ends) for own, has_slot in pairs)
+        pairs = ((self.own[length], slot) for length, _, slot in self._in_flight)
+        return max(own.ends if slot is not None else own.recomputed + max(own.gradients, own.ends)
+                   for own, slot in pairs)
 
     @property
     def in_flight(self) -> int:
@@ -330,34 +323,21 @@ class _Rows:
         """Run a microbatch's forward pass."""
         slot = None
         if self._graphs and may_replay and length in self._warm:
-            slot = next(each for each in range(len(self._busy) + 1) if each not in self._busy)
-            self._busy.add(slot)
-            if length > self._slots.get(slot, 0):
-                self._capture({slot: length})
+            busy = {slot for _, _, slot in self._in_flight}
+            slot = next(each for each in range(len(busy) + 1) if each not in busy)
+            self._slots[slot] = max(self._slots.get(slot, 0), length)
         self._in_flight.append((length, may_replay, slot))
-        self._counts[length, slot is not None] += 1
 
     def backward(self) -> None:
         """Run the backward pass of the microbatch that has waited longest."""
-        length, may_replay, slot = self._in_flight.popleft()
-        key = length, slot is not None
-        self._counts[key] -= 1
-        if not self._counts[key]:
-            del self._counts[key]
-        if slot is not None:
-            self._busy.remove(slot)
+        length, may_replay, _ = self._in_flight.popleft()
         if may_replay:
             self._warm.add(length)
 
     def capture_all(self, kept: int) -> None:
         """Take graphs of all lengths, for so many microbatches in flight."""
         self._warm.update(self.own)
-        self._capture(dict.fromkeys(range(kept), max(self.own)))
-
-    def _capture(self, lengths: Mapping[int, int]) -> None:
-        self._slots.update(lengths)
-        captured = (self.own[length] for length in self._slots.values())
-        self._graph_bytes = sum(each.kept + each.recomputed + each.gradients for each in captured)
+        self._slots.update(dict.fromkeys(range(kept), max(self.own)))
 
 
 # Runs an iteration, and returns the bytes of activations and those of images at its fullest moment.

@@ -73,8 +73,9 @@ ENDS_GRADIENT_S = 0.7e-12
 # times as long (82 us), so both have this factor. With it, a profile has nearly the same ratios for two tensor-parallel
 # ranks as for one: they are 2 to 8 % lower.
 COLLECTIVE_S, COLLECTIVE_SHARE = 28e-6, 0.48
-# Ratios in files of profiles refer to the estimates above, so a change of these needs another number.
-PROFILE_VERSION = 5
+# Ratios in files of profiles refer to the estimates above, and to the passes that `mimo.planner.measure` counts. A
+# change of these needs another number.
+PROFILE_VERSION = 6
 # Least seconds that the host needs to launch the kernels of a layer's forward pass, and those of its backward pass.
 HOST_FORWARD_S, HOST_BACKWARD_S = 0.2e-3, 0.4e-3
 # Seconds in which the host launches the passes of a layer (attention and MLP) without CUDA graphs, on one GPU and with
@@ -142,7 +143,7 @@ class Profile:
         step_s: seconds of a step that no pass, reduction or optimizer explains.
         base_gib: memory that no formula explains.
         spread: largest relative difference between repeated measurements of a pass.
-        version: `PROFILE_VERSION` of the estimates that the ratios refer to.
+        version: `PROFILE_VERSION` of the code that measured it.
     """
 
     gpu: Gpu
@@ -169,8 +170,8 @@ class Profile:
         except (OSError, json.JSONDecodeError, TypeError, KeyError, AttributeError) as problem:
             raise ValueError(f"--profile {path}: not a profile of `mimo plan --measure`: {problem}") from None
         if version != PROFILE_VERSION:
-            raise ValueError(f"--profile {path}: its costs are relative to estimates of version {version}, and this "
-                             f"mimo has version {PROFILE_VERSION}; measure again with --measure")
+            raise ValueError(f"--profile {path}: its costs were measured by version {version} of the planner, and this "
+                             f"one is version {PROFILE_VERSION}; measure again with --measure")
         return profile
 
     def ratios(self, module: str, tp: int, micro_batch_size: int) -> Ratios:

@@ -199,7 +199,7 @@ class Training:
         host_bound: share of the language model's passes in which the GPU waited for its host, if they are in `late`.
     """
 
-    passes: dict[tuple[str, str, int], float] = field(default_factory=dict)
+    passes: dict[PassKey, float] = field(default_factory=dict)
     late: set[tuple[str, str]] = field(default_factory=set)
     images: dict[int, list[int]] = field(default_factory=dict)
     others: dict[str, float] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from mimo.planner.workload import draw_samples
 from scripts.bench import presets
 
 # Costs that `mimo plan --measure` found for the preset 10b-uneven on two H200 with Transformer Engine, and those that
-# an earlier version found.
+# an earlier version found, under today's number so that they can still be loaded.
 PROFILE = Path(__file__).with_name("h200_profile.json")
 EARLIER_PROFILE = Path(__file__).with_name("h200_profile_earlier.json")
 # Seconds for each parameter of the embedding and the output layer in the version of the earlier profile, with which

@@ -802,7 +802,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     old.write_text(json.dumps({name: value for name, value in json.loads(PROFILE.read_text()).items()
                                if name != "version"}))
     for flags, message in ((["--gpus", "2", "--profile", str(wrong)], "not a profile"),
-                           (["--gpus", "2", "--profile", str(old)], "estimates of version 1"),
+                           (["--gpus", "2", "--profile", str(old)], "measured by version 1 of the planner"),
                            (["--gpus", "2", "--nodes", "1"], "--gpus 2 and --nodes 1: give one of them"),
                            ([], "--gpus 0 and --nodes 0: give one of them"),
                            (["--gpus", "2", "--gpu-memory-gib", "0"], "--gpu-memory-gib 0.0 is not above 0")):
