@@ -187,7 +187,7 @@ class Windows:
         return self.bytes_of(self.recomputed)
 
     def first_bytes(self, largest: list[float]) -> tuple[list[Array], list[Array]]:
-        """Return what `bytes` has, at the start of a run; `share_recomputed` explains `largest`."""
+        """Return `bytes` at the start of a run; `share_recomputed` explains `largest`."""
         if self._step.config.layout.encoder_activation_gib is None:
             return self.bytes
         return self.bytes_of(self.share_recomputed(largest))

@@ -211,7 +211,7 @@ class Training:
     host_bound: float = 0.0
 
     def take(self, steps: Sequence[Mapping[PassKey, MeasuredPass]]) -> None:
-        """Take `passes` and what is known of them from the measured steps, which have the same passes."""
+        """Set `passes`, `late`, `spread` and `host_bound` from the measured steps, which have the same passes."""
         seconds = dict[PassKey, list[float]]()
         for pair in {key[:2] for key in steps[0]}:
             passes = {key: [step[key] for step in steps] for key in steps[0] if key[:2] == pair}
